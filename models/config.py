@@ -1,0 +1,217 @@
+"""ModelConfig: what the Transformer needs to know, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kv_cache.errors import ConfigError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Context extension of the rotary frequencies.
+
+    `linear`: all frequencies divided by `factor` (position interpolation, arXiv 2306.15595).
+    `llama3`: low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama-family decoder. Sizes are counts of elements; `max_context` is in tokens."""
+
+    vocab_size: int
+    n_layer: int
+    dim: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_context: int = 2048
+    sliding_window: int | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    eos_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim")
+        for name in (*sizes, "max_context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise _refuse(f"{name} is not a positive integer", name, value, "an integer >= 1")
+        if self.n_head % self.n_kv_head:
+            raise _refuse(
+                "query heads do not divide into groups of KV heads",
+                "n_head and n_kv_head (num_attention_heads, num_key_value_heads)",
+                f"n_head {self.n_head}, n_kv_head {self.n_kv_head}",
+                "n_head a multiple of n_kv_head",
+            )
+        if self.head_dim % 2:
+            raise _refuse("rotary embedding needs pairs", "head_dim", self.head_dim, "an even number")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.n_head // self.n_kv_head
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters of the model, a tied head counted once."""
+        attention = self.dim * self.head_dim * (2 * self.n_head + 2 * self.n_kv_head)
+        bias = self.head_dim * (self.n_head + 2 * self.n_kv_head) if self.qkv_bias else 0
+        layer = attention + bias + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        heads = 1 if self.tie_embeddings else 2
+        return self.n_layer * layer + heads * self.vocab_size * self.dim + self.dim
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values that one token of one row takes, over all layers."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Inverse of `to_dict`; also takes what JSON makes of it (lists for tuples)."""
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        if known.get("rope_scaling") is not None:
+            known["rope_scaling"] = RopeScaling(**known["rope_scaling"])
+        known["eos_tokens"] = tuple(known.get("eos_tokens", ()))
+        return cls(**known)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> ModelConfig:
+        """Read a Hugging Face `config.json`. Raises ConfigError naming the file and the field."""
+        path = Path(path)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                "the model's config.json is missing",
+                where=str(path),
+                seen="no such file",
+                required="the config.json that belongs to the checkpoint",
+                fix="download it again (download.py), or copy config.json beside the weights",
+            ) from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                "the model's config.json is not JSON",
+                where=str(path),
+                seen=error,
+                required="a JSON object",
+                fix="download it again (download.py)",
+            ) from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                "the model's config.json is not a JSON object",
+                where=str(path),
+                seen=type(values).__name__,
+                required="a JSON object",
+                fix="download it again (download.py)",
+            )
+        return cls.from_hf(values, where=str(path))
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
+        """Translate the keys of a Hugging Face Llama, Mistral or Qwen2 configuration."""
+        architecture = (values.get("architectures") or ["(none given)"])[0]
+        if architecture not in ARCHITECTURES:
+            raise _refuse("unsupported architecture", where, architecture, f"one of {', '.join(ARCHITECTURES)}")
+        if values.get("hidden_act", "silu") != "silu":
+            raise _refuse("unsupported activation", f"{where}: hidden_act", values["hidden_act"], "silu")
+        for key in ("mlp_bias", "use_sliding_window"):
+            if values.get(key):
+                raise _refuse(f"{key} is not supported", where, values[key], "false or absent")
+        qwen = architecture == "Qwen2ForCausalLM"
+        if values.get("attention_bias") and not qwen:
+            raise _refuse("attention_bias is not supported", where, values["attention_bias"], "false or absent")
+        try:
+            n_head = values["num_attention_heads"]
+            dim = values["hidden_size"]
+            derived_head_dim = dim // n_head
+            config = cls(
+                vocab_size=values["vocab_size"],
+                n_layer=values["num_hidden_layers"],
+                dim=dim,
+                n_head=n_head,
+                n_kv_head=values.get("num_key_value_heads") or n_head,
+                head_dim=values.get("head_dim") or derived_head_dim,
+                ffn_dim=values["intermediate_size"],
+                norm_eps=values.get("rms_norm_eps", 1e-6),
+                rope_theta=_rope(values).get("rope_theta", 10000.0),
+                rope_scaling=_rope_scaling(values, where),
+                max_context=values.get("max_position_embeddings", 2048),
+                sliding_window=None if qwen else values.get("sliding_window"),
+                tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+                qkv_bias=qwen,
+                eos_tokens=_token_ids(values.get("eos_token_id")),
+            )
+        except KeyError as error:
+            raise _refuse("a key is missing", where, f"no key {error}", f"{error} in config.json") from None
+        except (TypeError, ZeroDivisionError) as error:
+            raise _refuse("a size is not a positive integer", where, error, "integers >= 1") from None
+        if not values.get("head_dim") and dim % n_head:
+            raise _refuse(
+                "hidden_size does not divide into heads",
+                where,
+                f"hidden_size {dim}, num_attention_heads {n_head}",
+                "a multiple, or head_dim given",
+            )
+        return config
+
+
+def _refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
+    return ConfigError(
+        what,
+        where=where,
+        seen=seen,
+        required=required,
+        fix="use a checkpoint of a supported family (Llama, Mistral, Qwen2) with a matching config.json",
+    )
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings: `rope_parameters` (transformers 5), else `rope_theta` + `rope_scaling`."""
+    settings = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if "rope_theta" in values:
+        settings.setdefault("rope_theta", values["rope_theta"])
+    return settings
+
+
+def _rope_scaling(values: Mapping[str, Any], where: str) -> RopeScaling | None:
+    settings = _rope(values)
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(settings["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            float(settings["factor"]),
+            float(settings["low_freq_factor"]),
+            float(settings["high_freq_factor"]),
+            int(settings["original_max_position_embeddings"]),
+        )
+    raise _refuse("unsupported rope type", where, kind, "default, linear or llama3")
