@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each can be interrupted and run again.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## fetch the default model and book, then self-speculation beside the baseline
+	$(RUN) download.py
+	$(RUN) convert_hf_checkpoint.py
+	$(RUN) tests/selfspec_benchmark.py
+
+test: lint  ## checks and tests, slow ones left out
+	$(RUN) -m pytest
+
+test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
+	$(RUN) -m pytest -m ""
+
+lint: $(VENV)/.installed-dev  ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/.installed-dev  ## rewrite the sources in the project's format
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:  ## remove the virtual environment and caches; checkpoints and data stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The marker .installing outlives an interrupted installation. pip takes a half-installed package for an
+# installed one, so an environment that still carries the marker is made anew.
+define install
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Foretoken needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11" % sys.version_info[:2])'
+	@if [ -e $(VENV)/.installing ] || [ ! -x $(RUN) ]; then rm -rf $(VENV); fi
+	@mkdir -p $(VENV) && touch $(VENV)/.installing
+	@[ -x $(RUN) ] || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check -r $(1)
+	@rm $(VENV)/.installing
+endef
+
+$(VENV)/.installed: requirements.txt
+	$(call install,requirements.txt)
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt requirements.txt
+	$(call install,requirements-dev.txt)
+	@touch $(VENV)/.installed $@

@@ -1,0 +1,151 @@
+"""Convert a downloaded checkpoint (safetensors, pytorch_model.bin or GGUF) to model.pth."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from kv_cache.errors import CheckpointError, ConfigError, exit_on_user_error
+from models.checkpoint import CONFIG, WEIGHTS, drop_layers, save_checkpoint
+from models.config import ModelConfig
+from models.convert import match_tensors, output_bytes, parse_layers, read_stacked
+from models.default_model import DEFAULT_CHECKPOINT
+from models.manifest import atomic_path, check_files, describe, read_manifest, update_manifest, write_text
+from models.source_weights import Source, open_source
+from models.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIDE_FILES = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def convert(
+    checkpoint_dir: Path,
+    out_dir: Path,
+    *,
+    layers_to_drop: tuple[int, ...] = (),
+    dtype: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write model.pth, config.json, the tokenizer and manifest.json to `out_dir`; return the model.pth.
+
+    `dtype` None keeps that of the source (float32 for GGUF). Everything is checked before anything is
+    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`.
+    """
+    if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
+        raise ConfigError(
+            "a shallower model would overwrite its own source",
+            where="--out_dir",
+            seen=out_dir,
+            required="another folder than --checkpoint_dir",
+            fix="add --out_dir FOLDER",
+        )
+    read_manifest(out_dir)
+    source = open_source(checkpoint_dir)
+    matched, config = drop_layers(
+        match_tensors(checkpoint_dir, source.tensors, source.config), source.config, layers_to_drop
+    )
+    if source.tokenizer_json is None:
+        load_tokenizer(checkpoint_dir)
+    hf_config = _shallower(source.hf_config, config, layers_to_drop)
+    recipe = {
+        "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in source.files},
+        "config": json.loads(json.dumps(config.to_dict())),
+        "dtype": dtype,
+        "dropped_layers": list(layers_to_drop),
+    }
+    if not force and _is_converted(out_dir, recipe):
+        print(f"{out_dir / WEIGHTS} is up to date (--force converts again)")
+        return out_dir / WEIGHTS
+    check_files(checkpoint_dir, [path.name for path in source.files], verify=True)
+    target = DTYPES[dtype] if dtype else None
+    _require_space(out_dir, output_bytes(matched.values(), target))
+
+    progress = tqdm(matched.items(), desc="reading", unit="tensor")
+    state_dict = {name: read_stacked(stacked, target) for name, stacked in progress}
+    save_checkpoint(out_dir / WEIGHTS, config, state_dict)
+    written = _write_side_files(checkpoint_dir, out_dir, source, hf_config)
+    update_manifest(out_dir, describe(out_dir, [WEIGHTS, *written]), converted_from=recipe)
+    print(f"wrote {out_dir / WEIGHTS}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
+    return out_dir / WEIGHTS
+
+
+def _shallower(hf_config: dict[str, Any], config: ModelConfig, dropped: tuple[int, ...]) -> dict[str, Any]:
+    """The config.json of the model without the dropped layers."""
+    if not dropped:
+        return hf_config
+    changed = {**hf_config, "num_hidden_layers": config.n_layer}
+    if "layer_types" in changed:
+        changed["layer_types"] = [kind for i, kind in enumerate(changed["layer_types"]) if i not in dropped]
+    return changed
+
+
+def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
+    """Whether `out_dir` holds this very conversion, undamaged."""
+    try:
+        manifest = read_manifest(out_dir)
+        names = [WEIGHTS, CONFIG, *(name for name in TOKENIZER_FILES if name in manifest["files"])]
+        check_files(out_dir, names, verify=True)
+    except CheckpointError:
+        return False
+    return (
+        manifest.get("converted_from") == recipe
+        and {WEIGHTS, CONFIG} <= manifest["files"].keys()
+        and find_tokenizer(out_dir) is not None
+    )
+
+
+def _require_space(out_dir: Path, n_bytes: int) -> None:
+    existing = next(folder for folder in (out_dir, *out_dir.resolve().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    needed = int(n_bytes * 1.01) + (32 << 20)
+    if free < needed:
+        raise CheckpointError(
+            "not enough disk space for the converted model",
+            where=str(out_dir),
+            seen=f"{free / 2**20:.0f} MiB free",
+            required=f"{needed / 2**20:.0f} MiB",
+            fix="free some space, or convert to another disk with --out_dir",
+        )
+
+
+def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_config: dict[str, Any]) -> list[str]:
+    """Write config.json and the tokenizer where they are not already; return the names now in `out_dir`."""
+    in_place = out_dir.resolve() == checkpoint_dir.resolve()
+    if not in_place:
+        for name in SIDE_FILES:
+            if (checkpoint_dir / name).is_file():
+                with atomic_path(out_dir / name) as partial:
+                    shutil.copyfile(checkpoint_dir / name, partial)
+    if not in_place or not (out_dir / CONFIG).is_file():
+        write_text(out_dir / CONFIG, json.dumps(hf_config, indent=2) + "\n")
+    if source.tokenizer_json is not None:
+        write_text(out_dir / "tokenizer.json", source.tokenizer_json)
+    return [name for name in (CONFIG, *SIDE_FILES) if (out_dir / name).is_file()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint_dir", type=Path, default=DEFAULT_CHECKPOINT, help="folder of the download")
+    parser.add_argument("--out_dir", type=Path, help="folder for model.pth (default: --checkpoint_dir)")
+    parser.add_argument("--drop_layers", default="", help="layers to leave out, such as 3,7,13-15")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the source, float32 for GGUF")
+    parser.add_argument("--force", action="store_true", help="convert again even if model.pth is up to date")
+    args = parser.parse_args()
+    layers = parse_layers(args.drop_layers) if args.drop_layers else []
+    convert(
+        args.checkpoint_dir,
+        args.out_dir or args.checkpoint_dir,
+        layers_to_drop=tuple(layers),
+        dtype=args.dtype,
+        force=args.force,
+    )
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

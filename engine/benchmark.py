@@ -1,0 +1,275 @@
+"""What the benchmark scripts share: arguments, set-up, the passes over one prefilled state, the record."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from engine.data import load_books, make_prompts
+from engine.decoding import GenerateOutput, generate
+from engine.distributed import require_single_process
+from engine.drafters import Drafter
+from engine.memory import available_bytes, plan_memory, require_memory
+from engine.provenance import require_appendable
+from engine.requests import check_prompt
+from engine.runner import PREFILL_CHUNK, ModelRunner
+from engine.timing import PhaseTimer
+from kv_cache import FullKVCache, KVCache, StreamingKVCache
+from kv_cache.errors import CheckpointError, ConfigError, UserError
+from models import ModelConfig, load_model
+from models.attention import BACKENDS, select_backend
+from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.presets import preset_config
+from models.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of every benchmark; the defaults run on the built-in model and book."""
+    add = parser.add_argument
+    add("--model", default=str(DEFAULT_CHECKPOINT / "model.pth"), help="converted checkpoint (model.pth)")
+    add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
+    add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
+    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
+    add("--B", type=int, default=8, help="rows decoded together")
+    add("--prefix_len", type=int, default=4000, help="prompt tokens per row")
+    add("--gen_len", type=int, default=64, help="new tokens per row")
+    add("--num_prompts", type=int, help="prompts in all, at least B (default: B)")
+    add(
+        "--stop_at_eos",
+        action="store_true",
+        help="end a row at the model's end token (default: fixed length)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
+    add("--attention", choices=BACKENDS, default="auto", help="attention backend")
+    add("--printoutput", action="store_true", help="print every row's generated text")
+    add("--output", help="append the JSON record to this file")
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a self-speculation."""
+    add = parser.add_argument
+    add("--gamma", type=int, default=3, help="tokens drafted per round")
+    add(
+        "--draft_policy",
+        choices=["streaming", "full"],
+        default="streaming",
+        help="what the draft's cache keeps",
+    )
+    add("--streamingllm_budget", type=int, default=512, help="the draft's KV entries per row, sinks included")
+    add("--n_sink", type=int, default=4, help="attention sinks among them")
+    add("--verification", choices=["auto", "greedy"], default="auto", help="how drafts are accepted")
+    add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
+    add("--benchmark", action="store_true", help="time draft and verification steps, in a pass of their own")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A loaded model over an empty cache, and the prompts to run."""
+
+    args: argparse.Namespace
+    runner: ModelRunner
+    prompts: list[list[int]]
+    stop_tokens: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    name: str
+    dtype: torch.dtype
+
+
+def prepare(args: argparse.Namespace, *, gamma: int = 0, draft_entries: int = 0) -> Setup:
+    """Check everything that can be wrong, cheapest first; then load the model and allocate its cache."""
+    require_single_process()
+    for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
+        _require_at_least(flag, getattr(args, flag), minimum)
+    n_prompts = args.B if args.num_prompts is None else args.num_prompts
+    _require_at_least("num_prompts", n_prompts, args.B)
+    require_appendable(args.output)
+    device = _device(args.device)
+    dtype = DTYPES[args.dtype] if args.dtype != "auto" else torch.float32 if device == "cpu" else torch.bfloat16
+    config, name = _config_and_name(args)
+    capacity = args.prefix_len + args.gen_len + gamma + 1
+    if capacity > config.max_context:
+        raise ConfigError(
+            "prompt + new tokens + gamma + 1 exceeds the model's context",
+            where=f"--prefix_len, --gen_len and --gamma on {name}",
+            seen=f"{args.prefix_len} + {args.gen_len} + {gamma} + 1 = {capacity} tokens",
+            required=f"<= {config.max_context}",
+            fix=f"use --prefix_len {max(1, config.max_context - capacity + args.prefix_len)} or less",
+        )
+    plan = plan_memory(
+        config,
+        dtype=dtype,
+        device=device,
+        capacity=capacity,
+        draft_capacity=draft_entries,
+        block=gamma + 1,
+        prefill_chunk=PREFILL_CHUNK,
+    )
+    require_memory(plan, args.B, available_bytes(device), device)
+
+    tokenizer, prompts = _prompts(args, config, n_prompts)
+    say(f"loading {name} on {device} as {dtype_name(dtype)}, attention {select_backend(args.attention).name}")
+    model = load_model(
+        args.model,
+        device=device,
+        dtype=dtype,
+        load_format=args.load_format,
+        config=config if args.load_format == "dummy" else None,
+    )
+    model.backend = select_backend(args.attention)
+    cache = FullKVCache(config, args.B, capacity, device=device, dtype=dtype)
+    runner = ModelRunner(model, cache)
+    for index, prompt in enumerate(prompts):
+        check_prompt(runner, index, prompt, args.gen_len, gamma)
+    stop_tokens = config.eos_tokens if args.stop_at_eos else ()
+    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype)
+
+
+def draft_capacity(args: argparse.Namespace) -> int:
+    """KV entries per row of the draft's cache."""
+    if args.draft_policy == "streaming":
+        return args.streamingllm_budget
+    return args.prefix_len + args.gen_len + args.gamma + 1
+
+
+def draft_cache(setup: Setup) -> KVCache:
+    """The draft's empty cache, as --draft_policy says."""
+    args, config = setup.args, setup.runner.model.config
+    capacity, device = draft_capacity(args), setup.runner.device
+    if args.draft_policy == "streaming":
+        return StreamingKVCache(config, args.B, capacity, args.n_sink, device, setup.dtype)
+    return FullKVCache(config, args.B, capacity, device, setup.dtype)
+
+
+def _require_at_least(flag: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(
+            f"--{flag} is too small",
+            where=f"--{flag}",
+            seen=value,
+            required=f">= {minimum}",
+            fix=f"use --{flag} {minimum} or more",
+        )
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = "unknown"
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        raise ConfigError(
+            "the device is not available",
+            where="--device",
+            seen=name,
+            required="cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)"),
+            fix="use --device auto",
+        )
+    return name
+
+
+def _config_and_name(args: argparse.Namespace) -> tuple[ModelConfig, str]:
+    path = Path(args.model)
+    folder = path if path.is_dir() else path.parent
+    is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
+    if args.load_format == "dummy" and args.model_name:
+        return preset_config(args.model_name), args.model_name
+    if is_default and not (folder / "model.pth").exists():
+        raise CheckpointError(
+            "the built-in default model has not been fetched and converted",
+            where=str(folder),
+            seen="no model.pth",
+            required="the converted default checkpoint",
+            fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
+        )
+    config = ModelConfig.from_json(folder / "config.json")
+    return config, args.model_name or (DEFAULT_NAME if is_default else folder.resolve().name)
+
+
+def _prompts(args: argparse.Namespace, config: ModelConfig, n_prompts: int) -> tuple[Tokenizer | None, list[list[int]]]:
+    """Stretches of the data set; random tokens for random weights, which have no tokenizer."""
+    if args.load_format == "dummy":
+        generator = torch.Generator().manual_seed(0)
+        shape = (n_prompts, args.prefix_len)
+        return None, torch.randint(config.vocab_size, shape, generator=generator).tolist()
+    path = Path(args.model)
+    tokenizer = load_tokenizer(path if path.is_dir() else path.parent)
+    say(f"tokenising {n_prompts} prompts of {args.prefix_len} tokens from {args.dataset}")
+    books = load_books(args.dataset)
+    return tokenizer, make_prompts(books, tokenizer, n_prompts=n_prompts, prefix_len=args.prefix_len)
+
+
+def say(message: str) -> None:
+    """Progress and remarks go to stderr: stdout is for results, its last line for the record."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.inference_mode()
+def prefill(setup: Setup) -> float:
+    """Prefill the prompts that start in the slots, with a progress bar; returns seconds."""
+    first = setup.prompts[: setup.runner.cache.max_batch]
+    started = time.perf_counter()
+    with _bar("prefill", sum(map(len, first))) as bar:
+        for row, prompt in enumerate(first):
+            setup.runner.prefill_row(row, prompt, bar.update)
+    if setup.runner.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def decode(setup: Setup, name: str, drafter: Drafter | None = None, timer: PhaseTimer | None = None) -> GenerateOutput:
+    """One pass over the prompts from the prefilled state, with a progress bar.
+
+    Raises UserError naming row and position if any row's logits were not finite.
+    """
+    with _bar(name, len(setup.prompts) * setup.args.gen_len) as bar:
+        output = generate(
+            setup.runner,
+            setup.prompts,
+            max_new_tokens=setup.args.gen_len,
+            drafter=drafter,
+            verification=getattr(setup.args, "verification", "auto"),
+            stop_tokens=setup.stop_tokens,
+            progress=_DecodeProgress(bar),
+            phase=timer,
+        )
+    broken = [error for error in output.errors if error]
+    if broken:
+        raise UserError(
+            "the model's logits are not finite",
+            where=name,
+            seen="; ".join(broken[:8]),
+            required=f"finite logits in all {len(output.errors)} rows",
+            fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
+        )
+    return output
+
+
+@dataclass(frozen=True)
+class _DecodeProgress:
+    bar: tqdm
+
+    def prefilled(self, n_tokens: int) -> None:
+        self.bar.set_postfix_str("refilling a slot", refresh=True)
+
+    def emitted(self, n_tokens: int) -> None:
+        self.bar.set_postfix_str("", refresh=False)
+        self.bar.update(n_tokens)
+
+
+def _bar(name: str, total: int) -> tqdm:
+    return tqdm(total=total, desc=f"{name:<12}", unit="tok", file=sys.stderr, dynamic_ncols=True)

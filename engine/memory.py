@@ -1,0 +1,87 @@
+"""Will it fit: weights, caches and activations itemised before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from kv_cache.errors import OutOfMemoryError
+from models import ModelConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a run needs. Cache and activation bytes grow with the batch, weights do not."""
+
+    weights: int
+    target_kv_per_row: int
+    draft_kv_per_row: int
+    activations: int
+    logits_per_row: int
+
+    def total(self, batch: int) -> int:
+        per_row = self.target_kv_per_row + self.draft_kv_per_row + self.logits_per_row
+        return self.weights + self.activations + batch * per_row
+
+    def largest_batch(self, available: int) -> int:
+        """The largest batch whose total is within `available` bytes; 0 if none is."""
+        return max(0, (available - self.total(0)) // (self.total(1) - self.total(0)))
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    capacity: int,
+    draft_capacity: int,
+    block: int,
+    prefill_chunk: int,
+) -> MemoryPlan:
+    """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row."""
+    itemsize = dtype.itemsize
+    # On a CPU the head is repacked, so a tied embedding is held twice.
+    copied_head = config.vocab_size * config.dim if config.tie_embeddings and device == "cpu" else 0
+    chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
+    chunk_mask = prefill_chunk * capacity
+    return MemoryPlan(
+        weights=(config.n_parameters + copied_head) * itemsize,
+        target_kv_per_row=capacity * config.kv_bytes_per_token(itemsize),
+        draft_kv_per_row=draft_capacity * config.kv_bytes_per_token(itemsize),
+        activations=(chunk_rows + 2 * chunk_mask) * itemsize,
+        logits_per_row=2 * block * config.vocab_size * itemsize,
+    )
+
+
+def available_bytes(device: str) -> int:
+    """Bytes free for this process on `device` ("cpu" or a CUDA device)."""
+    if device == "cpu":
+        return psutil.virtual_memory().available
+    return torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:
+    """Raise OutOfMemoryError, itemised and with the largest batch that fits, if the plan does not."""
+    needed = plan.total(batch)
+    if needed <= available:
+        return
+    items = {
+        "weights": plan.weights,
+        "target KV": batch * plan.target_kv_per_row,
+        "draft KV": batch * plan.draft_kv_per_row,
+        "logits": batch * plan.logits_per_row,
+        "activations": plan.activations,
+    }
+    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in items.items())
+    largest = plan.largest_batch(available)
+    raise OutOfMemoryError(
+        "the run does not fit into memory",
+        where=f"{device}: {listed}",
+        seen=f"{needed / GIB:.2f} GiB for a batch of {batch}",
+        required=f"<= {available / GIB:.2f} GiB available",
+        fix=f"use --B {largest}, the largest batch that fits" if largest else "use a shorter --prefix_len",
+    )

@@ -1,0 +1,197 @@
+"""What a benchmark says of its passes: the JSON record, and the table for people."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from engine.benchmark import Setup, draft_capacity, dtype_name
+from engine.decoding import GenerateOutput
+from engine.drafters import Drafter
+from engine.provenance import append_record, provenance
+from engine.timing import PhaseTimer
+
+
+def tokens_per_second(output: GenerateOutput) -> float | None:
+    """Emitted tokens per second over the rounds in which every slot was busy."""
+    steady = output.stats.steady()
+    return sum(r.emitted for r in steady) / sum(r.seconds for r in steady) if steady else None
+
+
+def round_ms(output: GenerateOutput) -> float | None:
+    """Median wall time in ms of the rounds in which every slot was busy."""
+    steady = output.stats.steady()
+    return 1e3 * median(r.seconds for r in steady) if steady else None
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or not denominator else numerator / denominator
+
+
+def identical_rows(a: GenerateOutput, b: GenerateOutput) -> int:
+    """How many rows emitted the same tokens."""
+    return sum(x == y for x, y in zip(a.tokens, b.tokens, strict=True))
+
+
+def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
+    """Mean over rows of distinct 4-grams among all 4-grams: near 0 where a row loops, 1 where it never repeats."""
+    fractions = []
+    for row in rows:
+        grams = [tuple(row[i : i + 4]) for i in range(len(row) - 3)]
+        if grams:
+            fractions.append(len(set(grams)) / len(grams))
+    return mean(fractions) if fractions else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes held so far: allocated on a GPU, the resident set of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rounded(record: dict[str, Any], digits: int = 4) -> dict[str, Any]:
+    """The record with its floats, also those in lists, rounded for reading."""
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, float):
+            return round(value, digits)
+        return [shorten(v) for v in value] if isinstance(value, list) else value
+
+    return {key: shorten(value) for key, value in record.items()}
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record's headline as a short table."""
+    rows: list[tuple[str, str, str]] = [
+        ("", "plain decoding", "self-speculation"),
+        (
+            "tokens per second",
+            _number(record["baseline_tokens_per_second"]),
+            _number(record["decode_tokens_per_second"]),
+        ),
+        ("ms per step / round", _number(record["baseline_step_ms"]), _number(record["round_ms"])),
+        ("speedup (all rows busy)", "1.00", _number(record["speedup"], 2)),
+        ("speedup (to the last row)", "1.00", _number(record["wall_speedup"], 2)),
+        ("acceptance rate", "-", _number(record["acceptance_rate"], 3)),
+        (f"tokens per round (of {record['gamma'] + 1})", "1", _number(record["mean_accepted_length"], 2)),
+        ("identical rows", "-", f"{record['identical_sequences']} of {record['sequences']}"),
+    ]
+    if record["benchmark"] == "baseline":
+        rows = [(name, plain, "") for name, plain, _ in rows[:3]]
+    return "\n".join(f"  {name:<28}{plain:>16}{speculative:>18}".rstrip() for name, plain, speculative in rows)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def make_record(
+    benchmark: str,
+    setup: Setup,
+    *,
+    prefill_seconds: float,
+    baseline: GenerateOutput | None,
+    speculative: GenerateOutput | None = None,
+    drafter: Drafter | None = None,
+    draft: str | None = None,
+    timer: PhaseTimer | None = None,
+) -> dict[str, Any]:
+    """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
+    args = setup.args
+    real = args.load_format != "dummy"
+    measured = speculative or baseline
+    assert measured is not None
+    counts = speculative.stats.counts if speculative and real else None
+    base_tps = tokens_per_second(baseline) if baseline else None
+    tps = tokens_per_second(measured)
+    compared = baseline is not None and speculative is not None
+    gamma = drafter.gamma if drafter else 0
+    step_ms = round_ms(baseline) if baseline else None
+    record = {
+        "benchmark": benchmark,
+        "model": setup.name,
+        "draft": draft,
+        "load_format": args.load_format,
+        "dataset": args.dataset if real else None,
+        "B": args.B,
+        "prefix_len": args.prefix_len,
+        "gen_len": args.gen_len,
+        "gamma": gamma,
+        **_draft_settings(setup, drafter),
+        "verification": "greedy",
+        "temperature": 0.0,
+        "seed": None,
+        "device": str(setup.runner.device),
+        "dtype": dtype_name(setup.dtype),
+        "attention": setup.runner.model.backend.name,
+        "compile": False,
+        "tensor_parallel": 1,
+        "tokens_generated": sum(map(len, measured.tokens)),
+        "drafted": counts.drafted if counts else None,
+        "accepted": counts.accepted if counts else None,
+        "acceptance_rate": counts.acceptance_rate if counts else None,
+        "acceptance_per_position": counts.acceptance_per_position if counts else None,
+        "mean_accepted_length": counts.mean_accepted_length if counts else None,
+        "decode_tokens_per_second": tps if real or not speculative else None,
+        "baseline_tokens_per_second": base_tps,
+        "speedup": ratio(tps, base_tps) if compared and real else None,
+        "wall_speedup": ratio(baseline.stats.decode_seconds, speculative.stats.decode_seconds)
+        if baseline and speculative and real
+        else None,
+        "identical_sequences": identical_rows(baseline, speculative) if baseline and speculative else None,
+        "sequences": len(measured.tokens),
+        "prefill_seconds": prefill_seconds,
+        "baseline_step_ms": step_ms,
+        "round_ms": round_ms(speculative) if speculative else None,
+        **_phase_times(timer, gamma),
+        "peak_memory_bytes": peak_memory_bytes(setup.runner.device),
+        "distinct_4gram_fraction": distinct_4gram_fraction(measured.tokens) if real else None,
+        **provenance(),
+    }
+    return rounded(record)
+
+
+def _draft_settings(setup: Setup, drafter: Drafter | None) -> dict[str, str | int | None]:
+    if drafter is None:
+        return dict.fromkeys(("draft_policy", "draft_budget", "n_sink"))
+    streaming = setup.args.draft_policy == "streaming"
+    return {
+        "draft_policy": setup.args.draft_policy,
+        "draft_budget": draft_capacity(setup.args),
+        "n_sink": setup.args.n_sink if streaming else None,
+    }
+
+
+def _phase_times(timer: PhaseTimer | None, gamma: int) -> dict[str, float | None]:
+    """Medians over the rounds of the timed pass: one draft step, one verification, the rest of a round."""
+    if timer is None or "verify" not in timer.seconds:
+        return dict.fromkeys(("draft_step_ms", "verify_step_ms", "other_ms_per_round"))
+    return {
+        "draft_step_ms": timer.median_ms("draft") / gamma if gamma else None,
+        "verify_step_ms": timer.median_ms("verify"),
+        "other_ms_per_round": timer.median_ms("accept"),
+    }
+
+
+def finish(setup: Setup, record: dict[str, Any], output: GenerateOutput) -> None:
+    """Print the texts asked for, the table, and last the record; append it to --output."""
+    args = setup.args
+    if setup.tokenizer:
+        shown = output.tokens if args.printoutput else output.tokens[:1]
+        for row, tokens in enumerate(shown):
+            text = setup.tokenizer.decode(tokens)
+            print(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
+    print(
+        f"\n  {record['model']}, {record['device']}, {record['dtype']}: {args.B} rows at a time, "
+        f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
+        f"prefill {record['prefill_seconds']:.1f} s\n"
+    )
+    print(table(record) + "\n")
+    append_record(args.output, record)
+    print(json.dumps(record), flush=True)

@@ -1,0 +1,102 @@
+"""Requests: one prompt with its limits, the tokens emitted for it so far, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.runner import ModelRunner
+from engine.stats import Counts
+from kv_cache.errors import ConfigError
+
+FinishReason = Literal["length", "stop", "error"] | None
+
+
+@dataclass
+class Request:
+    """A prompt on its way through the batch; `index` is its place among the prompts."""
+
+    index: int
+    prompt: list[int]
+    limit: int
+    stop_tokens: frozenset[int]
+    counts: Counts
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = None
+    error: str | None = None
+
+    def extend(self, block: Sequence[int]) -> int:
+        """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
+        for count, token in enumerate(block, start=1):
+            self.tokens.append(token)
+            if token in self.stop_tokens:
+                self.finish_reason = "stop"
+            elif len(self.tokens) == self.limit:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return count
+        return len(block)
+
+    def fail(self, position: int) -> None:
+        """End the request at `position`, whose logits are not finite."""
+        self.finish_reason = "error"
+        self.error = f"row {self.index}: logits at position {position} are NaN or infinite"
+
+
+def make_requests(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]],
+    gamma: int,
+) -> list[Request]:
+    """Check every prompt against the vocabulary, the context and the cache; errors as `generate` says."""
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    stops = _stops_per_prompt(stop_tokens, len(prompts))
+    for name, given in (("max_new_tokens", limits), ("stop_tokens", stops)):
+        if len(given) != len(prompts):
+            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(given), len(prompts))
+    requests = []
+    for index, (prompt, limit, stop) in enumerate(zip(prompts, limits, stops, strict=True)):
+        check_prompt(runner, index, prompt, limit, gamma)
+        requests.append(Request(index, list(prompt), limit, frozenset(stop), Counts.of_gamma(gamma)))
+    return requests
+
+
+def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: int, gamma: int) -> None:
+    """Raise ConfigError unless `prompt` can be continued by `limit` tokens at that gamma."""
+    where = f"prompt {index}"
+    vocab_size = runner.model.config.vocab_size
+    if not prompt:
+        raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        outside = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}")
+    if limit < 1:
+        raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
+    needed = len(prompt) + limit + gamma + 1
+    rooms = (
+        ("the model's context", runner.model.config.max_context),
+        ("the KV cache", runner.cache.max_block),
+    )
+    for name, room in rooms:
+        if needed > room:
+            raise ConfigError(
+                f"prompt + new tokens + gamma + 1 exceeds {name}",
+                where=where,
+                seen=f"{len(prompt)} + {limit} + {gamma} + 1 = {needed} tokens",
+                required=f"<= {room}",
+                fix=f"shorten the prompt (--prefix_len) by {needed - room} tokens or generate fewer (--gen_len)",
+            )
+
+
+def _stops_per_prompt(stop_tokens: Sequence[int] | Sequence[Sequence[int]], n_prompts: int) -> list[list[int]]:
+    shared = [token for token in stop_tokens if isinstance(token, int)]
+    if len(shared) == len(stop_tokens):
+        return [shared] * n_prompts
+    return [list(row) for row in stop_tokens if not isinstance(row, int)]
+
+
+def _refuse(what: str, where: str, seen: object, required: object) -> ConfigError:
+    return ConfigError(what, where=where, seen=seen, required=required, fix="correct the call to generate()")

@@ -1,0 +1,119 @@
+"""What a run did: counts that add up to the tokens emitted, and the time of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """Drafts and tokens of one row, or of many summed.
+
+    A draft is *judged* when all drafts before it were accepted and its outcome was emitted; those
+    behind a rejection, a stop token or a length limit are drafted but not judged. Every token but a
+    row's first (which its prefill gives) comes from a round: `emitted == accepted + added`.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    emitted: int = 0
+    added: int = 0
+    judged_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of_gamma(cls, gamma: int) -> Counts:
+        return cls(judged_at=[0] * gamma, accepted_at=[0] * gamma)
+
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """One row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
+        kept = min(accepted, emitted)
+        judged = min(emitted, drafted)
+        self.rounds += 1
+        self.drafted += drafted
+        self.emitted += emitted
+        self.added += emitted - kept
+        for position in range(judged):
+            self.judged_at[position] += 1
+        for position in range(kept):
+            self.accepted_at[position] += 1
+
+    @property
+    def judged(self) -> int:
+        return sum(self.judged_at)
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the judged drafts: the alpha of Leviathan et al. 2023."""
+        return self.accepted / self.judged if self.judged else None
+
+    @property
+    def acceptance_per_position(self) -> list[float | None]:
+        """The same for the i-th draft of a block, given that those before it were accepted."""
+        pairs = zip(self.accepted_at, self.judged_at, strict=True)
+        return [accepted / judged if judged else None for accepted, judged in pairs]
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per row and round, the recovered or bonus token included."""
+        return self.emitted / self.rounds if self.rounds else None
+
+
+def total(counts: Sequence[Counts]) -> Counts:
+    """The sum over rows; all rows have the same gamma."""
+    return Counts(
+        rounds=sum(c.rounds for c in counts),
+        drafted=sum(c.drafted for c in counts),
+        emitted=sum(c.emitted for c in counts),
+        added=sum(c.added for c in counts),
+        judged_at=[sum(column) for column in zip(*(c.judged_at for c in counts), strict=True)],
+        accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
+    )
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of the decode loop: its wall time, the rows that were decoding, the tokens they emitted."""
+
+    seconds: float
+    busy: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A run's totals (`counts`), its rows (`rows`), and its rounds in order; prefill is timed apart."""
+
+    rows: tuple[Counts, ...]
+    rounds: tuple[Round, ...]
+    prefill_seconds: float
+
+    @property
+    def counts(self) -> Counts:
+        return total(self.rows)
+
+    @property
+    def drafted(self) -> int:
+        return self.counts.drafted
+
+    @property
+    def accepted(self) -> int:
+        return self.counts.accepted
+
+    @property
+    def acceptance_per_position(self) -> list[float | None]:
+        return self.counts.acceptance_per_position
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(r.seconds for r in self.rounds)
+
+    def steady(self) -> list[Round]:
+        """The rounds in which as many rows were decoding as ever did."""
+        most = max((r.busy for r in self.rounds), default=0)
+        return [r for r in self.rounds if r.busy == most]

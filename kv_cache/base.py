@@ -1,0 +1,143 @@
+"""The cache protocol: slots that hold keys, values and the position of the token that they belong to.
+
+One rule decides what a query sees, whatever the policy: a query at position `p` sees a slot iff
+`0 <= positions[slot] <= p`. A policy is a subclass that says which slot a position takes (`slots`)
+and which positions of a long context it keeps (`retained_positions`). Rolling back is one masked fill.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kv_cache.errors import ConfigError
+
+EMPTY = -1
+
+
+class KVShape(Protocol):
+    """The three sizes of a model that its caches depend on (a `ModelConfig` has them)."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_kv_head(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVCache(ABC):
+    """Keys and values `[n_layer, max_batch, n_kv_head, capacity, head_dim]` in `dtype`.
+
+    `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty.
+    Stored head-major because a CPU reads one head's keys as one stream; handed out as
+    `[B, C, n_kv_head, head_dim]` views, the shape that every attention backend takes.
+    """
+
+    def __init__(
+        self,
+        config: KVShape,
+        max_batch: int,
+        capacity: int,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("capacity", capacity)):
+            if value < 1:
+                raise ConfigError(
+                    f"a cache needs a positive {name}",
+                    where=type(self).__name__,
+                    seen=value,
+                    required=">= 1",
+                    fix=f"raise {name}",
+                )
+        self.capacity = capacity
+        shape = (config.n_layer, max_batch, config.n_kv_head, capacity, config.head_dim)
+        # Zeros, not empty, for the same reason that `write` stores only what is finite.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
+        self._rows = torch.arange(max_batch, device=device)[:, None]
+
+    @property
+    def max_batch(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that keys and values take."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    @abstractmethod
+    def slots(self, positions: Tensor) -> Tensor:
+        """The slot of each position: int64, same shape as `positions`."""
+
+    @abstractmethod
+    def retained_positions(self, length: int) -> Tensor:
+        """The positions `[n]` int64, ascending, that the policy keeps of a context of `length` tokens."""
+
+    @property
+    @abstractmethod
+    def max_block(self) -> int:
+        """The most tokens one forward may write into a row without overwriting its own entries."""
+
+    def begin(self, positions: Tensor) -> Tensor:
+        """Claim slots for a forward over `positions [B, T]`; returns the slots `[B, T]`."""
+        slots = self.slots(positions)
+        self.positions.scatter_(1, slots, positions)
+        return slots
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store one layer's `keys` and `values [B, T, n_kv_head, head_dim]` in `slots [B, T]`.
+
+        What is not finite is stored as 0: a masked slot has weight 0, and 0 * NaN would spread a token
+        that overflows to queries that must not see it. Such a token's own logits stay NaN.
+        """
+        self.keys[layer][self._rows, :, slots] = _finite(keys.to(self.keys.dtype))
+        self.values[layer][self._rows, :, slots] = _finite(values.to(self.values.dtype))
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values as views `[B, C, n_kv_head, head_dim]`."""
+        return self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Forget every token at a position >= `lengths [B]` int64."""
+        self.positions.masked_fill_(self.positions >= lengths[:, None], EMPTY)
+
+    def reset_row(self, row: int) -> None:
+        """Forget everything in one row."""
+        self.positions[row] = EMPTY
+
+    def fill_row(self, row: int, source: KVCache, length: int) -> None:
+        """Replace a row by what this policy keeps of `source`'s same row, a context of `length` tokens."""
+        kept = self.retained_positions(length).to(self.device)
+        from_slots, to_slots = source.slots(kept), self.slots(kept)
+        self.reset_row(row)
+        self.keys[:, row, :, to_slots] = source.keys[:, row, :, from_slots].to(self.keys.dtype)
+        self.values[:, row, :, to_slots] = source.values[:, row, :, from_slots].to(self.values.dtype)
+        self.positions[row, to_slots] = kept
+
+    def view(self, rows: slice = slice(None), extent: int | None = None) -> KVCache:
+        """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
+
+        Narrowing by `extent` keeps a backend without per-row early exit from reading empty capacity.
+        """
+        extent = self.capacity if extent is None else min(extent, self.capacity)
+        narrowed = copy.copy(self)
+        narrowed.keys = self.keys[:, rows, :, :extent]
+        narrowed.values = self.values[:, rows, :, :extent]
+        narrowed.positions = self.positions[rows, :extent]
+        narrowed._rows = self._rows[: narrowed.positions.shape[0]]
+        return narrowed
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,35 @@
+"""WriteThroughKVCache: one forward that reads the target's cache and stores its KV in the draft's too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kv_cache.base import KVCache
+
+
+class WriteThroughKVCache:
+    """Reads from `target`; writes to `target` and `draft`.
+
+    Verifying through it replaces the approximate KV that a self-drafting model left behind by what
+    the target has just computed for the same tokens, at the cost of one small extra write a layer.
+    """
+
+    def __init__(self, target: KVCache, draft: KVCache) -> None:
+        self.target, self.draft = target, draft
+
+    @property
+    def positions(self) -> Tensor:
+        return self.target.positions
+
+    def begin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.target.begin(positions), self.draft.begin(positions)
+
+    def write(self, layer: int, slots: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        self.target.write(layer, slots[0], keys, values)
+        self.draft.write(layer, slots[1], keys, values)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.target.read(layer)
+
+    def view(self, rows: slice = slice(None), extent: int | None = None) -> WriteThroughKVCache:
+        return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent))

@@ -1,0 +1,10 @@
+"""Where the built-in default lives: SmolLM2-135M-Instruct and the text of *Pride and Prejudice*."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_CHECKPOINT = ROOT / "checkpoints" / DEFAULT_NAME
+DEFAULT_BOOK = ROOT / "data" / "pride_and_prejudice.txt"

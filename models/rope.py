@@ -1,0 +1,46 @@
+"""Rotary position embedding in the half-split layout, with linear and Llama-3 frequency scaling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each rotated pair: `[head_dim / 2]` float32 (RoFormer, arXiv 2104.09864)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    return _llama3_frequencies(frequencies, scaling)
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow down wavelengths beyond the original context; ramp between the two corner wavelengths."""
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = ramp.clamp(0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine `[B, T, 1, head_dim]` in `dtype` for `positions [B, T]`.
+
+    Angles are taken in float32 or better. The first half of the sine is negated, which lets `rotate`
+    swap the halves instead of negating one.
+    """
+    angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1)[:, :, None].to(dtype), torch.cat([-sin, sin], -1)[:, :, None].to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate `x [B, T, H, head_dim]`: pair i is (x[i], x[i + head_dim / 2])."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)

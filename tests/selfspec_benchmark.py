@@ -1,0 +1,43 @@
+"""Self-speculation: the target drafts over a small KV cache and verifies over the full one."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engine import SelfSpeculation, benchmark, report
+from engine.timing import PhaseTimer
+from kv_cache.errors import exit_on_user_error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    benchmark.add_common_arguments(parser)
+    benchmark.add_draft_arguments(parser)
+    args = parser.parse_args()
+    setup = benchmark.prepare(args, gamma=args.gamma, draft_entries=benchmark.draft_capacity(args))
+    drafter = SelfSpeculation(setup.runner, benchmark.draft_cache(setup), args.gamma)
+
+    prefill_seconds = benchmark.prefill(setup)
+    baseline = None if args.no_baseline else benchmark.decode(setup, "baseline")
+    speculative = benchmark.decode(setup, "speculation", drafter)
+    timer = PhaseTimer(setup.runner.device) if args.benchmark else None
+    if timer:
+        benchmark.decode(setup, "phase times", drafter, timer)
+
+    record = report.make_record(
+        "selfspec",
+        setup,
+        prefill_seconds=prefill_seconds,
+        baseline=baseline,
+        speculative=speculative,
+        drafter=drafter,
+        draft="self",
+        timer=timer,
+    )
+    report.finish(setup, record, speculative)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

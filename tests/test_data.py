@@ -1,0 +1,271 @@
+"""Books to prompts: every format, exact lengths, distinct rows, and errors that carry the numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine import data
+from engine.data import load_books, make_prompts
+from kv_cache.errors import ConfigError, DataError
+
+BOS = 7
+
+
+class CharacterTokenizer:
+    """One token per character; counts the books that it was given."""
+
+    def __init__(self, bos: list[int] | None = None) -> None:
+        self.bos = bos or []
+        self.books_read = 0
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        self.books_read += not add_bos
+        return (self.bos if add_bos else []) + [ord(character) for character in text]
+
+
+def numbered_book(first: int, length: int) -> str:
+    """`length` characters, none of which occurs twice in this or another book of another range."""
+    return "".join(chr(first + i) for i in range(length))
+
+
+def text_of(prompt: list[int]) -> str:
+    return "".join(map(chr, prompt))
+
+
+def write_pg19(path: Path, texts: list[str | None], **options) -> Path:
+    """A file with the columns of the hub's PG-19 parquet files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    n = len(texts)
+    columns = {
+        "short_book_title": [f"Book {i}" for i in range(n)],
+        "publication_date": [1800 + i for i in range(n)],
+        "url": [f"books/{i}" for i in range(n)],
+        "text": texts,
+    }
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+BOOKS = ["It was the best of times.\n", "Call me Ishmael.\n", "Mädchen, 你好.\n"]
+
+
+def write_txt_folder(folder: Path) -> Path:
+    for name, book in zip(("a.txt", "b.txt", "c.txt"), BOOKS, strict=True):
+        (folder / name).write_text(book, encoding="utf-8")
+    (folder / "notes.md").write_text("not a book")
+    return folder
+
+
+def write_jsonl(folder: Path) -> Path:
+    path = folder / "books.jsonl"
+    lines = [json.dumps({"title": "t", "text": book}) for book in BOOKS]
+    path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_parquet_folder(folder: Path) -> Path:
+    write_pg19(folder / "test-00000-of-00002.parquet", BOOKS[:2], row_group_size=1)
+    write_pg19(folder / "test-00001-of-00002.parquet", BOOKS[2:])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_txt_folder,
+        write_jsonl,
+        write_parquet_folder,
+        lambda folder: write_pg19(folder / "books.parquet", BOOKS),
+    ],
+    ids=["txt folder", "jsonl", "parquet folder", "parquet"],
+)
+def test_formats_give_the_same_books(tmp_path, write):
+    assert list(load_books(str(write(tmp_path)))) == BOOKS
+
+
+def test_single_txt_file_without_its_byte_order_mark(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + BOOKS[0].encode())
+    assert list(load_books(str(path))) == [BOOKS[0]]
+
+
+def test_default_book(tmp_path, monkeypatch):
+    book = tmp_path / "book.txt"
+    monkeypatch.setattr(data, "DEFAULT_BOOK", book)
+    with pytest.raises(DataError, match=r"python download\.py"):
+        load_books("default")
+    book.write_text(BOOKS[0])
+    assert list(load_books("default")) == [BOOKS[0]]
+
+
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_pg19_reads_the_split_of_the_hub_snapshot(tmp_path, monkeypatch, split):
+    write_pg19(tmp_path / "data" / f"{split}-00000-of-00001-29a5.parquet", BOOKS)
+    write_pg19(tmp_path / "data" / "train-00000-of-00001-2b13.parquet", ["another split"])
+    calls = []
+
+    def snapshot_download(repository, **options):
+        calls.append((repository, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert list(load_books("pg19", split=split)) == BOOKS
+    [(repository, options)] = calls
+    assert repository == data.PG19_REPOSITORY
+    assert options["repo_type"] == "dataset"
+    assert options["allow_patterns"] == f"data/{split}-*.parquet"
+
+
+def test_pg19_offline_is_a_data_error_with_a_fix(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"(?s)emozilla/pg19.*fix: .*folder"):
+        load_books("pg19")
+
+
+def test_pg19_snapshot_without_the_split_is_a_data_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **options: str(tmp_path))
+    with pytest.raises(DataError, match=r"test-\*\.parquet"):
+        load_books("pg19")
+    with pytest.raises(DataError, match="one of train, validation, test"):
+        load_books("pg19", split="tests")
+
+
+def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
+    path = write_pg19(tmp_path / "books.parquet", [f"book {i}" for i in range(50)])
+    sizes = []
+    monkeypatch.setattr(data, "_text_of", lambda value, path, number: sizes.append(number) or value)
+    books = load_books(str(path))
+    assert next(books) == "book 0"
+    assert sizes == [1]
+    assert list(books) == [f"book {i}" for i in range(1, 50)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("bad.txt", b"\xff\xfe\xfa", "UTF-8"),
+        ("bad.jsonl", b'{"text": "fine"}\n{"text": \n', "JSON"),
+        ("nokey.jsonl", b'{"text": "fine"}\n{"title": "no text"}\n', "row 2"),
+        ("list.jsonl", b'["text"]\n', "row 1: list"),
+        ("bad.parquet", b"PAR1 garbage", "parquet"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, complaint):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=complaint) as error:
+        list(load_books(str(tmp_path / name)))
+    assert name in str(error.value)
+
+
+def test_truncated_parquet_is_named(tmp_path):
+    path = write_pg19(tmp_path / "cut.parquet", BOOKS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"cut\.parquet"):
+        list(load_books(str(path)))
+
+
+def test_parquet_without_texts_is_refused(tmp_path):
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "other.parquet")
+    with pytest.raises(DataError, match="content"):
+        list(load_books(str(tmp_path / "other.parquet")))
+    with pytest.raises(DataError, match="row 2: NoneType"):
+        list(load_books(str(write_pg19(tmp_path / "null.parquet", ["text", None]))))
+
+
+def test_what_is_no_dataset_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no such file or folder"):
+        load_books(str(tmp_path / "nowhere"))
+    (tmp_path / "book.pdf").write_bytes(b"")
+    with pytest.raises(DataError, match="another kind of file"):
+        load_books(str(tmp_path / "book.pdf"))
+    with pytest.raises(DataError, match="holds no books"):
+        load_books(str(tmp_path))
+
+
+def test_first_stretch_of_every_book_then_the_second():
+    books = [numbered_book(1000, 25), numbered_book(2000, 9), numbered_book(3000, 40)]
+    prompts = make_prompts(books, CharacterTokenizer(), n_prompts=5, prefix_len=10)
+    a, c = books[0], books[2]
+    assert [text_of(prompt) for prompt in prompts] == [a[:10], c[:10], a[10:20], c[10:20], c[20:30]]
+
+
+def test_bos_is_part_of_the_length():
+    books = [numbered_book(1000, 18)]
+    prompts = make_prompts(books, CharacterTokenizer([BOS]), n_prompts=2, prefix_len=10)
+    assert [prompt[0] for prompt in prompts] == [BOS, BOS]
+    assert [len(prompt) for prompt in prompts] == [10, 10]
+    assert text_of(prompts[0][1:] + prompts[1][1:]) == books[0]
+
+
+@pytest.mark.parametrize("prefix_len", [1, 7, 100])
+@pytest.mark.parametrize("n_prompts", [1, 3, 10])
+def test_exact_lengths_distinct_rows_no_overlap_and_no_change_when_asked_again(prefix_len, n_prompts):
+    books = [numbered_book(1000 * (i + 1), 200 + 100 * i) for i in range(4)]
+    prompts = make_prompts(books, CharacterTokenizer(), n_prompts=n_prompts, prefix_len=prefix_len)
+    assert [len(prompt) for prompt in prompts] == [prefix_len] * n_prompts
+    tokens = [token for prompt in prompts for token in prompt]
+    assert len(set(tokens)) == len(tokens)
+    assert all(any(text_of(prompt) in book for book in books) for prompt in prompts)
+    assert prompts == make_prompts(books, CharacterTokenizer(), n_prompts=n_prompts, prefix_len=prefix_len)
+
+
+def test_more_prompts_only_add_to_fewer():
+    books = [numbered_book(1000 * (i + 1), 50) for i in range(3)]
+    six = make_prompts(books, CharacterTokenizer(), n_prompts=6, prefix_len=20)
+    assert make_prompts(books, CharacterTokenizer(), n_prompts=4, prefix_len=20) == six[:4]
+
+
+def test_no_more_books_are_read_than_needed():
+    def books():
+        yield numbered_book(1000, 30)
+        yield "short"
+        yield numbered_book(2000, 30)
+        raise AssertionError("read one book too many")
+
+    tokenizer = CharacterTokenizer()
+    assert len(make_prompts(books(), tokenizer, n_prompts=2, prefix_len=20)) == 2
+    assert tokenizer.books_read == 3
+
+
+def test_a_book_given_twice_gives_each_prompt_once():
+    book, other = numbered_book(1000, 20), numbered_book(2000, 20)
+    prompts = make_prompts([book, book, other], CharacterTokenizer(), n_prompts=4, prefix_len=10)
+    assert len({text_of(prompt) for prompt in prompts}) == 4
+    with pytest.raises(DataError, match="4 distinct prompts of 10 tokens"):
+        make_prompts([book, book, other], CharacterTokenizer(), n_prompts=5, prefix_len=10)
+
+
+def test_too_little_text_tells_the_numbers_and_a_length_that_fits():
+    books = [numbered_book(1000, 100), numbered_book(2000, 55), ""]
+    tokenizer = CharacterTokenizer([BOS])
+    with pytest.raises(DataError) as error:
+        make_prompts(books, tokenizer, n_prompts=8, prefix_len=31)
+    message = str(error.value)
+    assert "3 books, 155 tokens" in message
+    assert re.search(r"seen: +4 distinct prompts of 31 tokens", message)
+    assert re.search(r"required: +8 distinct prompts of 31 tokens", message)
+    fits = int(re.search(r"shorten the prompts to (\d+) tokens", message)[1])
+    assert len(make_prompts(books, tokenizer, n_prompts=8, prefix_len=fits)) == 8
+    with pytest.raises(DataError):
+        make_prompts(books, tokenizer, n_prompts=8, prefix_len=fits + 1)
+
+
+def test_no_length_is_suggested_where_none_fits():
+    with pytest.raises(DataError, match="ask for fewer prompts") as error:
+        make_prompts(["aaaaaaaa"], CharacterTokenizer(), n_prompts=5, prefix_len=4)
+    assert "shorten" not in str(error.value)
+    with pytest.raises(DataError, match="0 books, 0 tokens"):
+        make_prompts([], CharacterTokenizer(), n_prompts=1, prefix_len=4)
+
+
+@pytest.mark.parametrize(("n_prompts", "prefix_len"), [(0, 10), (-1, 10), (1, 0), (1, 1)])
+def test_empty_requests_are_refused(n_prompts, prefix_len):
+    with pytest.raises(ConfigError):
+        make_prompts(["text"], CharacterTokenizer([BOS]), n_prompts=n_prompts, prefix_len=prefix_len)

@@ -1,0 +1,285 @@
+"""generate() on a float64 Llama and on the witness: drafters of every kind, stops, limits, bad rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from torch import Tensor
+from witness import VOCAB, ExactlyJ, WitnessModel, continue_plainly, cut
+
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.verification import verify_greedy
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.errors import ConfigError
+
+LENGTHS = [5, 17, 1, 30, 9]
+N_NEW = 14
+
+
+class Guesses:
+    """Drafts from a table of the right continuations: all right, all wrong, right up to j, or random."""
+
+    def __init__(self, cache: FullKVCache, prompts, answers, gamma: int, kind: str, seed: int = 0) -> None:
+        self.cache, self.gamma, self.kind = cache, gamma, kind
+        self.answers = {tuple(p): a for p, a in zip(prompts, answers, strict=True)}
+        self.prompts = prompts
+        self.rows: dict[int, tuple[int, list[int]]] = {}
+        self.queue = list(zip(prompts, answers, strict=True))
+        self.rng = random.Random(seed)
+
+    @property
+    def verification_cache(self) -> FullKVCache:
+        return self.cache
+
+    def admit(self, row: int, prompt_length: int) -> None:
+        self.rows[row] = (prompt_length, self.queue.pop(0)[1])
+
+    def rollback(self, lengths: Tensor) -> None:
+        pass
+
+    def propose(self, current: Tensor, lengths: Tensor, extent: int) -> Tensor:
+        drafts = torch.zeros(len(lengths), self.gamma, dtype=torch.int64)
+        for row, (prompt_length, answer) in self.rows.items():
+            done = int(lengths[row]) - prompt_length + 1
+            future = (answer[done:] + [0] * self.gamma)[: self.gamma]
+            right = {"oracle": self.gamma, "reject": 0, "upto": self.rng.randint(0, self.gamma)}.get(self.kind)
+            if right is None:
+                future = [self.rng.randrange(TINY.vocab_size) for _ in future]
+            else:
+                future = future[:right] + [(t + 1) % TINY.vocab_size for t in future[right:]]
+            drafts[row] = torch.tensor(future)
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def answers(model, prompts):
+    return [continue_by_recomputing(model, prompt, N_NEW + 8) for prompt in prompts]
+
+
+def expected(answers, n_new=N_NEW):
+    return [answer[:n_new] for answer in answers]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 7])
+def test_baseline_equals_recomputation(model, prompts, answers, slots):
+    runner = ModelRunner(model, full_cache(model, slots), prefill_chunk=4)
+    out = generate(runner, prompts, max_new_tokens=N_NEW)
+    assert out.tokens == expected(answers)
+    assert out.finish_reasons == ["length"] * len(prompts)
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize("gamma", [0, 1, 3, 6])
+@pytest.mark.parametrize("budget,n_sink", [(8, 0), (8, 1), (12, 4), (64, 4)])
+def test_self_speculation_equals_baseline(model, prompts, answers, slots, gamma, budget, n_sink):
+    runner = ModelRunner(model, full_cache(model, slots), prefill_chunk=16)
+    draft_cache = StreamingKVCache(model.config, slots, budget, n_sink, dtype=torch.float64)
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=SelfSpeculation(runner, draft_cache, gamma))
+    assert out.tokens == expected(answers)
+
+
+def test_a_full_draft_cache_accepts_everything(model, prompts, answers):
+    runner = ModelRunner(model, full_cache(model, 3))
+    drafter = SelfSpeculation(runner, full_cache(model, 3), gamma=4)
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
+    assert out.tokens == expected(answers)
+    assert out.stats.counts.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("kind", ["oracle", "reject", "upto", "random"])
+def test_any_drafts_give_the_same_tokens(model, prompts, answers, kind):
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafter = Guesses(runner.cache, prompts, answers, 4, kind)
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
+    assert out.tokens == expected(answers)
+    rate = out.stats.counts.acceptance_rate
+    assert rate == {"oracle": 1.0, "reject": 0.0}.get(kind, rate)
+    if kind == "upto":
+        assert len({row.accepted for row in out.stats.rows}) > 1, "the rows were meant to differ"
+
+
+def test_rows_in_another_order_and_filler_rows_change_nothing(model, prompts, answers):
+    filler = random_prompts([3, 21], seed=9)
+    order = [3, 0, 4, 2, 1]
+    runner = ModelRunner(model, full_cache(model, 3))
+    drafter = SelfSpeculation(runner, StreamingKVCache(model.config, 3, 10, 2, dtype=torch.float64), 3)
+    shuffled = [filler[0], *(prompts[i] for i in order), filler[1]]
+    out = generate(runner, shuffled, max_new_tokens=N_NEW, drafter=drafter)
+    assert out.tokens[1:-1] == [expected(answers)[i] for i in order]
+
+
+def test_limits_and_stops_of_each_row(model, prompts, answers):
+    limits = [1, 14, 6, 2, 9]
+    stops = [[], [answers[1][4]], [answers[2][0]], [answers[3][1]], [answers[4][8], answers[4][5]]]
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafter = SelfSpeculation(runner, StreamingKVCache(model.config, 2, 10, 2, dtype=torch.float64), 3)
+    out = generate(runner, prompts, max_new_tokens=limits, drafter=drafter, stop_tokens=stops)
+    wanted = [cut(a[:n], s) for a, n, s in zip(answers, limits, stops, strict=True)]
+    assert out.tokens == wanted
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+@pytest.mark.parametrize("stop_at", range(7))
+def test_stop_at_every_index_of_a_block(gamma, stop_at):
+    """Two rows whose stop token or limit falls on every place of an accepted block, at the context's edge."""
+    model = WitnessModel()
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
+    futures = [continue_plainly(p, 12) for p in prompts]
+    for limit in range(1, gamma + 3):
+        room = max(map(len, prompts)) + limit + gamma + 1
+        cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
+        stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
+        drafter = SelfSpeculation(
+            ModelRunner(model, cache), FullKVCache(model.config, 2, room, dtype=torch.int64), gamma
+        )
+        out = generate(ModelRunner(model, cache), prompts, max_new_tokens=limit, drafter=drafter, stop_tokens=stops)
+        assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
+
+
+def test_counts_add_up_when_rows_accept_differently():
+    model = WitnessModel()
+    prompts = random_prompts([4, 11, 7], VOCAB)
+    cache = FullKVCache(model.config, 2, 64, dtype=torch.int64)
+    drafter = ExactlyJ(cache, 5, random.Random(3))
+    out = generate(ModelRunner(model, cache), prompts, max_new_tokens=[20, 13, 17], drafter=drafter)
+    for tokens, row in zip(out.tokens, out.stats.rows, strict=True):
+        assert len(tokens) == 1 + row.emitted == 1 + row.accepted + row.added
+        assert row.drafted == 5 * row.rounds
+        assert row.accepted_at == sorted(row.accepted_at, reverse=True)
+        assert all(a <= j for a, j in zip(row.accepted_at, row.judged_at, strict=True))
+    assert len({row.accepted for row in out.stats.rows}) > 1
+    assert out.stats.accepted == sum(row.accepted for row in out.stats.rows)
+    steady = out.stats.steady()
+    assert 0 < len(steady) < len(out.stats.rounds)
+    assert all(r.busy == 2 for r in steady)
+
+
+def test_a_row_with_nan_logits_ends_alone(prompts, answers):
+    seen = {token for row in (*prompts, *answers) for token in row}
+    poison = next(token for token in range(TINY.vocab_size) if token not in seen)
+    broken = tiny_model()
+    broken.tok_embeddings.weight[poison] = float("nan")
+    poisoned = [*prompts[:1], [7, poison, 7], *prompts[1:]]
+    for slots in (1, 3):
+        runner = ModelRunner(broken, full_cache(broken, slots))
+        drafter = SelfSpeculation(runner, StreamingKVCache(TINY, slots, 10, 2, dtype=torch.float64), 3)
+        out = generate(runner, poisoned, max_new_tokens=N_NEW, drafter=drafter)
+        assert out.finish_reasons[1] == "error" and out.tokens[1] == []
+        assert out.errors[1] == "row 1: logits at position 1 are NaN or infinite"
+        assert [out.tokens[i] for i in (0, 2, 3, 4, 5)] == expected(answers)
+
+
+def test_nan_in_the_middle_of_decoding_keeps_what_came_before(prompts, answers):
+    """The third token that row 0 emits is made to poison it; the other row never meets that token."""
+    target = answers[0][2]
+    other = next(i for i in range(1, 5) if target not in (*answers[i], *prompts[i]))
+    assert target not in (*answers[0][:2], *prompts[0])
+    broken = tiny_model()
+    broken.tok_embeddings.weight[target] = float("inf")
+    runner = ModelRunner(broken, full_cache(broken, 2))
+    pair = [prompts[0], prompts[other]]
+    for drafter in (None, SelfSpeculation(runner, full_cache(broken, 2), 3)):
+        out = generate(runner, pair, max_new_tokens=N_NEW, drafter=drafter)
+        assert out.tokens == [answers[0][:3], answers[other][:N_NEW]]
+        assert out.errors == [f"row 0: logits at position {LENGTHS[0] + 2} are NaN or infinite", None]
+
+
+def test_a_rejected_draft_that_overflows_harms_nobody(prompts, answers):
+    """Row after row, drafts are a token with infinite KV: the target never takes it, nor notices it."""
+    poison = next(t for t in range(TINY.vocab_size) if all(t not in row for row in (*prompts, *answers)))
+    broken = tiny_model()
+    broken.tok_embeddings.weight[poison] = float("inf")
+    runner = ModelRunner(broken, full_cache(broken, 2))
+    drafter = Guesses(runner.cache, prompts, [[poison] * (N_NEW + 8) for _ in prompts], 3, "oracle")
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
+    assert out.tokens == expected(answers) and out.errors == [None] * len(prompts)
+
+
+def bad_calls():
+    big = full_cache(tiny_model(), 2, 300)
+    yield "a prompt is empty", {"prompts": [[1], []]}
+    yield "outside the vocabulary", {"prompts": [[1], [61]]}
+    yield "outside the vocabulary", {"prompts": [[1], [-1]]}
+    yield "nothing to generate", {"max_new_tokens": 0}
+    yield "does not match the prompts", {"max_new_tokens": [1, 2, 3]}
+    yield "does not match the prompts", {"stop_tokens": [[1], [2], [3]]}
+    yield "exceeds the KV cache", {"max_new_tokens": 40, "cache": full_cache(tiny_model(), 2, 42)}
+    yield "exceeds the model's context", {"max_new_tokens": 254, "cache": big}
+    yield "unknown verification mode", {"verification": "hope"}
+
+
+@pytest.mark.parametrize("message,change", list(bad_calls()))
+def test_bad_calls_are_refused_before_anything_runs(model, message, change):
+    call = {"prompts": [[1, 2], [3]], "max_new_tokens": 4, **change}
+    cache = call.pop("cache", None) or full_cache(model, 2)
+    with pytest.raises(ConfigError, match=message):
+        generate(ModelRunner(model, cache), **call)
+    assert int(cache.positions.max()) == -1, "something ran"
+
+
+def test_the_room_needed_is_exact(model):
+    """prompt + new + gamma + 1 entries suffice, one fewer is refused."""
+    prompt, n_new, gamma = list(range(9)), 6, 3
+    answer = continue_by_recomputing(model, prompt, n_new)
+    for room, fits in ((9 + 6 + 3 + 1, True), (9 + 6 + 3, False)):
+        runner = ModelRunner(model, full_cache(model, 2, room))
+        drafter = SelfSpeculation(runner, full_cache(model, 2, room), gamma)
+        if fits:
+            out = generate(runner, [prompt, prompt[:4]], max_new_tokens=n_new, drafter=drafter)
+            assert out.tokens[0] == answer
+        else:
+            with pytest.raises(ConfigError, match="exceeds the KV cache"):
+                generate(runner, [prompt], max_new_tokens=n_new, drafter=drafter)
+
+
+def test_drafters_refuse_what_cannot_work(model):
+    runner = ModelRunner(model, full_cache(model, 2))
+    streaming = StreamingKVCache(TINY, 2, 6, 2, dtype=torch.float64)
+    for cache, gamma, message in (
+        (streaming, -1, "gamma is negative"),
+        (streaming, 4, "smaller than one verification block"),
+        (full_cache(model, 3), 3, "another number of rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SelfSpeculation(runner, cache, gamma)
+
+
+def test_verify_greedy_row_by_row():
+    """Rows accept 0, 1, 2 and all 3 drafts; ties go to the lowest id; ragged draft lengths are honoured."""
+    logits = torch.zeros(5, 4, 6)
+    choices = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [0, 0, 0, 0]])
+    logits.scatter_(2, choices[..., None], 1.0)
+    logits[4] = 2.0  # all tied: id 0 wins
+    drafts = torch.tensor([[5, 2, 3], [1, 5, 3], [1, 2, 5], [1, 2, 3], [0, 0, 1]])
+    verdict = verify_greedy(drafts, logits)
+    assert verdict.num_accepted.tolist() == [0, 1, 2, 3, 2]
+    assert verdict.next_token.tolist() == [1, 2, 3, 4, 0]
+    ragged = verify_greedy(drafts, logits, torch.tensor([3, 0, 1, 2, 3]))
+    assert ragged.num_accepted.tolist() == [0, 0, 1, 2, 2]
+    assert ragged.next_token.tolist() == [1, 1, 2, 3, 0]
+    none = verify_greedy(drafts[:, :0], logits[:, :1])
+    assert none.num_accepted.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("config", [replace(TINY, sliding_window=6), replace(TINY, n_kv_head=1)])
+def test_other_shapes_decode_the_same(config):
+    model = tiny_model(config)
+    prompts = random_prompts([20, 3])
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=7)
+    drafter = SelfSpeculation(runner, StreamingKVCache(config, 2, 9, 2, dtype=torch.float64), 3)
+    out = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
+    assert out.tokens == [continue_by_recomputing(model, p, 10) for p in prompts]

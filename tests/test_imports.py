@@ -1,0 +1,85 @@
+"""The checkout's packages win over namesakes, from anywhere, and import each other one way only."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("kv_cache", "models", "engine", "tests", "reproduce")
+LIBRARY = LAYERS[:3]
+SURFACE = """
+from models import load_model, ModelConfig
+from kv_cache import FullKVCache, StreamingKVCache
+from engine import ModelRunner, SelfSpeculation, SamplingParams, generate
+"""
+SCRIPTS = (
+    "tests/selfspec_benchmark.py",
+    "tests/baseline_benchmark.py",
+    "download.py",
+    "convert_hf_checkpoint.py",
+)
+
+
+@pytest.fixture(scope="module")
+def decoys(tmp_path_factory) -> Path:
+    """A folder that stands for a site-packages with unrelated packages of the same names."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    for name in LIBRARY:
+        package = folder / name
+        package.mkdir()
+        (package / "__init__.py").write_text(f"raise SystemExit('the decoy {name} was imported')\n")
+    return folder
+
+
+def run_python(arguments: list[str], cwd: Path, decoys: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(decoys), "PYTHONSAFEPATH": ""}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_decoys_bite(tmp_path, decoys):
+    result = run_python(["-c", SURFACE], tmp_path, decoys)
+    assert result.returncode != 0
+    assert "the decoy models was imported" in result.stderr
+
+
+def test_public_surface_from_the_repository_root(decoys):
+    where = "import models, kv_cache, engine\nprint(models.__file__, kv_cache.__file__, engine.__file__)"
+    result = run_python(["-c", SURFACE + where], ROOT, decoys)
+    assert result.returncode == 0, result.stderr
+    files = [Path(name) for name in result.stdout.split()]
+    assert files == [ROOT / name / "__init__.py" for name in ("models", "kv_cache", "engine")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_find_the_checkout_from_another_directory(script, tmp_path, decoys):
+    result = run_python([str(ROOT / script), "--help"], tmp_path, decoys)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage:")
+
+
+def imported_packages(file: Path) -> set[str]:
+    """Top-level names that a source file imports, inside its functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", LIBRARY)
+def test_imports_point_one_way(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    above = set(LAYERS[LAYERS.index(package) + 1 :])
+    upward = {str(file.relative_to(ROOT)): imported_packages(file) & above for file in files}
+    assert {file: names for file, names in upward.items() if names} == {}

@@ -1,0 +1,164 @@
+"""Cache invariants, after every step of real decoding and by random writes and rollbacks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import TINY, full_cache, random_prompts, tiny_model
+
+from engine import ModelRunner, SelfSpeculation, generate
+from kv_cache import EMPTY, FullKVCache, KVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache.errors import ConfigError
+
+
+def held(cache: KVCache, row: int) -> list[int]:
+    """The positions in a row's slots, sorted."""
+    return sorted(p for p in cache.positions[row].tolist() if p != EMPTY)
+
+
+def check_invariants(cache: KVCache, row: int) -> None:
+    """Each position in its slot, none twice, the budget kept; sinks present, the window without a gap."""
+    positions = held(cache, row)
+    assert len(positions) == len(set(positions)) <= cache.capacity
+    slots = cache.slots(torch.tensor(positions, dtype=torch.int64))
+    assert cache.positions[row, slots].tolist() == positions
+    if not positions:
+        return
+    if isinstance(cache, StreamingKVCache):
+        sinks = [p for p in positions if p < cache.n_sink]
+        recent = [p for p in positions if p >= cache.n_sink]
+        assert sinks == list(range(min(cache.n_sink, positions[-1] + 1))), "a sink is missing"
+        assert len(recent) <= cache.window
+        assert not recent or recent == list(range(recent[0], recent[-1] + 1)), "a gap in the window"
+    else:
+        assert positions == list(range(len(positions)))
+
+
+class Watched(SelfSpeculation):
+    """Self-speculation that checks both caches after every draft phase and every rollback."""
+
+    checks = 0
+
+    def propose(self, current, lengths, extent):
+        for row in range(self.cache.max_batch):
+            check_invariants(self.cache, row)
+        drafts = super().propose(current, lengths, extent)
+        for row in range(self.cache.max_batch):
+            check_invariants(self.cache, row)
+        return drafts
+
+    def rollback(self, lengths):
+        super().rollback(lengths)
+        for row, length in enumerate(lengths.tolist()):
+            for cache in (self.cache, self._target_cache):
+                check_invariants(cache, row)
+                assert not held(cache, row) or held(cache, row)[-1] < length
+            self.checks += 1
+
+
+@pytest.mark.parametrize("budget,n_sink", [(5, 0), (8, 4), (11, 3), (60, 4)])
+def test_invariants_hold_after_every_step(budget, n_sink):
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafter = Watched(runner, StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64), gamma=3)
+    prompts = random_prompts([1, 23, 3, 40, 12])
+    generate(runner, prompts, max_new_tokens=[9, 15, 4, 20, 7], drafter=drafter)
+    assert drafter.checks >= 16
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_writes_and_rollbacks(seed):
+    """Blocks of differing length, rows of differing length, rollbacks to anywhere in the last block."""
+    rng = random.Random(seed)
+    n_sink = rng.randint(0, 4)
+    cache = StreamingKVCache(TINY, 3, n_sink + rng.randint(4, 9), n_sink)
+    full = FullKVCache(TINY, 3, 200)
+    lengths = [rng.randint(0, 30) for _ in range(3)]
+    for row, length in enumerate(lengths):
+        if length:
+            full.positions[row, :length] = torch.arange(length)
+        cache.fill_row(row, full, length)
+        check_invariants(cache, row)
+    for _ in range(20):
+        n_token = rng.randint(1, cache.max_block)
+        block = torch.tensor(lengths)[:, None] + torch.arange(n_token)
+        WriteThroughKVCache(full, cache).begin(block)
+        for row in range(3):
+            check_invariants(cache, row)
+        lengths = [length + rng.randint(0, n_token) for length in lengths]
+        for each in (cache, full):
+            each.rollback(torch.tensor(lengths))
+            for row in range(3):
+                check_invariants(each, row)
+                assert not held(each, row) or held(each, row)[-1] < lengths[row]
+
+
+def test_fill_row_copies_the_kept_entries_and_forgets_the_rest():
+    source = FullKVCache(TINY, 2, 40, dtype=torch.float64)
+    source.keys.normal_()
+    source.values.normal_()
+    source.positions[:] = torch.arange(40)
+    cache = StreamingKVCache(TINY, 2, 10, 3, dtype=torch.float64)
+    for length in (33, 9, 2):
+        cache.fill_row(1, source, length)
+        kept = cache.retained_positions(length)
+        assert held(cache, 1) == kept.tolist()
+        assert len(kept) == min(length, 10)
+        slots = cache.slots(kept)
+        assert torch.equal(cache.keys[:, 1][:, :, slots], source.keys[:, 1][:, :, kept])
+        assert torch.equal(cache.values[:, 1][:, :, slots], source.values[:, 1][:, :, kept])
+        assert held(cache, 0) == [], "another row was touched"
+
+
+def test_a_cache_stores_only_what_is_finite():
+    cache = FullKVCache(TINY, 2, 8)
+    bad = torch.full((2, 1, 2, 8), float("nan"))
+    bad[0] = float("-inf")
+    cache.write(0, cache.begin(torch.tensor([[0], [3]])), bad, bad)
+    assert cache.keys.isfinite().all() and cache.values.isfinite().all()
+
+
+def test_write_through_reaches_both_caches_and_reads_the_target():
+    target, draft = FullKVCache(TINY, 2, 20), StreamingKVCache(TINY, 2, 6, 2)
+    both = WriteThroughKVCache(target, draft).view(extent=12)
+    positions = torch.tensor([[8, 9], [3, 4]])
+    slots = both.begin(positions)
+    keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 2, 8)
+    both.write(1, slots, keys, values)
+    for cache in (target, draft):
+        stored_keys, stored_values = cache.read(1)
+        rows = torch.arange(2)[:, None]
+        assert torch.equal(stored_keys[rows, cache.slots(positions)], keys)
+        assert torch.equal(stored_values[rows, cache.slots(positions)], values)
+    assert both.read(1)[0].shape[1] == 12
+    assert both.positions.data_ptr() == target.positions.data_ptr()
+
+
+def test_a_view_shares_storage_and_covers_the_positions_below_its_extent():
+    cache = StreamingKVCache(TINY, 3, 10, 2)
+    for extent in range(1, 20):
+        view = cache.view(slice(1, 2), extent)
+        positions = torch.arange(max(0, extent - cache.window), extent)[None]
+        assert int(cache.slots(positions).max()) < view.positions.shape[1]
+        view.begin(positions)
+        assert held(cache, 0) == held(cache, 2) == []
+        assert held(cache, 1)[-1] == extent - 1
+
+
+@pytest.mark.parametrize("budget,n_sink", [(4, 4), (0, 0), (-1, 4), (3, -1)])
+def test_a_budget_without_a_window_is_refused(budget, n_sink):
+    with pytest.raises(ConfigError, match="no room for a window"):
+        StreamingKVCache(TINY, 2, budget, n_sink)
+
+
+def test_sizes_below_one_are_refused():
+    for max_batch, max_len in ((0, 8), (2, 0)):
+        with pytest.raises(ConfigError, match="positive"):
+            FullKVCache(TINY, max_batch, max_len)
+
+
+def test_bytes_are_those_of_the_tensors():
+    cache = FullKVCache(TINY, 3, 50, dtype=torch.bfloat16)
+    assert cache.n_bytes == cache.keys.nbytes + cache.values.nbytes == 3 * 50 * TINY.kv_bytes_per_token(2)

@@ -1,0 +1,76 @@
+"""Tokenizers: both file formats, BOS only where the model has one, damaged files refused by name."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from kv_cache.errors import CheckpointError
+from models.tokenizer import load_tokenizer
+
+TEXT = "It is a truth universally acknowledged, that 12 naïve men must be in want of a wife.\n\n  “Yes.”"
+
+
+def write_json(folder: Path, bos: bool) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", *alphabet, "th"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.enable_truncation(4)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_sentencepiece(folder: Path, bos: bool) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 20),
+        model_writer=model,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        bos_id=1 if bos else -1,
+        eos_id=2 if bos else 1,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+
+
+WRITERS = {"tokenizer.json": write_json, "tokenizer.model": write_sentencepiece}
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("name", WRITERS)
+def test_round_trip_and_bos(tmp_path: Path, name: str, bos: bool) -> None:
+    WRITERS[name](tmp_path, bos)
+    tokenizer = load_tokenizer(tmp_path)
+    plain = tokenizer.encode(TEXT, add_bos=False)
+    assert len(plain) > 10
+    assert len(tokenizer.encode(TEXT)) == len(plain) + bos
+    assert tokenizer.encode(TEXT)[bos:] == plain
+    assert tokenizer.decode(plain) == tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert max(plain) < tokenizer.vocab_size
+    assert all(isinstance(token, int) for token in plain)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type"', b"\x00\xff\xfe garbage"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        load_tokenizer(tmp_path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json or tokenizer\.model"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,40 @@
+"""Tiny Llamas with random weights, and the plainest possible way to continue a prompt with one."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_cache import FullKVCache
+from models import ModelConfig, Transformer
+
+TINY = ModelConfig(vocab_size=61, n_layer=2, dim=32, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, max_context=256)
+
+
+def tiny_model(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
+    """Random weights, large enough that attention matters to the argmax."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(config).to(dtype)
+    for parameter in model.parameters():
+        std = 0.5 if parameter.dim() > 1 else 0.1
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std
+        parameter.data.copy_(noise if parameter.dim() > 1 else 1 + noise)
+    return model.eval().requires_grad_(False)
+
+
+def random_prompts(lengths: list[int], vocab_size: int = TINY.vocab_size, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def full_cache(model: Transformer, max_batch: int, max_len: int = 128) -> FullKVCache:
+    return FullKVCache(model.config, max_batch, max_len, dtype=model.tok_embeddings.weight.dtype)
+
+
+def continue_by_recomputing(model: Transformer, prompt: list[int], n_tokens: int) -> list[int]:
+    """Greedy decoding that runs the whole sequence anew, in an empty cache, for every token."""
+    tokens = list(prompt)
+    for _ in range(n_tokens):
+        cache = full_cache(model, 1, len(tokens))
+        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], cache)
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
