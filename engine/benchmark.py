@@ -14,7 +14,7 @@ from tqdm import tqdm
 from engine.data import load_books, make_prompts
 from engine.decoding import GenerateOutput, generate
 from engine.distributed import require_single_process
-from engine.drafters import Drafter
+from engine.drafters import Drafter, SelfSpeculation
 from engine.memory import available_bytes, plan_memory, require_memory
 from engine.provenance import require_appendable
 from engine.requests import check_prompt
@@ -22,7 +22,7 @@ from engine.runner import PREFILL_CHUNK, ModelRunner
 from engine.timing import PhaseTimer
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.errors import CheckpointError, ConfigError, UserError
-from models import ModelConfig, load_model
+from models import ModelConfig, Transformer, load_model
 from models.attention import BACKENDS, select_backend
 from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.presets import preset_config
@@ -66,6 +66,12 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--streamingllm_budget", type=int, default=512, help="the draft's KV entries per row, sinks included")
     add("--n_sink", type=int, default=4, help="attention sinks among them")
+    add(
+        "--draft_dtype",
+        choices=["same", *DTYPES],
+        default="same",
+        help="dtype of the draft's copy of the weights and of its cache; same: the target's own weights",
+    )
     add("--verification", choices=["auto", "greedy"], default="auto", help="how drafts are accepted")
     add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
     add("--benchmark", action="store_true", help="time draft and verification steps, in a pass of their own")
@@ -84,11 +90,14 @@ class Setup:
     dtype: torch.dtype
 
 
-def prepare(args: argparse.Namespace, *, gamma: int = 0, draft_entries: int = 0) -> Setup:
+def prepare(
+    args: argparse.Namespace, *, gamma: int = 0, draft_entries: int = 0, draft_dtype: torch.dtype | None = None
+) -> Setup:
     """Check everything that can be wrong, cheapest first; then load the model and allocate its cache."""
     require_single_process()
     for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
         _require_at_least(flag, getattr(args, flag), minimum)
+    _require_at_least("gamma", gamma, 0)
     n_prompts = args.B if args.num_prompts is None else args.num_prompts
     _require_at_least("num_prompts", n_prompts, args.B)
     require_appendable(args.output)
@@ -107,6 +116,7 @@ def prepare(args: argparse.Namespace, *, gamma: int = 0, draft_entries: int = 0)
     plan = plan_memory(
         config,
         dtype=dtype,
+        draft_dtype=draft_dtype,
         device=device,
         capacity=capacity,
         draft_capacity=draft_entries,
@@ -117,14 +127,7 @@ def prepare(args: argparse.Namespace, *, gamma: int = 0, draft_entries: int = 0)
 
     tokenizer, prompts = _prompts(args, config, n_prompts)
     say(f"loading {name} on {device} as {dtype_name(dtype)}, attention {select_backend(args.attention).name}")
-    model = load_model(
-        args.model,
-        device=device,
-        dtype=dtype,
-        load_format=args.load_format,
-        config=config if args.load_format == "dummy" else None,
-    )
-    model.backend = select_backend(args.attention)
+    model = _load(args, config, device, dtype)
     cache = FullKVCache(config, args.B, capacity, device=device, dtype=dtype)
     runner = ModelRunner(model, cache)
     for index, prompt in enumerate(prompts):
@@ -140,13 +143,35 @@ def draft_capacity(args: argparse.Namespace) -> int:
     return args.prefix_len + args.gen_len + args.gamma + 1
 
 
-def draft_cache(setup: Setup) -> KVCache:
-    """The draft's empty cache, as --draft_policy says."""
-    args, config = setup.args, setup.runner.model.config
-    capacity, device = draft_capacity(args), setup.runner.device
+def draft_dtype(args: argparse.Namespace) -> torch.dtype | None:
+    """The dtype of the draft's own copy of the weights; None if it shares the target's."""
+    return None if args.draft_dtype == "same" else DTYPES[args.draft_dtype]
+
+
+def self_speculation(setup: Setup) -> SelfSpeculation:
+    """The drafter that the draft flags describe, over an empty cache."""
+    args, config, device = setup.args, setup.runner.model.config, setup.runner.device
+    own_dtype = draft_dtype(args)
+    model = None if own_dtype in (None, setup.dtype) else _load(args, config, str(device), own_dtype)
+    capacity, dtype = draft_capacity(args), own_dtype or setup.dtype
+    cache: KVCache
     if args.draft_policy == "streaming":
-        return StreamingKVCache(config, args.B, capacity, args.n_sink, device, setup.dtype)
-    return FullKVCache(config, args.B, capacity, device, setup.dtype)
+        cache = StreamingKVCache(config, args.B, capacity, args.n_sink, device, dtype)
+    else:
+        cache = FullKVCache(config, args.B, capacity, device, dtype)
+    return SelfSpeculation(setup.runner, cache, args.gamma, model)
+
+
+def _load(args: argparse.Namespace, config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:
+    model = load_model(
+        args.model,
+        device=device,
+        dtype=dtype,
+        load_format=args.load_format,
+        config=config if args.load_format == "dummy" else None,
+    )
+    model.backend = select_backend(args.attention)
+    return model
 
 
 def _require_at_least(flag: str, value: int, minimum: int) -> None:

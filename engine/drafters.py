@@ -11,6 +11,7 @@ from engine.runner import ModelRunner
 from engine.sampling import greedy
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.errors import ConfigError
+from models import Transformer
 
 
 class Drafter(Protocol):
@@ -44,10 +45,11 @@ class SelfSpeculation:
 
     That cache is never prefilled: it is filled from the target's own KV when a row is admitted, and
     written through by every verification, so only tokens of the current round are ever approximate.
+    `model` may be a cheaper rendering of the same weights (another dtype); the target's is the default.
     Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
     """
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, gamma: int) -> None:
+    def __init__(self, runner: ModelRunner, cache: KVCache, gamma: int, model: Transformer | None = None) -> None:
         if gamma < 0:
             raise ConfigError(
                 "gamma is negative",
@@ -75,7 +77,7 @@ class SelfSpeculation:
         self.gamma = gamma
         self.cache = cache
         self._target_cache = runner.cache
-        self._runner = ModelRunner(runner.model, cache)
+        self._runner = ModelRunner(model or runner.model, cache)
         self._write_through = WriteThroughKVCache(runner.cache, cache)
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig
+from models.packed_linear import can_pack
 
 GIB = 2**30
 
@@ -36,25 +37,37 @@ def plan_memory(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
+    draft_dtype: torch.dtype | None = None,
     device: str,
     capacity: int,
     draft_capacity: int,
     block: int,
     prefill_chunk: int,
 ) -> MemoryPlan:
-    """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row."""
+    """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
+
+    `draft_dtype` is that of the draft's own copy of the weights; None if it shares the target's.
+    """
     itemsize = dtype.itemsize
-    # On a CPU the head is repacked, so a tied embedding is held twice.
-    copied_head = config.vocab_size * config.dim if config.tie_embeddings and device == "cpu" else 0
+    draft_itemsize = (draft_dtype or dtype).itemsize
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
     chunk_mask = prefill_chunk * capacity
+    weights = _weight_bytes(config, dtype, device)
+    if draft_dtype not in (None, dtype):
+        weights += _weight_bytes(config, draft_dtype, device)
     return MemoryPlan(
-        weights=(config.n_parameters + copied_head) * itemsize,
+        weights=weights,
         target_kv_per_row=capacity * config.kv_bytes_per_token(itemsize),
-        draft_kv_per_row=draft_capacity * config.kv_bytes_per_token(itemsize),
+        draft_kv_per_row=draft_capacity * config.kv_bytes_per_token(draft_itemsize),
         activations=(chunk_rows + 2 * chunk_mask) * itemsize,
         logits_per_row=2 * block * config.vocab_size * itemsize,
     )
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, device: str) -> int:
+    """Bytes of one copy of the weights; repacking holds a tied embedding twice."""
+    repacked_head = config.vocab_size * config.dim if config.tie_embeddings and can_pack(device, dtype) else 0
+    return (config.n_parameters + repacked_head) * dtype.itemsize
 
 
 def available_bytes(device: str) -> int:
@@ -83,5 +96,7 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
         where=f"{device}: {listed}",
         seen=f"{needed / GIB:.2f} GiB for a batch of {batch}",
         required=f"<= {available / GIB:.2f} GiB available",
-        fix=f"use --B {largest}, the largest batch that fits" if largest else "use a shorter --prefix_len",
+        fix=f"use --B {largest}, the largest batch that fits"
+        if largest
+        else "use a shorter --prefix_len, or a smaller draft budget (--streamingllm_budget)",
     )

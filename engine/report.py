@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.benchmark import Setup, draft_capacity, dtype_name
+from engine.benchmark import Setup, draft_capacity, draft_dtype, dtype_name
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
 from engine.provenance import append_record, provenance
@@ -159,12 +159,13 @@ def make_record(
 
 def _draft_settings(setup: Setup, drafter: Drafter | None) -> dict[str, str | int | None]:
     if drafter is None:
-        return dict.fromkeys(("draft_policy", "draft_budget", "n_sink"))
+        return dict.fromkeys(("draft_policy", "draft_budget", "n_sink", "draft_dtype"))
     streaming = setup.args.draft_policy == "streaming"
     return {
         "draft_policy": setup.args.draft_policy,
         "draft_budget": draft_capacity(setup.args),
         "n_sink": setup.args.n_sink if streaming else None,
+        "draft_dtype": dtype_name(draft_dtype(setup.args) or setup.dtype),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -129,7 +130,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
         """Translate the keys of a Hugging Face Llama, Mistral or Qwen2 configuration."""
-        architecture = (values.get("architectures") or ["(none given)"])[0]
+        architectures = values.get("architectures")
+        architecture = architectures[0] if isinstance(architectures, list) and architectures else "(none given)"
         if architecture not in ARCHITECTURES:
             raise _refuse("unsupported architecture", where, architecture, f"one of {', '.join(ARCHITECTURES)}")
         if values.get("hidden_act", "silu") != "silu":
@@ -137,42 +139,38 @@ class ModelConfig:
         for key in ("mlp_bias", "use_sliding_window"):
             if values.get(key):
                 raise _refuse(f"{key} is not supported", where, values[key], "false or absent")
-        qwen = architecture == "Qwen2ForCausalLM"
+        qwen, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
         if values.get("attention_bias") and not qwen:
             raise _refuse("attention_bias is not supported", where, values["attention_bias"], "false or absent")
-        try:
-            n_head = values["num_attention_heads"]
-            dim = values["hidden_size"]
-            derived_head_dim = dim // n_head
-            config = cls(
-                vocab_size=values["vocab_size"],
-                n_layer=values["num_hidden_layers"],
-                dim=dim,
-                n_head=n_head,
-                n_kv_head=values.get("num_key_value_heads") or n_head,
-                head_dim=values.get("head_dim") or derived_head_dim,
-                ffn_dim=values["intermediate_size"],
-                norm_eps=values.get("rms_norm_eps", 1e-6),
-                rope_theta=_rope(values).get("rope_theta", 10000.0),
-                rope_scaling=_rope_scaling(values, where),
-                max_context=values.get("max_position_embeddings", 2048),
-                sliding_window=None if qwen else values.get("sliding_window"),
-                tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-                qkv_bias=qwen,
-                eos_tokens=_token_ids(values.get("eos_token_id")),
-            )
-        except KeyError as error:
-            raise _refuse("a key is missing", where, f"no key {error}", f"{error} in config.json") from None
-        except (TypeError, ZeroDivisionError) as error:
-            raise _refuse("a size is not a positive integer", where, error, "integers >= 1") from None
-        if not values.get("head_dim") and dim % n_head:
+        n_head, dim = _size(values, "num_attention_heads", where), _size(values, "hidden_size", where)
+        if values.get("head_dim") is None and dim % n_head:
             raise _refuse(
                 "hidden_size does not divide into heads",
                 where,
                 f"hidden_size {dim}, num_attention_heads {n_head}",
                 "a multiple, or head_dim given",
             )
-        return config
+        # transformers gives a Mistral configuration without this key a window of 4096.
+        window = {"sliding_window": values.get("sliding_window", 4096 if mistral else None)}
+        windowed = not qwen and window["sliding_window"] is not None
+        rope = _rope(values, where)
+        return cls(
+            vocab_size=_size(values, "vocab_size", where),
+            n_layer=_size(values, "num_hidden_layers", where),
+            dim=dim,
+            n_head=n_head,
+            n_kv_head=_size(values, "num_key_value_heads", where, n_head),
+            head_dim=_size(values, "head_dim", where, dim // n_head),
+            ffn_dim=_size(values, "intermediate_size", where),
+            norm_eps=_number(values, "rms_norm_eps", where, 1e-6),
+            rope_theta=_number(rope, "rope_theta", where, 10000.0),
+            rope_scaling=_rope_scaling(rope, where),
+            max_context=_size(values, "max_position_embeddings", where, 2048),
+            sliding_window=_size(window, "sliding_window", where) if windowed else None,
+            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            qkv_bias=qwen,
+            eos_tokens=_token_ids(values.get("eos_token_id")),
+        )
 
 
 def _refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
@@ -191,27 +189,46 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+def _size(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = default if values.get(key) is None else values[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        seen = "no such key" if value is None else repr(value)
+        raise _refuse(f"{key} is not a positive integer", f"{where}: {key}", seen, "an integer >= 1")
+    return value
+
+
+def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = default if values.get(key) is None else values[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        seen = "no such key" if value is None else repr(value)
+        raise _refuse(f"{key} is not a positive number", f"{where}: {key}", seen, "a number > 0")
+    return float(value)
+
+
+def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The rotary settings: `rope_parameters` (transformers 5), else `rope_theta` + `rope_scaling`."""
-    settings = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    if "rope_theta" in values:
-        settings.setdefault("rope_theta", values["rope_theta"])
-    return settings
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise _refuse("the rope settings are not an object", where, repr(given), "an object with a rope_type")
+    return {"rope_theta": values.get("rope_theta")} | given
 
 
-def _rope_scaling(values: Mapping[str, Any], where: str) -> RopeScaling | None:
-    settings = _rope(values)
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", float(settings["factor"]))
+        return RopeScaling("linear", _number(rope, "factor", where))
     if kind == "llama3":
+        low, high = _number(rope, "low_freq_factor", where), _number(rope, "high_freq_factor", where)
+        if low >= high:
+            seen = f"low_freq_factor {low}, high_freq_factor {high}"
+            raise _refuse("the llama3 rope factors leave no ramp between them", where, seen, "low < high")
         return RopeScaling(
             "llama3",
-            float(settings["factor"]),
-            float(settings["low_freq_factor"]),
-            float(settings["high_freq_factor"]),
-            int(settings["original_max_position_embeddings"]),
+            _number(rope, "factor", where),
+            low,
+            high,
+            _size(rope, "original_max_position_embeddings", where),
         )
     raise _refuse("unsupported rope type", where, kind, "default, linear or llama3")

@@ -21,19 +21,23 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether this PyTorch build has the packed kernel for `weight`'s device and dtype."""
-    supported = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return supported and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether this PyTorch build and this processor have the packed kernel for weights of `dtype`."""
+    if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    native_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or native_bfloat16
 
 
 def pack_linears(module: nn.Module) -> None:
     """Replace every packable nn.Linear below `module`, releasing its original weight."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear) and can_pack(child.weight):
+        if isinstance(child, nn.Linear) and can_pack(child.weight.device, child.weight.dtype):
             setattr(module, name, PackedLinear(child.weight, child.bias))
         else:
             pack_linears(child)
@@ -41,6 +45,7 @@ def pack_linears(module: nn.Module) -> None:
 
 def pack_model(model: Transformer) -> None:
     """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
-    if model.output is None and can_pack(model.tok_embeddings.weight):
-        model.output = PackedLinear(model.tok_embeddings.weight, None)
+    embedding = model.tok_embeddings.weight
+    if model.output is None and can_pack(embedding.device, embedding.dtype):
+        model.output = PackedLinear(embedding, None)
     pack_linears(model)

@@ -2,7 +2,7 @@
 
     python reproduce/cpu_selfspec.py --output reproduce/results/cpu_selfspec.jsonl
 
-Every (gamma, budget) cell appends one record per pair, then all cells one summary each.
+Every (gamma, budget, draft dtype) cell appends one record per pair, then all cells one summary each.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import SelfSpeculation, benchmark, report
+from engine import benchmark, report
 from engine.provenance import append_record, provenance
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
@@ -36,19 +36,20 @@ MEDIANS = (
 )
 
 
-def cell_setup(setup: benchmark.Setup, gamma: int, budget: int) -> benchmark.Setup:
-    """The same model, cache and prompts under another gamma and draft budget."""
+def cell_setup(setup: benchmark.Setup, gamma: int, budget: int, draft_dtype: str) -> benchmark.Setup:
+    """The same model, cache and prompts under another gamma, draft budget and draft dtype."""
     args = copy.copy(setup.args)
-    args.gamma, args.streamingllm_budget = gamma, budget
+    args.gamma, args.streamingllm_budget, args.draft_dtype = gamma, budget, draft_dtype
     return dataclasses.replace(setup, args=args)
 
 
 def summarise(records: list[dict]) -> dict:
     """Medians over the pairs of one cell, the settings they share, and every pair's speedup."""
-    settings = ("model", "B", "prefix_len", "gen_len", "gamma", "draft_policy", "draft_budget", "n_sink", "sequences")
+    settings = ("model", "B", "prefix_len", "gen_len", "gamma", "draft_policy", "draft_budget", "n_sink", "draft_dtype")
     return {
         "benchmark": "cpu_selfspec_summary",
         **{key: records[0][key] for key in settings},
+        "sequences": records[0]["sequences"],
         "pairs": len(records),
         "median": {key: median(record[key] for record in records) for key in MEDIANS},
         "speedups": [record["speedup"] for record in records],
@@ -63,14 +64,16 @@ def main() -> None:
     benchmark.add_draft_arguments(parser)
     parser.add_argument("--gammas", type=int, nargs="+", help="draft lengths to compare (default: --gamma)")
     parser.add_argument("--budgets", type=int, nargs="+", help="budgets to compare (default: --streamingllm_budget)")
+    parser.add_argument("--draft_dtypes", nargs="+", help="draft dtypes to compare (default: --draft_dtype)")
     parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
     parser.set_defaults(prefix_len=7500, device="cpu")
     args = parser.parse_args()
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
+    draft_dtypes = args.draft_dtypes or [args.draft_dtype]
 
     setup = benchmark.prepare(args, gamma=max(gammas), draft_entries=max(budgets))
-    cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets)]
-    drafters = [SelfSpeculation(c.runner, benchmark.draft_cache(c), c.args.gamma) for c in cells]
+    cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets, draft_dtypes)]
+    drafters = [benchmark.self_speculation(cell) for cell in cells]
     prefill_seconds = benchmark.prefill(setup)
     records: list[list[dict]] = [[] for _ in cells]
     for pair in range(args.pairs):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import SelfSpeculation, benchmark, report
+from engine import benchmark, report
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
 
@@ -16,8 +16,13 @@ def main() -> None:
     benchmark.add_common_arguments(parser)
     benchmark.add_draft_arguments(parser)
     args = parser.parse_args()
-    setup = benchmark.prepare(args, gamma=args.gamma, draft_entries=benchmark.draft_capacity(args))
-    drafter = SelfSpeculation(setup.runner, benchmark.draft_cache(setup), args.gamma)
+    setup = benchmark.prepare(
+        args,
+        gamma=args.gamma,
+        draft_entries=benchmark.draft_capacity(args),
+        draft_dtype=benchmark.draft_dtype(args),
+    )
+    drafter = benchmark.self_speculation(setup)
 
     prefill_seconds = benchmark.prefill(setup)
     baseline = None if args.no_baseline else benchmark.decode(setup, "baseline")

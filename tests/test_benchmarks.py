@@ -1,0 +1,371 @@
+"""The benchmark scripts as a user runs them: the record on the last line of stdout, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_tiny import N_TOKENS, random_model, save_folder
+from transformers import LlamaConfig
+
+from convert_hf_checkpoint import convert
+from models.checkpoint import read_checkpoint, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTEXT, BOOK_LEN, N_BOOKS = 256, 200, 3
+PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
+SIZES = {"--B": 2, "--prefix_len": PREFIX_LEN, "--gen_len": GEN_LEN}
+DRAFT = {"--gamma": GAMMA, "--streamingllm_budget": 16, "--n_sink": 4}
+
+SETTINGS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("benchmark", "model", "verification", "device", "dtype", "attention", "torch_version"), str),
+    **dict.fromkeys(("B", "prefix_len", "gen_len", "gamma", "tensor_parallel", "tokens_generated", "sequences"), int),
+    **dict.fromkeys(("temperature", "prefill_seconds"), float),
+    "compile": bool,
+    "peak_memory_bytes": int,
+}
+DRAFT_SETTINGS = {"draft": str, "draft_policy": str, "draft_budget": int}
+OF_ACCEPTANCE = {"acceptance_rate": float, "acceptance_per_position": list, "mean_accepted_length": float}
+OF_SPEEDUP = {"speedup": float, "wall_speedup": float}
+OF_BASELINE = {"baseline_tokens_per_second": float, "baseline_step_ms": float}
+OF_PHASES = {"draft_step_ms": float, "verify_step_ms": float, "other_ms_per_round": float}
+OF_REAL_WEIGHTS = {"decode_tokens_per_second": float, "distinct_4gram_fraction": float}
+NULLABLE = (
+    DRAFT_SETTINGS
+    | OF_ACCEPTANCE
+    | OF_SPEEDUP
+    | OF_BASELINE
+    | OF_PHASES
+    | OF_REAL_WEIGHTS
+    | {"identical_sequences": int, "seed": int, "git_commit": str}
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted random Llama, one token a byte; every seventh token ends a row where ends are asked for."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = LlamaConfig(
+        vocab_size=N_TOKENS,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=list(range(3, N_TOKENS, 7)),
+    )
+    save_folder(random_model(config), folder)
+    convert(folder, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("books")
+    for number in range(N_BOOKS):
+        text = " ".join(f"{number}{word} and" for word in range(BOOK_LEN))
+        (folder / f"book{number}.txt").write_text(text[:BOOK_LEN])
+    return folder
+
+
+def flat(arguments: dict[str, object]) -> list[str]:
+    return [str(word) for pair in arguments.items() for word in pair]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a script printed: its lines before the last, and the record on the last."""
+
+    lines: list[str]
+    record: dict[str, Any]
+
+
+def run_script(name: str, arguments: list[str], cwd: Path, launcher: tuple[str, ...] = ()) -> Run:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(ROOT / "tests" / f"{name}_benchmark.py"), *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    return Run(lines, json.loads(last))
+
+
+def check_record(record: dict[str, Any], *, benchmark: str, n_prompts: int, gamma: int, nulls: set[str]) -> None:
+    """Every agreed key is there and of its type, exactly `nulls` are null, and the figures fit together."""
+    for key, kind in SETTINGS.items():
+        assert isinstance(record[key], kind), key
+    assert {key for key in NULLABLE if record[key] is None} - {"git_commit"} == nulls
+    for key, kind in NULLABLE.items():
+        assert record[key] is None or isinstance(record[key], kind), key
+    assert not any(isinstance(value, float) and not math.isfinite(value) for value in record.values())
+
+    asked = {"benchmark": benchmark, "gamma": gamma, "sequences": n_prompts, "verification": "greedy"}
+    asked |= {"B": 2, "prefix_len": PREFIX_LEN, "gen_len": GEN_LEN, "device": "cpu", "temperature": 0.0}
+    asked |= {"torch_version": torch.__version__, "compile": False, "tensor_parallel": 1}
+    assert {key: record[key] for key in asked} == asked
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["git_commit"] or "0" * 40)
+    assert n_prompts <= record["tokens_generated"] <= n_prompts * GEN_LEN
+    if record["acceptance_rate"] is not None:
+        assert 0 <= record["acceptance_rate"] <= 1
+        assert 0 <= record["accepted"] <= record["drafted"]
+        assert len(record["acceptance_per_position"]) == gamma
+        assert all(share is None or 0 <= share <= 1 for share in record["acceptance_per_position"])
+    if record["mean_accepted_length"] is not None:
+        assert 1 <= record["mean_accepted_length"] <= gamma + 1
+    if record["speedup"] is not None:
+        ratio = record["decode_tokens_per_second"] / record["baseline_tokens_per_second"]
+        assert record["speedup"] == pytest.approx(ratio, rel=1e-3, abs=1e-4)
+
+
+def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    """More prompts than slots, phase times, printed rows, a results file that already has a line."""
+    results = tmp_path / "results.jsonl"
+    results.write_text('{"an": "earlier record"}\n')
+    paths = {"--model": checkpoint / "model.pth", "--dataset": books, "--output": results}
+    flags = ["--num_prompts", "5", "--dtype", "float64", "--benchmark", "--printoutput"]
+    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
+    check_record(run.record, benchmark="selfspec", n_prompts=5, gamma=GAMMA, nulls={"seed"})
+    asked = {"model": checkpoint.name, "draft": "self", "draft_policy": "streaming", "draft_budget": 16, "n_sink": 4}
+    asked |= {"dtype": "float64", "dataset": str(books), "load_format": "pth"}
+    assert {key: run.record[key] for key in asked} == asked
+    assert run.record["tokens_generated"] == 5 * GEN_LEN
+    assert run.record["identical_sequences"] == 5
+    assert 0 < run.record["accepted"] < run.record["drafted"], "some drafts are meant to be right, some wrong"
+    rows = [line for line in run.lines if line.startswith("row ")]
+    assert [line.partition(":")[0] for line in rows] == [f"row {row}" for row in range(5)]
+    earlier, appended = results.read_text().splitlines()
+    assert earlier == '{"an": "earlier record"}'
+    assert json.loads(appended) == run.record
+
+
+def test_selfspec_without_baseline_over_a_full_draft_cache(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    paths = {"--model": checkpoint, "--dataset": books / "book1.txt", "--model_name": "org/a-name"}
+    flags = ["--no_baseline", "--draft_policy", "full", "--dtype", "float64"]
+    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
+    nulls = {"seed", "identical_sequences", *OF_BASELINE, *OF_SPEEDUP, *OF_PHASES}
+    check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
+    assert run.record["model"] == "org/a-name"
+    assert run.record["acceptance_rate"] == 1.0
+    assert run.record["acceptance_per_position"] == [1.0] * GAMMA
+    assert run.record["draft_budget"] == PREFIX_LEN + GEN_LEN + GAMMA + 1
+    assert run.record["tokens_generated"] == 2 * GEN_LEN
+
+
+def test_selfspec_with_gamma_zero(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    paths = {"--model": checkpoint, "--dataset": books}
+    flags = ["--gamma", "0", "--benchmark", "--dtype", "float64"]
+    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
+    check_record(
+        run.record, benchmark="selfspec", n_prompts=2, gamma=0, nulls={"seed", "acceptance_rate", "draft_step_ms"}
+    )
+    assert run.record["mean_accepted_length"] == 1.0
+    assert run.record["acceptance_per_position"] == []
+    assert run.record["drafted"] == 0
+    assert run.record["identical_sequences"] == 2
+
+
+def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """The costs are real, what depends on the text is null. No weights, tokenizer or data set are read."""
+    (tmp_path / "only").mkdir()
+    shutil.copy(checkpoint / "config.json", tmp_path / "only")
+    paths = {"--model": "only/model.pth", "--load_format": "dummy"}
+    run = run_script("selfspec", [*flat(paths | SIZES | DRAFT), "--benchmark"], tmp_path)
+    nulls = {"seed", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_REAL_WEIGHTS}
+    check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
+    assert run.record["load_format"] == "dummy"
+    assert run.record["dtype"] == "float32"
+
+
+def test_selfspec_stops_rows_at_their_end(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    paths = {"--model": checkpoint, "--dataset": books}
+    flags = ["--num_prompts", "6", "--stop_at_eos", "--dtype", "float64"]
+    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
+    check_record(run.record, benchmark="selfspec", n_prompts=6, gamma=GAMMA, nulls={"seed", *OF_PHASES})
+    assert run.record["identical_sequences"] == 6
+    assert 6 < run.record["tokens_generated"] < 6 * GEN_LEN
+
+
+def test_baseline_under_torchrun(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    paths = {"--model": checkpoint / "model.pth", "--dataset": books, "--output": "results.jsonl"}
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
+    run = run_script("baseline", [*flat(paths | SIZES), "--num_prompts", "3", "--printoutput"], tmp_path, launcher)
+    nulls = {"seed", "identical_sequences", *DRAFT_SETTINGS, *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_PHASES}
+    check_record(run.record, benchmark="baseline", n_prompts=3, gamma=0, nulls=nulls)
+    assert run.record["tokens_generated"] == 3 * GEN_LEN
+    assert run.record["decode_tokens_per_second"] == run.record["baseline_tokens_per_second"]
+    assert len([line for line in run.lines if line.startswith("row ")]) == 3
+    assert json.loads((tmp_path / "results.jsonl").read_text()) == run.record
+
+
+def truncate(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    (folder / "manifest.json").unlink()
+
+
+def break_token(folder: Path, character: str) -> None:
+    """NaN in the embedding of one character: the prompts that have it go bad where they have it."""
+    config, state_dict = read_checkpoint(folder)
+    state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    state_dict["tok_embeddings.weight"][vocabulary[character]] = math.nan
+    (folder / "manifest.json").unlink()
+    save_checkpoint(folder / "model.pth", config, state_dict)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Arguments on top of good ones, damage to a copy of the checkpoint, what the message has to say."""
+
+    arguments: str
+    says: tuple[str, ...]
+    damage: Callable[[Path], object] | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+BAD_INPUT = {
+    "longer than the context": Bad("--prefix_len 250", ("250 + 12 + 3 + 1 = 266", "<= 256", "--prefix_len 240")),
+    "longer than the text": Bad(
+        "--prefix_len 230",
+        ("3 books, 600 tokens", "0 distinct prompts of 230", "2 distinct prompts of 230", "to 201 tokens"),
+    ),
+    "too many prompts": Bad(
+        "--num_prompts 10", ("9 distinct prompts of 60", "10 distinct prompts of 60", "to 51 tokens")
+    ),
+    "budget without a window": Bad("--streamingllm_budget 4", ("--streamingllm_budget", "budget 4, n_sink 4", "to 5")),
+    "negative budget": Bad("--streamingllm_budget -300", ("budget -300",)),
+    "negative sinks": Bad("--n_sink -1", ("--n_sink", "n_sink -1")),
+    "window shorter than a block": Bad("--streamingllm_budget 7", ("gamma 3, window 3", "budget by 1")),
+    "negative gamma": Bad("--gamma -1", ("--gamma", "-1", ">= 0")),
+    "very negative gamma": Bad("--gamma -500", ("--gamma", "-500", ">= 0")),
+    "no rows": Bad("--B 0", ("--B", "seen:     0", ">= 1")),
+    "no new tokens": Bad("--gen_len 0", ("--gen_len", "seen:     0", ">= 1")),
+    "no prompt": Bad("--prefix_len 0", ("--prefix_len", "seen:     0", ">= 1")),
+    "a prompt without text": Bad("--prefix_len 1", ("prefix_len", "seen:     1", ">= 2")),
+    "fewer prompts than slots": Bad("--num_prompts 1", ("--num_prompts", "seen:     1", ">= 2")),
+    "too many rows for the memory": Bad(
+        "--B 100000000",
+        ("weights", "target KV", "draft KV", "logits", "activations", "GiB for a batch of 100000000", "largest batch"),
+    ),
+    "too large a budget for the memory": Bad(
+        "--streamingllm_budget 1000000000000", ("draft KV", "--streamingllm_budget")
+    ),
+    "unknown device": Bad("--device tpu", ("--device", "tpu", "--device auto")),
+    "no such data set": Bad("--dataset nowhere.txt", ("nowhere.txt", "no such file")),
+    "results in a missing folder": Bad("--output missing/results.jsonl", ("--output", "missing/results.jsonl")),
+    "results in a folder's place": Bad("--output .", ("--output", "seen:     .")),
+    "no such preset": Bad("--load_format dummy --model_name org/unknown", ("org/unknown", "meta-llama/Llama-2-7b-hf")),
+    "two processes": Bad("", ("2 processes", "--nproc_per_node=1"), None, (("WORLD_SIZE", "2"),)),
+    "no model.pth": Bad("", ("model.pth", "no such file"), lambda d: (d / "model.pth").unlink()),
+    "no folder": Bad("", ("config.json", "no such file"), shutil.rmtree),
+    "no config": Bad("", ("config.json", "no such file"), lambda d: (d / "config.json").unlink()),
+    "no tokenizer": Bad("", ("the tokenizer is missing",), lambda d: (d / "tokenizer.json").unlink()),
+    "another architecture": Bad(
+        "", ("GemmaForCausalLM", "LlamaForCausalLM"), lambda d: edit_config(d, architectures=["GemmaForCausalLM"])
+    ),
+    "heads that do not fit": Bad("", ("n_head 4, n_kv_head 3",), lambda d: edit_config(d, num_key_value_heads=3)),
+    "model.pth cut": Bad("", ("model.pth", "manifest"), lambda d: truncate(d / "model.pth")),
+    "model.pth cut, no manifest": Bad(
+        "", ("model.pth", "cannot be read"), lambda d: (truncate(d / "model.pth"), (d / "manifest.json").unlink())
+    ),
+    "model.pth of another config": Bad(
+        "", ("another config", "ffn_dim 96", "ffn_dim 100"), lambda d: edit_config(d, intermediate_size=100)
+    ),
+    "NaN in one prompt": Bad("", ("baseline", "row 1: logits at position 1 are NaN"), lambda d: break_token(d, "1")),
+    "NaN in every prompt": Bad(
+        "", ("row 0: logits at position 0", "row 1: logits at position 0"), lambda d: break_token(d, "<s>")
+    ),
+}
+
+
+def refusal(
+    script: str,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Run a script in this process; its stderr, after it ended with code 2 and one message."""
+    path = ROOT / "tests" / f"{script}_benchmark.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ending:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ending.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(re.findall(r"^error: \S", printed.err, re.MULTILINE)) == 1
+    assert "Traceback" not in printed.err
+    return printed.err[printed.err.index("error: ") :]
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_is_refused(
+    what: str,
+    checkpoint: Path,
+    books: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bad = BAD_INPUT[what]
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    if bad.damage:
+        bad.damage(folder)
+    for name, value in bad.environment:
+        monkeypatch.setenv(name, value)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    paths = {"--model": folder / "model.pth", "--dataset": books, "--output": "results.jsonl"}
+    message = refusal("selfspec", flat(paths | SIZES | DRAFT) + bad.arguments.split(), monkeypatch, capsys)
+    for part in (*bad.says, "where:", "seen:", "required:", "fix:"):
+        assert part in message
+    assert list(work.iterdir()) == []
+
+
+def test_the_batch_that_the_refusal_names_fits(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 10 MB free; the next larger batch is refused again."""
+    monkeypatch.setattr("engine.benchmark.available_bytes", lambda device: 10_000_000)
+    arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES | DRAFT)
+    message = refusal("selfspec", [*arguments, "--B", "5000"], monkeypatch, capsys)
+    largest = int(re.findall(r"use --B (\d+), the largest batch that fits", message)[0])
+    assert f"use --B {largest}," in refusal("selfspec", [*arguments, "--B", str(largest + 1)], monkeypatch, capsys)
+    message = refusal("selfspec", [*arguments, "--B", str(largest)], monkeypatch, capsys)
+    assert "too little text" in message, "memory is checked before the text is read"
+
+
+def test_the_default_model_is_asked_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.benchmark.DEFAULT_CHECKPOINT", tmp_path / "default")
+    message = refusal("baseline", ["--model", str(tmp_path / "default" / "model.pth")], monkeypatch, capsys)
+    assert "make demo" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_on_a_machine_without_it(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = flat({"--model": checkpoint, "--dataset": books, "--device": "cuda"} | SIZES)
+    assert "sees no CUDA device" in refusal("baseline", arguments, monkeypatch, capsys)

@@ -1,0 +1,97 @@
+"""The built-in default model on its own book, against transformers' reading of the same GGUF file."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.data import load_books
+from kv_cache import FullKVCache, StreamingKVCache
+from models import Transformer, load_model
+from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
+from models.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.slow
+
+PASSAGE = 100_000  # where in the book the text starts: prose, not the licence or the table of contents
+PARITY_TOKENS = 300
+# Both dequantise the same file to float32, and logits have a deviation of 8: 1e-4 is what rounding makes of it.
+LOGIT_TOLERANCE = 1e-3
+PERPLEXITY_TOKENS = 1000
+# It is 21; rotary pairs in the other layout give over 400.
+MAX_PERPLEXITY = 60
+NEW_TOKENS = 24
+MIXED_TEXT = """CHAPTER XXIII. "My dear Mr. Bennet," said his lady -- 'have you heard...?'
+  In 1813 it cost 18s.; 3 vols. at $1,234.56 (or 99.9%) isn't cheap!\t\tE=mc^2; naïve café, “quotes” — 日本語 🙂
+
+def f(x): return x[0]**2  # 007
+"""
+
+
+@pytest.fixture(scope="module")
+def gguf_name() -> str:
+    missing = [path for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK) if not path.is_file()]
+    if missing:
+        pytest.fail(f"{missing[0]} is missing: run `make demo` once, which fetches and converts the default model")
+    names = [path.name for path in DEFAULT_CHECKPOINT.glob("*.gguf")]
+    if len(names) != 1:
+        pytest.fail(f"{DEFAULT_CHECKPOINT} holds {len(names)} GGUF files: run `make demo`, which fetches one")
+    return names[0]
+
+
+@pytest.fixture(scope="module")
+def model(gguf_name: str) -> Transformer:
+    return load_model(DEFAULT_CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gguf_name: str) -> Tokenizer:
+    return load_tokenizer(DEFAULT_CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def book(gguf_name: str) -> str:
+    return next(load_books("default"))[PASSAGE:]
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(model: Transformer, tokenizer: Tokenizer, book: str, gguf_name: str) -> None:
+    tokens = torch.tensor([tokenizer.encode(book[:4000])[:PARITY_TOKENS]])
+    theirs = AutoModelForCausalLM.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name, dtype=torch.float32)
+    expected = theirs.eval()(tokens).logits
+    cache = FullKVCache(model.config, 1, PARITY_TOKENS)
+    logits = model(tokens, torch.arange(PARITY_TOKENS)[None], cache)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGIT_TOLERANCE)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_tokens_are_those_of_transformers(tokenizer: Tokenizer, book: str, gguf_name: str) -> None:
+    theirs = AutoTokenizer.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name)
+    for text in (MIXED_TEXT, book[:20_000]):
+        assert tokenizer.encode(text) == theirs(text).input_ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@torch.inference_mode()
+def test_perplexity_of_the_book_is_sane(model: Transformer, tokenizer: Tokenizer, book: str) -> None:
+    tokens = torch.tensor([tokenizer.encode(book[:10_000])[:PERPLEXITY_TOKENS]])
+    cache = FullKVCache(model.config, 1, PERPLEXITY_TOKENS)
+    logits = model(tokens, torch.arange(PERPLEXITY_TOKENS)[None], cache)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+    assert math.exp(float(loss)) < MAX_PERPLEXITY
+
+
+def test_self_speculation_equals_the_baseline(model: Transformer, tokenizer: Tokenizer, book: str) -> None:
+    prompts = [tokenizer.encode(book[:4000])[:311], tokenizer.encode(book[20_000:24_000])[:270]]
+    runner = ModelRunner(model, FullKVCache(model.config, 2, 384))
+    baseline = generate(runner, prompts, max_new_tokens=NEW_TOKENS)
+    drafter = SelfSpeculation(runner, StreamingKVCache(model.config, 2, budget=64, n_sink=4), gamma=3)
+    speculative = generate(runner, prompts, max_new_tokens=NEW_TOKENS, drafter=drafter)
+    assert speculative.tokens == baseline.tokens
+    accepted = [row.accepted for row in speculative.stats.rows]
+    assert all(accepted), "drafts of the same weights are right now and then"
+    assert accepted[0] != accepted[1], "the rows are meant to accept different numbers of drafts"

@@ -1,0 +1,116 @@
+"""The memory estimate: equal to what is then allocated, exact about the largest batch, itemised when it refuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import TINY
+
+from engine.memory import MemoryPlan, available_bytes, plan_memory, require_memory
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.errors import OutOfMemoryError
+from models import ModelConfig, load_model
+from models.packed_linear import PackedLinear
+
+CAPACITY, BUDGET, BLOCK = 96, 20, 4
+CONFIGS = {
+    "untied": TINY,
+    "tied": replace(TINY, tie_embeddings=True),
+    "bias": replace(TINY, qkv_bias=True),
+    "given head_dim": replace(TINY, head_dim=16, n_kv_head=1),
+}
+
+
+def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: int) -> MemoryPlan:
+    sizes = {"capacity": CAPACITY, "draft_capacity": BUDGET, "block": BLOCK, "prefill_chunk": 8} | changes
+    return plan_memory(config, dtype=dtype, device="cpu", **sizes)
+
+
+def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
+    model = load_model("none", load_format="dummy", config=config, dtype=dtype, prepack=prepack)
+    tensors = list(model.parameters())
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            tensors += [tensor for tensor in (module.weight, module.bias) if tensor is not None]
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_those_that_load_model_holds(name: str) -> None:
+    config = CONFIGS[name]
+    assert plan_of(config).weights == loaded_bytes(config, torch.float32, prepack=True)
+    assert config.n_parameters * 4 == loaded_bytes(config, torch.float32, prepack=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_never_underestimated(name: str, dtype: torch.dtype) -> None:
+    assert plan_of(CONFIGS[name], dtype).weights >= loaded_bytes(CONFIGS[name], dtype, prepack=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kv_is_that_of_the_caches(name: str, dtype: torch.dtype) -> None:
+    config, batch = CONFIGS[name], 3
+    plan = plan_of(config, dtype)
+    assert batch * plan.target_kv_per_row == FullKVCache(config, batch, CAPACITY, dtype=dtype).n_bytes
+    assert batch * plan.draft_kv_per_row == StreamingKVCache(config, batch, BUDGET, dtype=dtype).n_bytes
+
+
+def test_what_grows_with_what() -> None:
+    plan = plan_of(TINY)
+    assert plan_of(TINY, draft_capacity=0) == replace(plan, draft_kv_per_row=0)
+    assert plan_of(TINY, block=2 * BLOCK) == replace(plan, logits_per_row=2 * plan.logits_per_row)
+    assert plan.logits_per_row >= BLOCK * TINY.vocab_size * 4
+    assert plan_of(TINY, prefill_chunk=16).activations == 2 * plan.activations
+    assert plan_of(TINY, capacity=2 * CAPACITY).target_kv_per_row == 2 * plan.target_kv_per_row
+    assert plan.total(5) - plan.total(4) == plan.total(1) - plan.total(0)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 1000])
+def test_largest_batch_is_exact(batch: int) -> None:
+    plan = plan_of(TINY)
+    for available in (plan.total(batch), plan.total(batch + 1) - 1):
+        assert plan.largest_batch(available) == batch
+        require_memory(plan, batch, available, "cpu")
+        with pytest.raises(OutOfMemoryError, match=f"--B {batch}, the largest batch that fits"):
+            require_memory(plan, batch + 1, available, "cpu")
+
+
+@pytest.mark.parametrize("available", [0, 1, "one row less a byte"])
+def test_no_batch_fits(available: int | str) -> None:
+    plan = plan_of(TINY)
+    free = plan.total(1) - 1 if isinstance(available, str) else available
+    assert plan.largest_batch(free) == 0
+    with pytest.raises(OutOfMemoryError) as refusal:
+        require_memory(plan, 1, free, "cpu")
+    assert "--B" not in str(refusal.value)
+    assert "shorter --prefix_len" in str(refusal.value)
+
+
+def test_the_refusal_is_itemised_and_adds_up() -> None:
+    gib = 2**30
+    plan = MemoryPlan(
+        weights=6 * gib, target_kv_per_row=2 * gib, draft_kv_per_row=gib, activations=gib, logits_per_row=gib // 2
+    )
+    with pytest.raises(OutOfMemoryError) as refusal:
+        require_memory(plan, 4, 12 * gib, "cuda:1")
+    message = str(refusal.value)
+    items = dict(re.findall(r"([a-zA-Z ]+) (\d+\.\d\d) GiB[,\n]", message.partition("cuda:1:")[2]))
+    assert {name.strip(): float(size) for name, size in items.items()} == {
+        "weights": 6.0,
+        "target KV": 8.0,
+        "draft KV": 4.0,
+        "logits": 2.0,
+        "activations": 1.0,
+    }
+    assert "21.00 GiB for a batch of 4" in message
+    assert "<= 12.00 GiB available" in message
+    assert "use --B 1, the largest batch that fits" in message
+
+
+def test_available_bytes_of_this_machine() -> None:
+    assert 2**20 < available_bytes("cpu") < 2**50
