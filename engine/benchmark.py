@@ -25,6 +25,7 @@ from kv_cache.errors import CheckpointError, ConfigError, UserError
 from models import ModelConfig, Transformer, load_model
 from models.attention import BACKENDS, select_backend
 from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.packed_linear import can_pack
 from models.presets import preset_config
 from models.tokenizer import Tokenizer, load_tokenizer
 
@@ -39,7 +40,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
     add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
     add("--B", type=int, default=8, help="rows decoded together")
-    add("--prefix_len", type=int, default=4000, help="prompt tokens per row")
+    add("--prefix_len", type=int, default=6000, help="prompt tokens per row")
     add("--gen_len", type=int, default=64, help="new tokens per row")
     add("--num_prompts", type=int, help="prompts in all, at least B (default: B)")
     add(
@@ -68,9 +69,10 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n_sink", type=int, default=4, help="attention sinks among them")
     add(
         "--draft_dtype",
-        choices=["same", *DTYPES],
-        default="same",
-        help="dtype of the draft's copy of the weights and of its cache; same: the target's own weights",
+        choices=["auto", "same", *DTYPES],
+        default="auto",
+        help="dtype of the draft's weights and cache; same: the target's own weights; "
+        "auto: bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
     )
     add("--verification", choices=["auto", "greedy"], default="auto", help="how drafts are accepted")
     add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
@@ -78,8 +80,19 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
+class DraftSettings:
+    """What a self-speculation drafts with: `capacity` KV entries a row, weights and cache in `dtype`."""
+
+    gamma: int
+    policy: str
+    capacity: int
+    n_sink: int | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Setup:
-    """A loaded model over an empty cache, and the prompts to run."""
+    """A loaded model over an empty cache, the prompts to run, and what to draft with, if anything."""
 
     args: argparse.Namespace
     runner: ModelRunner
@@ -88,13 +101,28 @@ class Setup:
     tokenizer: Tokenizer | None
     name: str
     dtype: torch.dtype
+    draft: DraftSettings | None
 
 
-def prepare(
-    args: argparse.Namespace, *, gamma: int = 0, draft_entries: int = 0, draft_dtype: torch.dtype | None = None
-) -> Setup:
+def draft_settings(args: argparse.Namespace) -> DraftSettings:
+    """The draft flags, with `auto` and the full policy's capacity resolved."""
+    device = _device(args.device)
+    dtype = _dtype(args, device)
+    wants_bfloat16 = args.draft_dtype == "auto" and dtype == torch.float32 and can_pack(device, torch.bfloat16)
+    if wants_bfloat16:
+        dtype = torch.bfloat16
+    elif args.draft_dtype not in ("auto", "same"):
+        dtype = DTYPES[args.draft_dtype]
+    if args.draft_policy == "full":
+        capacity = args.prefix_len + args.gen_len + args.gamma + 1
+        return DraftSettings(args.gamma, "full", capacity, None, dtype)
+    return DraftSettings(args.gamma, "streaming", args.streamingllm_budget, args.n_sink, dtype)
+
+
+def prepare(args: argparse.Namespace, draft: DraftSettings | None = None) -> Setup:
     """Check everything that can be wrong, cheapest first; then load the model and allocate its cache."""
     require_single_process()
+    gamma = draft.gamma if draft else 0
     for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
         _require_at_least(flag, getattr(args, flag), minimum)
     _require_at_least("gamma", gamma, 0)
@@ -102,7 +130,7 @@ def prepare(
     _require_at_least("num_prompts", n_prompts, args.B)
     require_appendable(args.output)
     device = _device(args.device)
-    dtype = DTYPES[args.dtype] if args.dtype != "auto" else torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = _dtype(args, device)
     config, name = _config_and_name(args)
     capacity = args.prefix_len + args.gen_len + gamma + 1
     if capacity > config.max_context:
@@ -116,10 +144,10 @@ def prepare(
     plan = plan_memory(
         config,
         dtype=dtype,
-        draft_dtype=draft_dtype,
+        draft_dtype=draft.dtype if draft else None,
         device=device,
         capacity=capacity,
-        draft_capacity=draft_entries,
+        draft_capacity=draft.capacity if draft else 0,
         block=gamma + 1,
         prefill_chunk=PREFILL_CHUNK,
     )
@@ -133,33 +161,28 @@ def prepare(
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, args.gen_len, gamma)
     stop_tokens = config.eos_tokens if args.stop_at_eos else ()
-    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype)
-
-
-def draft_capacity(args: argparse.Namespace) -> int:
-    """KV entries per row of the draft's cache."""
-    if args.draft_policy == "streaming":
-        return args.streamingllm_budget
-    return args.prefix_len + args.gen_len + args.gamma + 1
-
-
-def draft_dtype(args: argparse.Namespace) -> torch.dtype | None:
-    """The dtype of the draft's own copy of the weights; None if it shares the target's."""
-    return None if args.draft_dtype == "same" else DTYPES[args.draft_dtype]
+    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype, draft)
 
 
 def self_speculation(setup: Setup) -> SelfSpeculation:
-    """The drafter that the draft flags describe, over an empty cache."""
-    args, config, device = setup.args, setup.runner.model.config, setup.runner.device
-    own_dtype = draft_dtype(args)
-    model = None if own_dtype in (None, setup.dtype) else _load(args, config, str(device), own_dtype)
-    capacity, dtype = draft_capacity(args), own_dtype or setup.dtype
+    """The drafter of the set-up's draft settings, over an empty cache."""
+    draft, config, device = setup.draft, setup.runner.model.config, setup.runner.device
+    assert draft is not None, "prepare() was called without draft settings"
     cache: KVCache
-    if args.draft_policy == "streaming":
-        cache = StreamingKVCache(config, args.B, capacity, args.n_sink, device, dtype)
+    if draft.policy == "streaming":
+        assert draft.n_sink is not None
+        cache = StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.dtype)
     else:
-        cache = FullKVCache(config, args.B, capacity, device, dtype)
-    return SelfSpeculation(setup.runner, cache, args.gamma, model)
+        cache = FullKVCache(config, setup.args.B, draft.capacity, device, draft.dtype)
+    own_weights = draft.dtype != setup.dtype
+    model = _load(setup.args, config, str(device), draft.dtype) if own_weights else None
+    return SelfSpeculation(setup.runner, cache, draft.gamma, model)
+
+
+def _dtype(args: argparse.Namespace, device: str) -> torch.dtype:
+    if args.dtype != "auto":
+        return DTYPES[args.dtype]
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _load(args: argparse.Namespace, config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from engine.benchmark import Setup, draft_capacity, draft_dtype, dtype_name
+from engine.benchmark import DraftSettings, Setup, dtype_name
 from engine.decoding import GenerateOutput
-from engine.drafters import Drafter
 from engine.provenance import append_record, provenance
 from engine.timing import PhaseTimer
 
@@ -98,8 +97,6 @@ def make_record(
     prefill_seconds: float,
     baseline: GenerateOutput | None,
     speculative: GenerateOutput | None = None,
-    drafter: Drafter | None = None,
-    draft: str | None = None,
     timer: PhaseTimer | None = None,
 ) -> dict[str, Any]:
     """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
@@ -111,19 +108,19 @@ def make_record(
     base_tps = tokens_per_second(baseline) if baseline else None
     tps = tokens_per_second(measured)
     compared = baseline is not None and speculative is not None
-    gamma = drafter.gamma if drafter else 0
+    gamma = setup.draft.gamma if setup.draft else 0
     step_ms = round_ms(baseline) if baseline else None
     record = {
         "benchmark": benchmark,
         "model": setup.name,
-        "draft": draft,
+        "draft": "self" if setup.draft else None,
         "load_format": args.load_format,
         "dataset": args.dataset if real else None,
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
         "gamma": gamma,
-        **_draft_settings(setup, drafter),
+        **_draft_record(setup.draft),
         "verification": "greedy",
         "temperature": 0.0,
         "seed": None,
@@ -157,15 +154,14 @@ def make_record(
     return rounded(record)
 
 
-def _draft_settings(setup: Setup, drafter: Drafter | None) -> dict[str, str | int | None]:
-    if drafter is None:
+def _draft_record(draft: DraftSettings | None) -> dict[str, str | int | None]:
+    if draft is None:
         return dict.fromkeys(("draft_policy", "draft_budget", "n_sink", "draft_dtype"))
-    streaming = setup.args.draft_policy == "streaming"
     return {
-        "draft_policy": setup.args.draft_policy,
-        "draft_budget": draft_capacity(setup.args),
-        "n_sink": setup.args.n_sink if streaming else None,
-        "draft_dtype": dtype_name(draft_dtype(setup.args) or setup.dtype),
+        "draft_policy": draft.policy,
+        "draft_budget": draft.capacity,
+        "n_sink": draft.n_sink,
+        "draft_dtype": dtype_name(draft.dtype),
     }
 
 

@@ -40,7 +40,7 @@ def cell_setup(setup: benchmark.Setup, gamma: int, budget: int, draft_dtype: str
     """The same model, cache and prompts under another gamma, draft budget and draft dtype."""
     args = copy.copy(setup.args)
     args.gamma, args.streamingllm_budget, args.draft_dtype = gamma, budget, draft_dtype
-    return dataclasses.replace(setup, args=args)
+    return dataclasses.replace(setup, draft=benchmark.draft_settings(args))
 
 
 def summarise(records: list[dict]) -> dict:
@@ -71,7 +71,8 @@ def main() -> None:
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
     draft_dtypes = args.draft_dtypes or [args.draft_dtype]
 
-    setup = benchmark.prepare(args, gamma=max(gammas), draft_entries=max(budgets))
+    args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
+    setup = benchmark.prepare(args, benchmark.draft_settings(args))
     cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets, draft_dtypes)]
     drafters = [benchmark.self_speculation(cell) for cell in cells]
     prefill_seconds = benchmark.prefill(setup)
@@ -86,8 +87,6 @@ def main() -> None:
                 prefill_seconds=prefill_seconds,
                 baseline=baseline,
                 speculative=benchmark.decode(cell, f"gamma {drafter.gamma}", drafter, timer),
-                drafter=drafter,
-                draft="self",
                 timer=timer,  # on a CPU a phase needs no synchronisation, so timing it costs nothing
             )
             kept.append(record)

@@ -16,12 +16,7 @@ def main() -> None:
     benchmark.add_common_arguments(parser)
     benchmark.add_draft_arguments(parser)
     args = parser.parse_args()
-    setup = benchmark.prepare(
-        args,
-        gamma=args.gamma,
-        draft_entries=benchmark.draft_capacity(args),
-        draft_dtype=benchmark.draft_dtype(args),
-    )
+    setup = benchmark.prepare(args, benchmark.draft_settings(args))
     drafter = benchmark.self_speculation(setup)
 
     prefill_seconds = benchmark.prefill(setup)
@@ -37,8 +32,6 @@ def main() -> None:
         prefill_seconds=prefill_seconds,
         baseline=baseline,
         speculative=speculative,
-        drafter=drafter,
-        draft="self",
         timer=timer,
     )
     report.finish(setup, record, speculative)

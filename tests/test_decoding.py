@@ -100,6 +100,17 @@ def test_a_full_draft_cache_accepts_everything(model, prompts, answers):
     assert out.stats.counts.acceptance_rate == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_in_another_dtype_changes_no_token(model, prompts, answers, dtype):
+    """Its weights, its cache and its logits are rounded; what the target emits is not."""
+    runner = ModelRunner(model, full_cache(model, 2))
+    rounded = tiny_model(dtype=dtype)
+    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=dtype), 3, rounded)
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
+    assert out.tokens == expected(answers)
+    assert drafter.cache.keys.dtype == dtype and 0 < out.stats.counts.acceptance_rate < 1
+
+
 @pytest.mark.parametrize("kind", ["oracle", "reject", "upto", "random"])
 def test_any_drafts_give_the_same_tokens(model, prompts, answers, kind):
     runner = ModelRunner(model, full_cache(model, 2))
