@@ -102,6 +102,7 @@ class Setup:
     name: str
     dtype: torch.dtype
     draft: DraftSettings | None
+    draft_model: Transformer | None
 
 
 def draft_settings(args: argparse.Namespace) -> DraftSettings:
@@ -156,12 +157,14 @@ def prepare(args: argparse.Namespace, draft: DraftSettings | None = None) -> Set
     tokenizer, prompts = _prompts(args, config, n_prompts)
     say(f"loading {name} on {device} as {dtype_name(dtype)}, attention {select_backend(args.attention).name}")
     model = _load(args, config, device, dtype)
+    # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
+    draft_model = load_draft_model(args, config, device, draft, dtype) if draft else None
     cache = FullKVCache(config, args.B, capacity, device=device, dtype=dtype)
     runner = ModelRunner(model, cache)
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, args.gen_len, gamma)
     stop_tokens = config.eos_tokens if args.stop_at_eos else ()
-    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype, draft)
+    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype, draft, draft_model)
 
 
 def self_speculation(setup: Setup) -> SelfSpeculation:
@@ -174,9 +177,14 @@ def self_speculation(setup: Setup) -> SelfSpeculation:
         cache = StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.dtype)
     else:
         cache = FullKVCache(config, setup.args.B, draft.capacity, device, draft.dtype)
-    own_weights = draft.dtype != setup.dtype
-    model = _load(setup.args, config, str(device), draft.dtype) if own_weights else None
-    return SelfSpeculation(setup.runner, cache, draft.gamma, model)
+    return SelfSpeculation(setup.runner, cache, draft.gamma, setup.draft_model)
+
+
+def load_draft_model(
+    args: argparse.Namespace, config: ModelConfig, device: str, draft: DraftSettings, target_dtype: torch.dtype
+) -> Transformer | None:
+    """The draft's own copy of the weights; None where it shares the target's."""
+    return None if draft.dtype == target_dtype else _load(args, config, device, draft.dtype)
 
 
 def _dtype(args: argparse.Namespace, device: str) -> torch.dtype:

@@ -38,9 +38,12 @@ MEDIANS = (
 
 def cell_setup(setup: benchmark.Setup, gamma: int, budget: int, draft_dtype: str) -> benchmark.Setup:
     """The same model, cache and prompts under another gamma, draft budget and draft dtype."""
-    args = copy.copy(setup.args)
+    args, runner = copy.copy(setup.args), setup.runner
     args.gamma, args.streamingllm_budget, args.draft_dtype = gamma, budget, draft_dtype
-    return dataclasses.replace(setup, draft=benchmark.draft_settings(args))
+    draft, model = benchmark.draft_settings(args), setup.draft_model
+    if setup.draft is None or draft.dtype != setup.draft.dtype:
+        model = benchmark.load_draft_model(args, runner.model.config, str(runner.device), draft, setup.dtype)
+    return dataclasses.replace(setup, draft=draft, draft_model=model)
 
 
 def summarise(records: list[dict]) -> dict:
@@ -71,6 +74,7 @@ def main() -> None:
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
     draft_dtypes = args.draft_dtypes or [args.draft_dtype]
 
+    args.draft_dtype = draft_dtypes[-1]
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
     setup = benchmark.prepare(args, benchmark.draft_settings(args))
     cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets, draft_dtypes)]
