@@ -20,7 +20,7 @@ test: lint  ## checks and tests, slow ones left out
 	$(RUN) -m pytest
 
 test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
-	$(RUN) -m pytest -m ""
+	WITNESS_SCENARIOS=5000 $(RUN) -m pytest -m ""
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from engine.data import load_books, make_prompts
 from engine.decoding import GenerateOutput, generate
 from engine.distributed import require_single_process
-from engine.drafters import Drafter, SelfSpeculation
+from engine.drafters import Drafter, SelfSpeculation, check_gamma
 from engine.memory import available_bytes, plan_memory, require_memory
 from engine.provenance import require_appendable
 from engine.requests import check_prompt
@@ -22,6 +22,7 @@ from engine.runner import PREFILL_CHUNK, ModelRunner
 from engine.timing import PhaseTimer
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.errors import CheckpointError, ConfigError, UserError
+from kv_cache.streaming import check_budget
 from models import ModelConfig, Transformer, load_model
 from models.attention import BACKENDS, select_backend
 from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
@@ -51,8 +52,19 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     add("--attention", choices=BACKENDS, default="auto", help="attention backend")
-    add("--printoutput", action="store_true", help="print every row's generated text")
     add("--output", help="append the JSON record to this file")
+
+
+def add_text_argument(parser: argparse.ArgumentParser) -> None:
+    """For scripts that end in `report.finish`."""
+    parser.add_argument("--printoutput", action="store_true", help="print every row's generated text")
+
+
+def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which passes a speculation benchmark makes beside the speculation itself."""
+    add = parser.add_argument
+    add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
+    add("--benchmark", action="store_true", help="time draft and verification steps, in a pass of their own")
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +87,6 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         "auto: bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
     )
     add("--verification", choices=["auto", "greedy"], default="auto", help="how drafts are accepted")
-    add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
-    add("--benchmark", action="store_true", help="time draft and verification steps, in a pass of their own")
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,9 @@ def prepare(args: argparse.Namespace, draft: DraftSettings | None = None) -> Set
     for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
         _require_at_least(flag, getattr(args, flag), minimum)
     _require_at_least("gamma", gamma, 0)
+    if draft and draft.n_sink is not None:
+        check_budget(draft.capacity, draft.n_sink)
+        check_gamma(gamma, draft.capacity - draft.n_sink)
     n_prompts = args.B if args.num_prompts is None else args.num_prompts
     _require_at_least("num_prompts", n_prompts, args.B)
     require_appendable(args.output)
@@ -223,7 +236,9 @@ def _device(name: str) -> str:
         kind = torch.device(name).type
     except RuntimeError:
         kind = "unknown"
-    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+    if kind == "cpu":
+        return "cpu"
+    if kind != "cuda" or (torch.device(name).index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             "the device is not available",
             where="--device",

@@ -13,7 +13,7 @@ import torch
 
 from engine.drafters import Drafter
 from engine.requests import FinishReason, Request, make_requests
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, finite_rows
 from engine.sampling import SamplingParams, greedy
 from engine.stats import Round, Stats
 from engine.verification import verify_greedy
@@ -69,7 +69,7 @@ def generate(
         prompts: token ids of each prompt.
         max_new_tokens: tokens to emit per prompt, one number or one a prompt.
         drafter: proposes `gamma` tokens a round; None is the autoregressive baseline.
-        sampling: greedy by default.
+        sampling: greedy, which is all that SamplingParams admits for now.
         verification: "greedy", or "auto", which is greedy at temperature 0.
         stop_tokens: ids that end a row, one list or one list a prompt; the stop token is kept.
         progress: told of tokens as they come.
@@ -87,12 +87,15 @@ def generate(
             required="auto or greedy",
             fix="use auto",
         )
-    if sampling is None:
-        sampling = SamplingParams()
     gamma = drafter.gamma if drafter else 0
     requests = make_requests(runner, prompts, max_new_tokens, stop_tokens, gamma)
+    if drafter:
+        longest = max((len(request.prompt) + request.limit for request in requests), default=0)
+        drafter.check(runner.cache, longest + gamma + 1)
     phase = phase or (lambda name: nullcontext())
     slots = [_Slot() for _ in range(runner.cache.max_batch)]
+    for row in range(len(requests), len(slots)):
+        runner.release_row(row)  # never admitted, it idles at position 0
     waiting = deque(requests)
     rounds: list[Round] = []
     prefill_seconds = 0.0
@@ -175,7 +178,7 @@ def _round(
         logits = runner.step(block, positions, extent, cache)
     with phase("accept"):
         verdict = verify_greedy(drafts, logits)
-        finite = torch.isfinite(logits.sum(dim=-1))
+        finite = finite_rows(logits)
         columns = (verdict.num_accepted[:, None], verdict.next_token[:, None], drafts, finite)
         rows = torch.cat(columns, dim=1).tolist()  # the round's one host sync
     drafts_end = 2 + gamma

@@ -27,6 +27,10 @@ class Drafter(Protocol):
         """The cache that the target verifies through."""
         ...
 
+    def check(self, target_cache: KVCache, length: int) -> None:
+        """Raise ConfigError unless this drafts for that cache, in rows of up to `length` tokens."""
+        ...
+
     def admit(self, row: int, prompt_length: int) -> None:
         """A prompt of that length has just been prefilled in the target's row."""
         ...
@@ -50,22 +54,7 @@ class SelfSpeculation:
     """
 
     def __init__(self, runner: ModelRunner, cache: KVCache, gamma: int, model: Transformer | None = None) -> None:
-        if gamma < 0:
-            raise ConfigError(
-                "gamma is negative",
-                where="gamma (--gamma)",
-                seen=gamma,
-                required=">= 0",
-                fix="use 0 for plain decoding, 3 for a usual speculation",
-            )
-        if gamma + 1 > cache.max_block:
-            raise ConfigError(
-                "the draft cache's window is smaller than one verification block",
-                where="gamma (--gamma) and the draft's budget (--streamingllm_budget)",
-                seen=f"gamma {gamma}, window {cache.max_block}",
-                required="gamma + 1 <= window",
-                fix=f"raise the budget by {gamma + 1 - cache.max_block}, or lower gamma",
-            )
+        check_gamma(gamma, cache.max_block)
         if cache.max_batch != runner.cache.max_batch:
             raise ConfigError(
                 "the draft cache has another number of rows than the target's",
@@ -84,6 +73,24 @@ class SelfSpeculation:
     def verification_cache(self) -> WriteThroughKVCache:
         return self._write_through
 
+    def check(self, target_cache: KVCache, length: int) -> None:
+        if target_cache is not self._target_cache:
+            raise ConfigError(
+                "the drafter was built on another runner",
+                where="generate: drafter",
+                seen="a SelfSpeculation over another target cache",
+                required="the cache of the runner that generates",
+                fix="build the drafter from the runner that is passed to generate()",
+            )
+        if self.cache.max_length is not None and length > self.cache.max_length:
+            raise ConfigError(
+                "prompt + new tokens + gamma + 1 exceeds the draft's KV cache",
+                where="SelfSpeculation: cache",
+                seen=f"{length} tokens",
+                required=f"<= {self.cache.max_length}",
+                fix="give the draft a longer cache, or a StreamingKVCache",
+            )
+
     def admit(self, row: int, prompt_length: int) -> None:
         self.cache.fill_row(row, self._target_cache, prompt_length)
 
@@ -97,3 +104,23 @@ class SelfSpeculation:
 
     def rollback(self, lengths: Tensor) -> None:
         self.cache.rollback(lengths)
+
+
+def check_gamma(gamma: int, window: int) -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
+    if gamma < 0:
+        raise ConfigError(
+            "gamma is negative",
+            where="gamma (--gamma)",
+            seen=gamma,
+            required=">= 0",
+            fix="use 0 for plain decoding, 3 for a usual speculation",
+        )
+    if gamma + 1 > window:
+        raise ConfigError(
+            "the draft cache's window is smaller than one verification block",
+            where="gamma (--gamma) and the draft's budget (--streamingllm_budget)",
+            seen=f"gamma {gamma}, window {window}",
+            required="gamma + 1 <= window",
+            fix=f"raise the budget by {gamma + 1 - window}, or lower gamma",
+        )

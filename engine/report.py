@@ -97,7 +97,7 @@ def make_record(
     prefill_seconds: float,
     baseline: GenerateOutput | None,
     speculative: GenerateOutput | None = None,
-    timer: PhaseTimer | None = None,
+    timed: tuple[PhaseTimer, GenerateOutput] | None = None,
 ) -> dict[str, Any]:
     """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
     args = setup.args
@@ -146,7 +146,7 @@ def make_record(
         "prefill_seconds": prefill_seconds,
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
-        **_phase_times(timer, gamma),
+        **_phase_times(timed, gamma),
         "peak_memory_bytes": peak_memory_bytes(setup.runner.device),
         "distinct_4gram_fraction": distinct_4gram_fraction(measured.tokens) if real else None,
         **provenance(),
@@ -165,14 +165,17 @@ def _draft_record(draft: DraftSettings | None) -> dict[str, str | int | None]:
     }
 
 
-def _phase_times(timer: PhaseTimer | None, gamma: int) -> dict[str, float | None]:
+def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None, gamma: int) -> dict[str, float | None]:
     """Medians over the rounds of the timed pass: one draft step, one verification, the rest of a round."""
-    if timer is None or "verify" not in timer.seconds:
+    if timed is None or not timed[1].stats.rounds:
         return dict.fromkeys(("draft_step_ms", "verify_step_ms", "other_ms_per_round"))
+    timer, output = timed
+    phases = zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True)
+    rest = [round_.seconds - draft - verify for round_, draft, verify in phases]
     return {
         "draft_step_ms": timer.median_ms("draft") / gamma if gamma else None,
         "verify_step_ms": timer.median_ms("verify"),
-        "other_ms_per_round": timer.median_ms("accept"),
+        "other_ms_per_round": 1e3 * median(rest),
     }
 
 

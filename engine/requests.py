@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 from engine.runner import ModelRunner
@@ -92,9 +93,11 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
 
 
 def _stops_per_prompt(stop_tokens: Sequence[int] | Sequence[Sequence[int]], n_prompts: int) -> list[list[int]]:
-    shared = [token for token in stop_tokens if isinstance(token, int)]
+    shared = [int(token) for token in stop_tokens if isinstance(token, Integral)]
     if len(shared) == len(stop_tokens):
         return [shared] * n_prompts
+    if shared:
+        raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
     return [list(row) for row in stop_tokens if not isinstance(row, int)]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache.errors import ConfigError
 from models import Transformer
 
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small.
@@ -19,23 +20,40 @@ PREFILL_CHUNK = 512
 class Prefilled:
     """A prompt in its row: the logits `[V]` after its last token, and its first position that is not finite."""
 
+    model: Transformer
     prompt: tuple[int, ...]
     logits: Tensor
     bad_position: int | None
 
 
+def finite_rows(x: Tensor) -> Tensor:
+    """Whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
+    return torch.isfinite(x.sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
 class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
-    The runner owns its cache: a row that still begins with the prompt asked for is rolled back to it
-    instead of being run again, so a baseline and a speculation decode from the same state.
+    A row that still begins with the prompt asked for is rolled back to it instead of being run again,
+    so a baseline and a speculation decode from the same state.
+    Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, prefill_chunk: int = PREFILL_CHUNK) -> None:
         self.model = model
         self.cache = cache
         self.prefill_chunk = prefill_chunk
-        self._resident: dict[int, Prefilled] = {}
+        config, keys = model.config, cache.keys
+        needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
+        given = (keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
+        if needed != given:
+            raise ConfigError(
+                "the cache does not fit the model",
+                where="ModelRunner: (dtype, n_layer, n_kv_head, head_dim)",
+                seen=given,
+                required=needed,
+                fix="build the cache from model.config, with dtype=model.dtype",
+            )
 
     @property
     def device(self) -> torch.device:
@@ -46,8 +64,9 @@ class ModelRunner:
         positions = torch.arange(len(prompt), device=self.device)[None]
         if self._holds(row, prompt, positions):
             self.cache.view(slice(row, row + 1)).rollback(positions[:, -1] + 1)
-            return self._resident[row]
-        self._resident.pop(row, None)
+            held = self.cache.notes[row]
+            assert isinstance(held, Prefilled)
+            return held
         self.cache.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]
         finite = []
@@ -55,20 +74,25 @@ class ModelRunner:
             end = min(start + self.prefill_chunk, len(prompt))
             view = self.cache.view(slice(row, row + 1), end)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
-            finite.append(torch.isfinite(hidden[0].sum(dim=-1)))
+            finite.append(finite_rows(hidden[0]))
             if on_tokens is not None:
                 on_tokens(end - start)
         logits = self.model.logits(hidden[0, -1])
-        finite[-1][-1] &= torch.isfinite(logits.sum())
+        finite[-1][-1] &= finite_rows(logits)
         bad = (~torch.cat(finite)).nonzero()
-        done = Prefilled(tuple(prompt), logits, int(bad[0]) if len(bad) else None)
-        self._resident[row] = done
+        done = Prefilled(self.model, tuple(prompt), logits, int(bad[0]) if len(bad) else None)
+        self.cache.notes[row] = done
         return done
 
     def _holds(self, row: int, prompt: Sequence[int], positions: Tensor) -> bool:
-        if row not in self._resident or self._resident[row].prompt != tuple(prompt):
+        held = self.cache.notes.get(row)
+        if not isinstance(held, Prefilled) or held.model is not self.model or held.prompt != tuple(prompt):
             return False
         return torch.equal(self.cache.positions[row : row + 1, : len(prompt)], positions)
+
+    def release_row(self, row: int) -> None:
+        """No longer count on what a row holds: it is about to be written over."""
+        self.cache.notes.pop(row, None)
 
     def step(
         self,

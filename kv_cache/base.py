@@ -62,6 +62,8 @@ class KVCache(ABC):
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
+        # Whatever a runner notes of a row's content; resetting the row forgets it.
+        self.notes: dict[int, object] = {}
 
     @property
     def max_batch(self) -> int:
@@ -89,6 +91,11 @@ class KVCache(ABC):
     def max_block(self) -> int:
         """The most tokens one forward may write into a row without overwriting its own entries."""
 
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """The longest context that a row can follow; None if there is no bound."""
+
     def begin(self, positions: Tensor) -> Tensor:
         """Claim slots for a forward over `positions [B, T]`; returns the slots `[B, T]`."""
         slots = self.slots(positions)
@@ -114,6 +121,7 @@ class KVCache(ABC):
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
+        self.notes.pop(row, None)
         self.positions[row] = EMPTY
 
     def fill_row(self, row: int, source: KVCache, length: int) -> None:

@@ -25,6 +25,10 @@ class FullKVCache(KVCache):
     def max_block(self) -> int:
         return self.capacity
 
+    @property
+    def max_length(self) -> int:
+        return self.capacity
+
     def slots(self, positions: Tensor) -> Tensor:
         return positions
 

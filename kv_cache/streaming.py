@@ -26,14 +26,7 @@ class StreamingKVCache(KVCache):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if n_sink < 0 or budget < n_sink + 1:
-            raise ConfigError(
-                "the draft's KV budget has no room for a window behind its attention sinks",
-                where="StreamingKVCache: budget (--streamingllm_budget) and n_sink (--n_sink)",
-                seen=f"budget {budget}, n_sink {n_sink}",
-                required="n_sink >= 0 and budget >= n_sink + 1",
-                fix=f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink",
-            )
+        check_budget(budget, n_sink)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink = n_sink
         self.window = budget - n_sink
@@ -41,6 +34,10 @@ class StreamingKVCache(KVCache):
     @property
     def max_block(self) -> int:
         return self.window
+
+    @property
+    def max_length(self) -> None:
+        return None
 
     def slots(self, positions: Tensor) -> Tensor:
         ring = self.n_sink + (positions - self.n_sink) % self.window
@@ -50,3 +47,15 @@ class StreamingKVCache(KVCache):
         sinks = torch.arange(min(self.n_sink, length))
         recent = torch.arange(max(self.n_sink, length - self.window), max(self.n_sink, length))
         return torch.cat([sinks, recent])
+
+
+def check_budget(budget: int, n_sink: int) -> None:
+    """Raise ConfigError unless the budget leaves room for a window behind the sinks."""
+    if n_sink < 0 or budget < n_sink + 1:
+        raise ConfigError(
+            "the draft's KV budget has no room for a window behind its attention sinks",
+            where="StreamingKVCache: budget (--streamingllm_budget) and n_sink (--n_sink)",
+            seen=f"budget {budget}, n_sink {n_sink}",
+            required="n_sink >= 0 and budget >= n_sink + 1",
+            fix=f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink",
+        )

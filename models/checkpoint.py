@@ -179,7 +179,7 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(config)
     model.load_state_dict(
-        {name: tensor.to(device=device, dtype=dtype) for name, tensor in state_dict.items()}, assign=True
+        {name: state_dict.pop(name).to(device=device, dtype=dtype) for name in list(state_dict)}, assign=True
     )
     model.eval().requires_grad_(False)
     if prepack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -99,6 +100,11 @@ class Transformer(nn.Module):
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         # Not a buffer: frequencies stay float32 whatever dtype the weights are cast to.
         self._frequencies = inverse_frequencies(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights, and so of the caches that go with them."""
+        return self.tok_embeddings.weight.dtype
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))

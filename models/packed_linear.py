@@ -49,7 +49,9 @@ def pack_model(model: Transformer) -> None:
     What is left is copied out of the file that it may be mapped from, so that the mapping can go.
     """
     embedding = model.tok_embeddings.weight
-    if model.output is None and can_pack(embedding.device, embedding.dtype):
+    if not can_pack(embedding.device, embedding.dtype):
+        return
+    if model.output is None:
         model.output = PackedLinear(embedding, None)
     pack_linears(model)
     for parameter in model.parameters():

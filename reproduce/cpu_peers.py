@@ -85,11 +85,15 @@ def fill(cache, setup: benchmark.Setup) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark.add_common_arguments(parser)
+    parser.add_argument("--B", type=int, default=8, help="rows decoded together")
+    parser.add_argument("--prefix_len", type=int, default=7500, help="prompt tokens per row")
     parser.add_argument("--turns", type=int, default=4, help="interleaved turns of every peer")
     parser.add_argument("--tokens_per_turn", type=int, default=6)
-    parser.set_defaults(prefix_len=7500, device="cpu", dtype="float32")
-    args = parser.parse_args()
+    parser.add_argument("--output", help="append the JSON record to this file")
+    ours = parser.parse_args()
+    common = argparse.ArgumentParser()
+    benchmark.add_common_arguments(common)
+    args = common.parse_args(["--device", "cpu", "--dtype", "float32"], namespace=ours)
     args.gen_len = args.turns * args.tokens_per_turn
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers import __version__ as transformers_version

@@ -54,11 +54,16 @@ def summarise(records: list[dict]) -> dict:
         **{key: records[0][key] for key in settings},
         "sequences": records[0]["sequences"],
         "pairs": len(records),
-        "median": {key: median(record[key] for record in records) for key in MEDIANS},
+        "median": {key: _median([record[key] for record in records]) for key in MEDIANS},
         "speedups": [record["speedup"] for record in records],
         "peak_memory_bytes": records[-1]["peak_memory_bytes"],
         **provenance(),
     }
+
+
+def _median(values: list) -> float | None:
+    """None where a cell does not have the figure, such as a draft step at gamma 0."""
+    return None if None in values else median(values)
 
 
 def main() -> None:
@@ -67,7 +72,12 @@ def main() -> None:
     benchmark.add_draft_arguments(parser)
     parser.add_argument("--gammas", type=int, nargs="+", help="draft lengths to compare (default: --gamma)")
     parser.add_argument("--budgets", type=int, nargs="+", help="budgets to compare (default: --streamingllm_budget)")
-    parser.add_argument("--draft_dtypes", nargs="+", help="draft dtypes to compare (default: --draft_dtype)")
+    parser.add_argument(
+        "--draft_dtypes",
+        nargs="+",
+        choices=["same", *benchmark.DTYPES],
+        help="draft dtypes to compare (default: --draft_dtype)",
+    )
     parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
     parser.set_defaults(prefix_len=7500, device="cpu")
     args = parser.parse_args()
@@ -85,13 +95,14 @@ def main() -> None:
         baseline = benchmark.decode(setup, f"baseline {pair}")
         for cell, drafter, kept in zip(cells, drafters, records, strict=True):
             timer = PhaseTimer(cell.runner.device)
+            speculative = benchmark.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
             record = report.make_record(
                 "cpu_selfspec",
                 cell,
                 prefill_seconds=prefill_seconds,
                 baseline=baseline,
-                speculative=benchmark.decode(cell, f"gamma {drafter.gamma}", drafter, timer),
-                timer=timer,  # on a CPU a phase needs no synchronisation, so timing it costs nothing
+                speculative=speculative,
+                timed=(timer, speculative),  # on a CPU a phase needs no synchronisation, so timing it costs nothing
             )
             kept.append(record)
             append_record(args.output, record)

@@ -13,6 +13,7 @@ from kv_cache.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     benchmark.add_common_arguments(parser)
+    benchmark.add_text_argument(parser)
     setup = benchmark.prepare(parser.parse_args())
     prefill_seconds = benchmark.prefill(setup)
     baseline = benchmark.decode(setup, "baseline")

@@ -14,7 +14,9 @@ from kv_cache.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     benchmark.add_common_arguments(parser)
+    benchmark.add_text_argument(parser)
     benchmark.add_draft_arguments(parser)
+    benchmark.add_pass_arguments(parser)
     args = parser.parse_args()
     setup = benchmark.prepare(args, benchmark.draft_settings(args))
     drafter = benchmark.self_speculation(setup)
@@ -22,9 +24,10 @@ def main() -> None:
     prefill_seconds = benchmark.prefill(setup)
     baseline = None if args.no_baseline else benchmark.decode(setup, "baseline")
     speculative = benchmark.decode(setup, "speculation", drafter)
-    timer = PhaseTimer(setup.runner.device) if args.benchmark else None
-    if timer:
-        benchmark.decode(setup, "phase times", drafter, timer)
+    timed = None
+    if args.benchmark:
+        timer = PhaseTimer(setup.runner.device)
+        timed = timer, benchmark.decode(setup, "phase times", drafter, timer)
 
     record = report.make_record(
         "selfspec",
@@ -32,7 +35,7 @@ def main() -> None:
         prefill_seconds=prefill_seconds,
         baseline=baseline,
         speculative=speculative,
-        timer=timer,
+        timed=timed,
     )
     report.finish(setup, record, speculative)
 

@@ -42,6 +42,7 @@ class WitnessModel:
     """Has the interface of a Transformer; its caches hold int64 tokens (keys) and positions (values)."""
 
     config = WitnessConfig()
+    dtype = torch.int64
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
@@ -92,6 +93,9 @@ class ExactlyJ:
     @property
     def verification_cache(self):
         return self.cache
+
+    def check(self, target_cache, length: int) -> None:
+        pass
 
     def admit(self, row: int, prompt_length: int) -> None:
         pass
