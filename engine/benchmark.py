@@ -263,6 +263,14 @@ def _config_and_name(args: argparse.Namespace) -> tuple[ModelConfig, str]:
             required="the converted default checkpoint",
             fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
         )
+    if not folder.is_dir():
+        raise CheckpointError(
+            "there is no such checkpoint",
+            where="--model",
+            seen=args.model,
+            required="a model.pth, or its folder",
+            fix="download it (download.py), then convert it (convert_hf_checkpoint.py --checkpoint_dir FOLDER)",
+        )
     config = ModelConfig.from_json(folder / "config.json")
     return config, args.model_name or (DEFAULT_NAME if is_default else folder.resolve().name)
 

@@ -188,10 +188,16 @@ def finish(setup: Setup, record: dict[str, Any], output: GenerateOutput) -> None
             text = setup.tokenizer.decode(tokens)
             print(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
     print(
-        f"\n  {record['model']}, {record['device']}, {record['dtype']}: {args.B} rows at a time, "
+        f"\n  {record['model']}, {record['device']}, {record['dtype']}{_drafting(setup)}: {args.B} rows at a time, "
         f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
     )
     print(table(record) + "\n")
     append_record(args.output, record)
     print(json.dumps(record), flush=True)
+
+
+def _drafting(setup: Setup) -> str:
+    if setup.draft is None:
+        return ""
+    return f", {dtype_name(setup.draft.dtype)} draft, {setup.draft.capacity} KV entries"

@@ -11,7 +11,7 @@ from kv_cache.errors import exit_on_user_error
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     benchmark.add_common_arguments(parser)
     benchmark.add_text_argument(parser)
     setup = benchmark.prepare(parser.parse_args())

@@ -12,7 +12,7 @@ from kv_cache.errors import exit_on_user_error
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     benchmark.add_common_arguments(parser)
     benchmark.add_text_argument(parser)
     benchmark.add_draft_arguments(parser)

@@ -275,7 +275,7 @@ BAD_INPUT = {
     "no such preset": Bad("--load_format dummy --model_name org/unknown", ("org/unknown", "meta-llama/Llama-2-7b-hf")),
     "two processes": Bad("", ("2 processes", "--nproc_per_node=1"), None, (("WORLD_SIZE", "2"),)),
     "no model.pth": Bad("", ("model.pth", "no such file"), lambda d: (d / "model.pth").unlink()),
-    "no folder": Bad("", ("config.json", "no such file"), shutil.rmtree),
+    "no folder": Bad("", ("there is no such checkpoint", "convert_hf_checkpoint.py"), shutil.rmtree),
     "no config": Bad("", ("config.json", "no such file"), lambda d: (d / "config.json").unlink()),
     "no tokenizer": Bad("", ("the tokenizer is missing",), lambda d: (d / "tokenizer.json").unlink()),
     "another architecture": Bad(
