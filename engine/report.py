@@ -182,10 +182,10 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None, gamma: int) ->
 def finish(setup: Setup, record: dict[str, Any], output: GenerateOutput) -> None:
     """Print the texts asked for, the table, and last the record; append it to --output."""
     args = setup.args
-    if setup.tokenizer:
+    if setup.tokenizer or args.printoutput:  # random weights have no tokenizer: their rows are shown as ids
         shown = output.tokens if args.printoutput else output.tokens[:1]
         for row, tokens in enumerate(shown):
-            text = setup.tokenizer.decode(tokens)
+            text = setup.tokenizer.decode(tokens) if setup.tokenizer else tokens
             print(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
     print(
         f"\n  {record['model']}, {record['device']}, {record['dtype']}{_drafting(setup)}: {args.B} rows at a time, "
