@@ -12,12 +12,11 @@ from typing import Protocol
 import torch
 
 from engine.drafters import Drafter
+from engine.modes import Drafts, Rows, resolve_mode, start_round
 from engine.requests import FinishReason, Request, make_requests
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import SamplingParams, greedy
+from engine.sampling import SamplingParams
 from engine.stats import Round, Stats
-from engine.verification import verify_greedy
-from kv_cache.errors import ConfigError
 
 
 class Progress(Protocol):
@@ -44,6 +43,8 @@ class _Slot:
         self.request: Request | None = None
         self.length = 0
         self.current = 0
+        self.sampling = SamplingParams()
+        self.request_id = 0
 
 
 @torch.inference_mode()
@@ -53,8 +54,9 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int],
     drafter: Drafter | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verification: str = "auto",
+    request_ids: Sequence[int] | None = None,
     stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
     phase: Callable[[str], AbstractContextManager[object]] | None = None,
@@ -62,33 +64,31 @@ def generate(
     """Continue every prompt; any number of prompts of any lengths runs through the cache's rows.
 
     Rows are independent: each has its own length, accepted count, stop tokens and limit, and the slot
-    of a finished row is refilled from the waiting prompts. The output is that of plain decoding.
+    of a finished row is refilled from the waiting prompts. In the greedy and the coupled mode the output
+    is that of plain decoding in that mode; in the rejection mode it has the distribution of plain decoding.
 
     Args:
         runner: the target and its cache, whose `max_batch` is the number of slots.
         prompts: token ids of each prompt.
         max_new_tokens: tokens to emit per prompt, one number or one a prompt.
         drafter: proposes `gamma` tokens a round; None is the autoregressive baseline.
-        sampling: greedy, which is all that SamplingParams admits for now.
-        verification: "greedy", or "auto", which is greedy at temperature 0.
+        sampling: one for all prompts, or one a prompt; None is greedy.
+        verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend
+            on seed, request id and text alone), or "auto": greedy at temperature 0, else rejection.
+        request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
+            that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
         stop_tokens: ids that end a row, one list or one list a prompt; the stop token is kept.
         progress: told of tokens as they come.
         phase: a context manager factory around "draft", "verify" and "accept", for timing.
 
     Errors: ConfigError, before anything runs, if a prompt is empty, has ids outside the vocabulary,
-    or if prompt + max_new_tokens + gamma + 1 exceeds the model's context or the cache. A row whose
-    logits are not finite ends with the reason in `errors`; the other rows go on.
+    if prompt + max_new_tokens + gamma + 1 exceeds the model's context or the cache, if the mode cannot
+    verify such sampling, or if two prompts share request id and seed. A row whose logits are not finite
+    ends with the reason in `errors`; the other rows go on.
     """
-    if verification not in ("auto", "greedy"):
-        raise ConfigError(
-            "unknown verification mode",
-            where="verification (--verification)",
-            seen=verification,
-            required="auto or greedy",
-            fix="use auto",
-        )
     gamma = drafter.gamma if drafter else 0
-    requests = make_requests(runner, prompts, max_new_tokens, stop_tokens, gamma)
+    requests = make_requests(runner, prompts, max_new_tokens, stop_tokens, gamma, sampling, request_ids)
+    mode = resolve_mode(verification, [request.sampling for request in requests])
     if drafter:
         longest = max((len(request.prompt) + request.limit for request in requests), default=0)
         drafter.check(runner.cache, longest + gamma + 1)
@@ -104,19 +104,17 @@ def generate(
         started = time.perf_counter()
         for row, slot in enumerate(slots):
             while slot.request is None and waiting:
-                _admit(runner, drafter, row, slot, waiting.popleft(), progress)
+                _admit(runner, drafter, mode, row, slot, waiting.popleft(), progress)
         busy = [slot for slot in slots if slot.request]
         prefill_seconds += time.perf_counter() - started
         if not busy:
             break
 
         started = time.perf_counter()
-        drafts, num_accepted, next_token, finite = _round(runner, drafter, slots, phase)
-        emitted = 0
-        for row, slot in enumerate(slots):
-            if slot.request:
-                block = [*drafts[row][: num_accepted[row]], next_token[row]]
-                emitted += _commit(slot, slot.request, block, gamma, finite[row])
+        outcomes = _round(runner, drafter, mode, slots, phase)
+        emitted = sum(
+            _commit(slot, slot.request, outcome) for slot, outcome in zip(slots, outcomes, strict=True) if slot.request
+        )
         lengths = torch.tensor([slot.length for slot in slots], device=runner.device)
         runner.cache.rollback(lengths)
         if drafter:
@@ -133,9 +131,14 @@ def generate(
     )
 
 
+def _rows(slots: Sequence[_Slot], device: torch.device) -> Rows:
+    return Rows.of([slot.sampling for slot in slots], [slot.request_id for slot in slots], device)
+
+
 def _admit(
     runner: ModelRunner,
     drafter: Drafter | None,
+    mode: str,
     row: int,
     slot: _Slot,
     request: Request,
@@ -143,59 +146,72 @@ def _admit(
 ) -> None:
     """Prefill a prompt into a free slot and emit its first token; the slot stays free if that ends it."""
     prefilled = runner.prefill_row(row, request.prompt, progress.prefilled if progress else None)
-    slot.length = len(request.prompt)
+    slot.length, slot.sampling, slot.request_id = len(request.prompt), request.sampling, request.id
     if prefilled.bad_position is not None:
         request.fail(prefilled.bad_position)
         return
-    token = int(greedy(prefilled.logits))
+    # The first token ends a round without drafts, whose last known token is the prompt's.
+    last = torch.tensor([slot.length - 1], device=runner.device)
+    first = start_round(mode, _rows([slot], runner.device), last, 0, runner.model)
+    token = int(first.judge(Drafts(last.new_empty(1, 0)), prefilled.logits[None, None]).next_token)
     request.extend([token])
     if progress:
         progress.emitted(1)
     if request.finish_reason is None:
         slot.request, slot.current = request, token
         if drafter:
-            drafter.admit(row, slot.length)
+            drafter.admit(row, request.id, request.prompt)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A row's round: how many tokens were drafted, the accepted ones and the target's own, finite logits."""
+
+    drafted: int
+    block: list[int]
+    finite: list[int]
 
 
 def _round(
     runner: ModelRunner,
     drafter: Drafter | None,
+    mode: str,
     slots: Sequence[_Slot],
     phase: Callable[[str], AbstractContextManager[object]],
-) -> tuple[list[list[int]], list[int], list[int], list[list[bool]]]:
-    """Draft, verify, accept. Per row: the drafts, how many were accepted, the next token, finite logits."""
+) -> list[_Outcome]:
+    """Draft, verify, accept."""
     gamma = drafter.gamma if drafter else 0
     lengths = torch.tensor([slot.length for slot in slots], device=runner.device)
     current = torch.tensor([slot.current for slot in slots], device=runner.device)
     extent = max(slot.length for slot in slots) + gamma + 1
+    verification = start_round(mode, _rows(slots, runner.device), lengths, gamma, runner.model)
 
     with phase("draft"):
-        drafts = drafter.propose(current, lengths, extent) if drafter else current.new_empty(len(slots), 0)
+        drafts = Drafts(current.new_empty(len(slots), 0))
+        if drafter:
+            drafts = drafter.propose(current, lengths, extent, verification)
     with phase("verify"):
-        block = torch.cat([current[:, None], drafts], dim=1)
+        block = torch.cat([current[:, None], drafts.tokens], dim=1)
         positions = lengths[:, None] + torch.arange(gamma + 1, device=runner.device)
         cache = drafter.verification_cache if drafter else None
         logits = runner.step(block, positions, extent, cache)
     with phase("accept"):
-        verdict = verify_greedy(drafts, logits)
-        finite = finite_rows(logits)
-        columns = (verdict.num_accepted[:, None], verdict.next_token[:, None], drafts, finite)
-        rows = torch.cat(columns, dim=1).tolist()  # the round's one host sync
-    drafts_end = 2 + gamma
-    return (
-        [row[2:drafts_end] for row in rows],
-        [row[0] for row in rows],
-        [row[1] for row in rows],
-        [[bool(flag) for flag in row[drafts_end:]] for row in rows],
-    )
+        verdict = verification.judge(drafts, logits)
+        drafted = torch.full_like(lengths, gamma) if drafts.lengths is None else drafts.lengths
+        counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
+        rows = torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1).tolist()  # the round's one host sync
+    outcomes = []
+    for drafted_here, num_accepted, next_token, *rest in rows:
+        outcomes.append(_Outcome(drafted_here, [*rest[:num_accepted], next_token], rest[gamma:]))
+    return outcomes
 
 
-def _commit(slot: _Slot, request: Request, block: list[int], drafted: int, finite: list[bool]) -> int:
+def _commit(slot: _Slot, request: Request, outcome: _Outcome) -> int:
     """Cut a row's accepted block at its first stop token or limit, then set its length, then count."""
-    num_accepted = len(block) - 1
-    bad = next((i for i, ok in enumerate(finite[: len(block)]) if not ok), None)
+    block = outcome.block
+    bad = next((i for i, ok in enumerate(outcome.finite[: len(block)]) if not ok), None)
     kept = request.extend(block if bad is None else block[:bad])
-    request.counts.add_round(drafted, num_accepted, kept)
+    request.counts.add_round(outcome.drafted, len(block) - 1, kept)
     if bad is not None and request.finish_reason is None:
         request.fail(slot.length + bad)
     if request.finish_reason is None:

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Literal
 
 from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
 from engine.stats import Counts
 from kv_cache.errors import ConfigError
 
@@ -16,12 +17,14 @@ FinishReason = Literal["length", "stop", "error"] | None
 
 @dataclass
 class Request:
-    """A prompt on its way through the batch; `index` is its place among the prompts."""
+    """A prompt on its way through the batch. `index` is its place among the prompts, `id` keys its noise."""
 
     index: int
+    id: int
     prompt: list[int]
     limit: int
     stop_tokens: frozenset[int]
+    sampling: SamplingParams
     counts: Counts
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = None
@@ -51,18 +54,45 @@ def make_requests(
     max_new_tokens: int | Sequence[int],
     stop_tokens: Sequence[int] | Sequence[Sequence[int]],
     gamma: int,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    request_ids: Sequence[int] | None = None,
 ) -> list[Request]:
     """Check every prompt against the vocabulary, the context and the cache; errors as `generate` says."""
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    stops = _stops_per_prompt(stop_tokens, len(prompts))
-    for name, given in (("max_new_tokens", limits), ("stop_tokens", stops)):
-        if len(given) != len(prompts):
-            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(given), len(prompts))
+    n_prompts = len(prompts)
+    limits = [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    stops = _stops_per_prompt(stop_tokens, n_prompts)
+    shared = SamplingParams() if sampling is None else sampling
+    samplings = [shared] * n_prompts if isinstance(shared, SamplingParams) else list(shared)
+    ids = list(range(n_prompts)) if request_ids is None else list(request_ids)
+    per_prompt: dict[str, Sequence[object]] = {
+        "max_new_tokens": limits,
+        "stop_tokens": stops,
+        "sampling": samplings,
+        "request_ids": ids,
+    }
+    for name, given in per_prompt.items():
+        if len(given) != n_prompts:
+            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(given), n_prompts)
+    _check_ids(ids, samplings)
     requests = []
     for index, (prompt, limit, stop) in enumerate(zip(prompts, limits, stops, strict=True)):
         check_prompt(runner, index, prompt, limit, gamma)
-        requests.append(Request(index, list(prompt), limit, frozenset(stop), Counts.of_gamma(gamma)))
+        counts = Counts.of_gamma(gamma)
+        requests.append(Request(index, ids[index], list(prompt), limit, frozenset(stop), samplings[index], counts))
     return requests
+
+
+def _check_ids(ids: Sequence[int], samplings: Sequence[SamplingParams]) -> None:
+    """Ids are 32-bit words of the random numbers' counter; two samples must not share their numbers."""
+    owner: dict[tuple[int, int], int] = {}
+    for index, (request_id, sampling) in enumerate(zip(ids, samplings, strict=True)):
+        where = f"prompt {index}: request_ids"
+        if not 0 <= request_id < 2**32:
+            raise _refuse("a request id is out of range", where, request_id, "0 <= id < 2**32")
+        first = owner.setdefault((request_id, sampling.seed), index)
+        if first != index:
+            seen = f"id {request_id} and seed {sampling.seed}, as prompt {first}"
+            raise _refuse("two requests would share their random numbers", where, seen, "another id or seed")
 
 
 def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: int, gamma: int) -> None:

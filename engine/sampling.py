@@ -1,17 +1,33 @@
-"""The law of the next token. Greedy is a mode of its own, not a small temperature."""
+"""The law of the next token: logits -> temperature -> joint top-k and top-p -> probabilities.
+
+Target and draft go through the same functions. Greedy is a mode of its own, not a small temperature:
+its law is a point mass on the lowest id among the largest logits.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kv_cache.errors import ConfigError
 
+MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. Temperature 0 is greedy: the lowest id among the largest logits."""
+    """How one request's next token is chosen.
+
+    temperature: divides the logits; 0 is greedy. top_k: keep the k likeliest ids; 0 keeps all.
+    top_p: keep the likeliest ids until their mass reaches top_p; 1 keeps all. The two filters are joint:
+    both look at the unfiltered law at that temperature, and an id has to pass both; ties go to the
+    lowest id. seed: the random numbers' key, the same for every machine, batch and drafter.
+    Errors: ConfigError naming the field that is out of range.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -19,16 +35,105 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0.0 or self.top_k != 0 or self.top_p != 1.0:
-            raise ConfigError(
-                "sampling is not available: decoding is greedy",
-                where="SamplingParams",
-                seen=f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}",
-                required="temperature 0, top_k 0, top_p 1",
-                fix="leave the sampling parameters at their defaults",
-            )
+        checks = (
+            (
+                "temperature",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"0 (greedy), or a finite number >= {MIN_TEMPERATURE}",
+                "use 0 for greedy decoding, 0.6 to 1 for usual sampling",
+            ),
+            ("top_k", self.top_k >= 0, ">= 0", "use 0 to keep every token"),
+            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
+            ("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63", "use a smaller non-negative integer"),
+        )
+        for name, good, required, fix in checks:
+            if not good:
+                raise ConfigError(
+                    f"{name} is out of range",
+                    where=f"SamplingParams.{name} (--{name})",
+                    seen=getattr(self, name),
+                    required=required,
+                    fix=fix,
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Law:
+    """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter."""
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    any_greedy: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu") -> Law:
+        """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds."""
+        k = torch.tensor([row.top_k or torch.iinfo(torch.int64).max for row in rows], device=device)
+        p = torch.tensor([row.top_p if row.top_p < 1 else math.inf for row in rows], device=device)
+        return cls(
+            temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
+            top_k=k if any(row.top_k for row in rows) else None,
+            top_p=p.double() if any(row.top_p < 1 for row in rows) else None,
+            any_greedy=any(row.greedy for row in rows),
+        )
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Log-probabilities of the law, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
+
+        float64 for float64 logits, else float32.
+        """
+        return self._filtered(logits).log_softmax(dim=-1)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Probabilities of the law, shape and dtype as `logprobs`."""
+        return self._filtered(logits).softmax(dim=-1)
+
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """Scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        temperature = _like(self.temperature, logits)
+        # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
+        if self.top_k is not None or self.top_p is not None:
+            scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
+        if self.any_greedy:
+            point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
+            scaled = torch.where(temperature == 0, point, scaled)
+        return scaled
+
+    def _kept(self, scaled: Tensor) -> Tensor:
+        """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
+        descending = scaled.sort(dim=-1, descending=True).values
+        rank = torch.arange(scaled.shape[-1], device=scaled.device)
+        kept = torch.ones_like(descending, dtype=torch.bool)
+        if self.top_k is not None:
+            kept &= rank < _like(self.top_k, scaled, torch.int64)
+        if self.top_p is not None:
+            mass = descending.double().softmax(dim=-1)
+            kept &= mass.cumsum(dim=-1) - mass < _like(self.top_p, scaled, torch.float64)
+        kept[..., 0] = True
+        n = kept.sum(dim=-1, keepdim=True)
+        threshold = descending.gather(-1, n - 1)
+        above = scaled > threshold
+        tied = scaled == threshold
+        return above | (tied & (tied.cumsum(dim=-1) <= n - above.sum(dim=-1, keepdim=True)))
+
+
+def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The law of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
+    return Law.of([params], logits.device).probs(logits[None])[0]
 
 
 def greedy(logits: Tensor) -> Tensor:
     """The largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
     return logits.argmax(dim=-1)
+
+
+def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`per_row [B]` shaped to broadcast against `x [B, ..., V]`."""
+    return per_row.to(dtype or x.dtype).reshape(-1, *[1] * (x.dim() - 1))

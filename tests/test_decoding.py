@@ -12,6 +12,7 @@ from torch import Tensor
 from witness import VOCAB, ExactlyJ, WitnessModel, continue_plainly, cut
 
 from engine import ModelRunner, SelfSpeculation, generate
+from engine.modes import Drafts
 from engine.runner import finite_rows
 from engine.verification import verify_greedy
 from kv_cache import FullKVCache, StreamingKVCache
@@ -39,13 +40,13 @@ class Guesses:
     def check(self, target_cache, length: int) -> None:
         pass
 
-    def admit(self, row: int, prompt_length: int) -> None:
-        self.rows[row] = (prompt_length, self.queue.pop(0)[1])
+    def admit(self, row: int, request: int, prompt) -> None:
+        self.rows[row] = (len(prompt), self.queue.pop(0)[1])
 
     def rollback(self, lengths: Tensor) -> None:
         pass
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int) -> Tensor:
+    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:
         drafts = torch.zeros(len(lengths), self.gamma, dtype=torch.int64)
         for row, (prompt_length, answer) in self.rows.items():
             done = int(lengths[row]) - prompt_length + 1
@@ -56,7 +57,7 @@ class Guesses:
             else:
                 future = future[:right] + [(t + 1) % TINY.vocab_size for t in future[right:]]
             drafts[row] = torch.tensor(future)
-        return drafts
+        return Drafts(drafts)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.modes import Drafts
+
 VOCAB = 23
 RECENT = 3
 
@@ -97,13 +99,13 @@ class ExactlyJ:
     def check(self, target_cache, length: int) -> None:
         pass
 
-    def admit(self, row: int, prompt_length: int) -> None:
+    def admit(self, row: int, request: int, prompt) -> None:
         pass
 
     def rollback(self, lengths: Tensor) -> None:
         pass
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int) -> Tensor:
+    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:
         rows = []
         for row, (token, length) in enumerate(zip(current.tolist(), lengths.tolist(), strict=True)):
             context = [*self.cache.keys[0, row, 0, :length, 0].tolist(), token]
@@ -111,4 +113,4 @@ class ExactlyJ:
             right = self.rng.randint(0, self.gamma)
             self.right[row] = right
             rows.append(future[:right] + [(t + 1) % VOCAB for t in future[right:]])
-        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.gamma)
+        return Drafts(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.gamma))

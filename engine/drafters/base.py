@@ -1,0 +1,77 @@
+"""The drafter protocol, and the checks that drafters share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.modes import Drafts, VerificationRound
+from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache.errors import ConfigError
+
+
+class Drafter(Protocol):
+    """What `generate` asks of a drafter."""
+
+    @property
+    def gamma(self) -> int:
+        """The most tokens proposed per row and round."""
+        ...
+
+    @property
+    def verification_cache(self) -> KVCache | WriteThroughKVCache:
+        """The cache that the target verifies through."""
+        ...
+
+    def check(self, target_cache: KVCache, length: int) -> None:
+        """Raise ConfigError unless this drafts for that cache, in rows of up to `length` tokens."""
+        ...
+
+    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
+        """The prompt of the request with that id has just been prefilled in the target's row."""
+        ...
+
+    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+        """At most `gamma` tokens per row to follow `current [B]`, which sits at position `lengths [B]`.
+
+        A draft model's tokens are those that `verification.draw` gives for its logits.
+        """
+        ...
+
+    def rollback(self, lengths: Tensor) -> None:
+        """The round left `lengths [B]` tokens of each row committed to the target's cache."""
+        ...
+
+
+def check_target(drafter: str, own: KVCache, given: KVCache) -> None:
+    """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
+    if given is not own:
+        raise ConfigError(
+            "the drafter was built on another runner",
+            where="generate: drafter",
+            seen=f"{drafter} over another target cache",
+            required="the cache of the runner that generates",
+            fix="build the drafter from the runner that is passed to generate()",
+        )
+
+
+def check_gamma(gamma: int, window: int) -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
+    if gamma < 0:
+        raise ConfigError(
+            "gamma is negative",
+            where="gamma (--gamma)",
+            seen=gamma,
+            required=">= 0",
+            fix="use 0 for plain decoding, 3 for a usual speculation",
+        )
+    if gamma + 1 > window:
+        raise ConfigError(
+            "the draft cache's window is smaller than one verification block",
+            where="gamma (--gamma) and the draft's budget (--streamingllm_budget)",
+            seen=f"gamma {gamma}, window {window}",
+            required="gamma + 1 <= window",
+            fix=f"raise the budget by {gamma + 1 - window}, or lower gamma",
+        )

@@ -1,0 +1,90 @@
+"""NGram: drafts copied from the row's own text (prompt lookup decoding); it has no probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.drafters.base import check_gamma, check_target
+from engine.modes import Drafts, VerificationRound
+from engine.runner import ModelRunner
+from kv_cache import KVCache
+from kv_cache.errors import ConfigError
+
+
+class NGram:
+    """Proposes what followed the last tokens when they stood in the row before (Saxena, "Prompt Lookup
+    Decoding", 2023).
+
+    Of all earlier places that end like the row does, the one with the longest match wins, `max_ngram`
+    tokens at most; among those the one with the most tokens behind it, up to gamma; then the latest.
+    A row in which fewer than `min_ngram` tokens match gets no draft.
+    Errors: ConfigError if gamma is negative or not 1 <= min_ngram <= max_ngram.
+    """
+
+    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        check_gamma(gamma, runner.cache.max_block)
+        if not 1 <= min_ngram <= max_ngram:
+            raise ConfigError(
+                "the n-gram lengths are out of order",
+                where="NGram: min_ngram, max_ngram",
+                seen=f"{min_ngram}, {max_ngram}",
+                required="1 <= min_ngram <= max_ngram",
+                fix="use 1 and 3",
+            )
+        self.gamma = gamma
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self._target_cache = runner.cache
+        shape = (runner.cache.max_batch, runner.cache.capacity)
+        self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+
+    @property
+    def verification_cache(self) -> KVCache:
+        return self._target_cache
+
+    def check(self, target_cache: KVCache, length: int) -> None:
+        check_target("an NGram", self._target_cache, target_cache)
+
+    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
+        self._text[row, : len(prompt)] = torch.tensor(prompt, device=self._text.device)
+
+    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+        text = self._text[:, :extent]
+        text.scatter_(1, lengths[:, None], current[:, None])
+        place, n_tokens = find_ngram(text, lengths, self.gamma, self.max_ngram, self.min_ngram)
+        ahead = torch.arange(1, self.gamma + 1, device=text.device)
+        tokens = text.gather(1, (place[:, None] + ahead).clamp(max=extent - 1))
+        # Kept as text, for the next round to match; what is rejected is written over or never looked at.
+        text.scatter_(1, lengths[:, None] + ahead, tokens)
+        return Drafts(tokens, lengths=n_tokens)
+
+    def rollback(self, lengths: Tensor) -> None:
+        pass
+
+
+def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ngram: int) -> tuple[Tensor, Tensor]:
+    """Where each row's last tokens stood before, and how many tokens to copy from behind that place.
+
+    Args:
+        text: `[B, C]` int64; row b is known up to and including position `lengths[b]`.
+
+    Returns: `place [B]`, the position of the match's last token, and `n_tokens [B]`, 0 .. gamma; 0 without
+        a match. Both int64.
+    """
+    position = torch.arange(text.shape[1], device=text.device)
+    last = lengths[:, None]
+    matches = position < last
+    matched = torch.zeros_like(text)
+    for back in range(max_ngram):
+        wanted = text.gather(1, (last - back).clamp(min=0))
+        same = torch.zeros_like(matches)
+        same[:, back:] = text[:, : text.shape[1] - back] == wanted
+        matches = matches & same & (last >= back)
+        matched += matches
+    available = (last - position).clamp(min=0, max=gamma)
+    rank = (matched * (gamma + 1) + available) * text.shape[1] + position
+    place = rank.masked_fill(matched < min_ngram, -1).argmax(dim=1, keepdim=True)
+    found = matched.gather(1, place) >= min_ngram
+    return place.squeeze(1), (available.gather(1, place) * found).squeeze(1)

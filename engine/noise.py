@@ -1,0 +1,84 @@
+"""Counter-based random numbers: a function of what they are for, not of what was drawn before.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor
+arithmetic, so that every device gives the same bits. The key is the seed; the counter is (pair of
+vocabulary ids, stream, position, request). No state, so a batch's order, its size and what was accepted
+cannot matter.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+# Blocks per pass: on a CPU the intermediates of a pass stay in the cache, on a GPU a pass fills the machine.
+BLOCKS_PER_PASS = {"cpu": 1 << 17, "cuda": 1 << 24}
+
+
+class Stream(IntEnum):
+    """What a number is for. Two purposes never share numbers, except where sharing is the method (COUPLED)."""
+
+    COUPLED = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESAMPLE = 3
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words of Philox4x32-10 for each counter; all int64 tensors of 32-bit words, broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # The product may wrap to a negative int64: its bits are right, and the mask drops the sign's copies.
+        high, low = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((low >> 32) & MASK) ^ c1 ^ k0,
+            low & MASK,
+            ((high >> 32) & MASK) ^ c3 ^ k1,
+            high & MASK,
+        )
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_ids: int = 1) -> Tensor:
+    """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
+
+    Args:
+        seed: int64, any value; broadcast with `request` and `position`.
+        request, position: int64, 0 <= value < 2**32.
+        stream: what the numbers are for.
+        n_ids: entries 0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does
+            not depend on n_ids.
+    """
+    seed, request, position = torch.broadcast_tensors(seed, request, position)
+    pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
+    rows = [x.reshape(-1, 1) for x in (seed & MASK, (seed >> 32) & MASK, position, request)]
+    rows_per_pass = max(1, BLOCKS_PER_PASS.get(seed.device.type, 1 << 17) // len(pairs))
+    purpose = torch.full_like(rows[0][:1], int(stream))
+    out = torch.empty(len(rows[0]), len(pairs), 2, dtype=torch.float64, device=seed.device)
+    for start in range(0, len(out), rows_per_pass):
+        low, high, at, of = (x[start : start + rows_per_pass] for x in rows)
+        w0, w1, w2, w3 = philox((pairs, purpose, at, of), (low, high))
+        out[start : start + rows_per_pass, :, 0] = (w0 << 21) | (w1 >> 11)
+        out[start : start + rows_per_pass, :, 1] = (w2 << 21) | (w3 >> 11)
+    return out.mul_(2.0**-53).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
+
+
+def gumbel(
+    seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_ids: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Standard Gumbel numbers `[..., n_ids]` in `dtype`, from `uniform`: `argmax(log p + gumbel)` is a draw of p.
+
+    Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits
+    straddle a rounding boundary of `dtype`.
+    """
+    u = uniform(seed, request, position, stream, n_ids)
+    u += 2.0**-54  # the middle of its interval: never 0
+    return u.log_().neg_().log_().neg_().to(dtype)
