@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: arguments, set-up, the passes over one prefilled state, the record."""
+"""What the benchmark scripts share: set-up, and the passes over one prefilled state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from engine.arguments import GREEDY, DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype
 from engine.data import load_books, make_prompts
 from engine.decoding import GenerateOutput, generate
 from engine.distributed import require_single_process
-from engine.drafters import Drafter, SelfSpeculation, check_gamma
+from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation
 from engine.memory import available_bytes, plan_memory, require_memory
 from engine.provenance import require_appendable
 from engine.requests import check_prompt
@@ -22,82 +23,11 @@ from engine.runner import PREFILL_CHUNK, ModelRunner
 from engine.timing import PhaseTimer
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.errors import CheckpointError, ConfigError, UserError
-from kv_cache.streaming import check_budget
 from models import ModelConfig, Transformer, load_model
-from models.attention import BACKENDS, select_backend
+from models.attention import select_backend
 from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.packed_linear import can_pack
 from models.presets import preset_config
 from models.tokenizer import Tokenizer, load_tokenizer
-
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-
-
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of every benchmark; the defaults run on the built-in model and book."""
-    add = parser.add_argument
-    add("--model", default=str(DEFAULT_CHECKPOINT / "model.pth"), help="converted checkpoint (model.pth)")
-    add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
-    add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
-    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
-    add("--B", type=int, default=8, help="rows decoded together")
-    add("--prefix_len", type=int, default=6000, help="prompt tokens per row")
-    add("--gen_len", type=int, default=64, help="new tokens per row")
-    add("--num_prompts", type=int, help="prompts in all, at least B (default: B)")
-    add(
-        "--stop_at_eos",
-        action="store_true",
-        help="end a row at the model's end token (default: fixed length)",
-    )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
-    add("--attention", choices=BACKENDS, default="auto", help="attention backend")
-    add("--output", help="append the JSON record to this file")
-
-
-def add_text_argument(parser: argparse.ArgumentParser) -> None:
-    """For scripts that end in `report.finish`."""
-    parser.add_argument("--printoutput", action="store_true", help="print every row's generated text")
-
-
-def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which passes a speculation benchmark makes beside the speculation itself."""
-    add = parser.add_argument
-    add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
-    add("--benchmark", action="store_true", help="time draft and verification steps, in a pass of their own")
-
-
-def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a self-speculation."""
-    add = parser.add_argument
-    add("--gamma", type=int, default=3, help="tokens drafted per round")
-    add(
-        "--draft_policy",
-        choices=["streaming", "full"],
-        default="streaming",
-        help="what the draft's cache keeps",
-    )
-    add("--streamingllm_budget", type=int, default=512, help="the draft's KV entries per row, sinks included")
-    add("--n_sink", type=int, default=4, help="attention sinks among them")
-    add(
-        "--draft_dtype",
-        choices=["auto", "same", *DTYPES],
-        default="auto",
-        help="dtype of the draft's weights and cache; same: the target's own weights; "
-        "auto: bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
-    )
-    add("--verification", choices=["auto", "greedy"], default="auto", help="how drafts are accepted")
-
-
-@dataclass(frozen=True)
-class DraftSettings:
-    """What a self-speculation drafts with: `capacity` KV entries a row, weights and cache in `dtype`."""
-
-    gamma: int
-    policy: str
-    capacity: int
-    n_sink: int | None
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -111,40 +41,22 @@ class Setup:
     tokenizer: Tokenizer | None
     name: str
     dtype: torch.dtype
+    sampling: Sampling
     draft: DraftSettings | None
     draft_model: Transformer | None
 
 
-def draft_settings(args: argparse.Namespace) -> DraftSettings:
-    """The draft flags, with `auto` and the full policy's capacity resolved."""
-    device = _device(args.device)
-    dtype = _dtype(args, device)
-    wants_bfloat16 = args.draft_dtype == "auto" and dtype == torch.float32 and can_pack(device, torch.bfloat16)
-    if wants_bfloat16:
-        dtype = torch.bfloat16
-    elif args.draft_dtype not in ("auto", "same"):
-        dtype = DTYPES[args.draft_dtype]
-    if args.draft_policy == "full":
-        capacity = args.prefix_len + args.gen_len + args.gamma + 1
-        return DraftSettings(args.gamma, "full", capacity, None, dtype)
-    return DraftSettings(args.gamma, "streaming", args.streamingllm_budget, args.n_sink, dtype)
-
-
-def prepare(args: argparse.Namespace, draft: DraftSettings | None = None) -> Setup:
+def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftSettings | None = None) -> Setup:
     """Check everything that can be wrong, cheapest first; then load the model and allocate its cache."""
     require_single_process()
     gamma = draft.gamma if draft else 0
     for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
-        _require_at_least(flag, getattr(args, flag), minimum)
-    _require_at_least("gamma", gamma, 0)
-    if draft and draft.n_sink is not None:
-        check_budget(draft.capacity, draft.n_sink)
-        check_gamma(gamma, draft.capacity - draft.n_sink)
+        require_at_least(flag, getattr(args, flag), minimum)
     n_prompts = args.B if args.num_prompts is None else args.num_prompts
-    _require_at_least("num_prompts", n_prompts, args.B)
+    require_at_least("num_prompts", n_prompts, args.B)
     require_appendable(args.output)
-    device = _device(args.device)
-    dtype = _dtype(args, device)
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args, device)
     config, name = _config_and_name(args)
     capacity = args.prefix_len + args.gen_len + gamma + 1
     if capacity > config.max_context:
@@ -164,6 +76,7 @@ def prepare(args: argparse.Namespace, draft: DraftSettings | None = None) -> Set
         draft_capacity=draft.capacity if draft else 0,
         block=gamma + 1,
         prefill_chunk=PREFILL_CHUNK,
+        sampled=not sampling.params.greedy,
     )
     require_memory(plan, args.B, available_bytes(device), device)
 
@@ -177,33 +90,36 @@ def prepare(args: argparse.Namespace, draft: DraftSettings | None = None) -> Set
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, args.gen_len, gamma)
     stop_tokens = config.eos_tokens if args.stop_at_eos else ()
-    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype, draft, draft_model)
+    return Setup(args, runner, prompts, stop_tokens, tokenizer, name, dtype, sampling, draft, draft_model)
 
 
-def self_speculation(setup: Setup) -> SelfSpeculation:
-    """The drafter of the set-up's draft settings, over an empty cache."""
-    draft, config, device = setup.draft, setup.runner.model.config, setup.runner.device
+def make_drafter(setup: Setup, baseline: GenerateOutput | None) -> Drafter:
+    """The drafter of the set-up's draft settings, over an empty cache; an oracle drafts the baseline's output."""
+    draft, runner = setup.draft, setup.runner
     assert draft is not None, "prepare() was called without draft settings"
-    cache: KVCache
+    if draft.kind == "ngram":
+        assert draft.max_ngram is not None
+        return NGram(runner, draft.gamma, draft.max_ngram)
+    if draft.kind == "oracle":
+        assert baseline is not None, "draft_settings() admits an oracle only beside a baseline"
+        return SavedText(runner, dict(enumerate(baseline.tokens)), draft.gamma)
+    return SelfSpeculation(runner, _draft_cache(setup, draft), draft.gamma, setup.draft_model)
+
+
+def _draft_cache(setup: Setup, draft: DraftSettings) -> KVCache:
+    config, device = setup.runner.model.config, setup.runner.device
+    assert draft.dtype is not None
     if draft.policy == "streaming":
         assert draft.n_sink is not None
-        cache = StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.dtype)
-    else:
-        cache = FullKVCache(config, setup.args.B, draft.capacity, device, draft.dtype)
-    return SelfSpeculation(setup.runner, cache, draft.gamma, setup.draft_model)
+        return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.dtype)
+    return FullKVCache(config, setup.args.B, draft.capacity, device, draft.dtype)
 
 
 def load_draft_model(
     args: argparse.Namespace, config: ModelConfig, device: str, draft: DraftSettings, target_dtype: torch.dtype
 ) -> Transformer | None:
     """The draft's own copy of the weights; None where it shares the target's."""
-    return None if draft.dtype == target_dtype else _load(args, config, device, draft.dtype)
-
-
-def _dtype(args: argparse.Namespace, device: str) -> torch.dtype:
-    if args.dtype != "auto":
-        return DTYPES[args.dtype]
-    return torch.float32 if device == "cpu" else torch.bfloat16
+    return None if draft.dtype in (None, target_dtype) else _load(args, config, device, draft.dtype)
 
 
 def _load(args: argparse.Namespace, config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:
@@ -216,37 +132,6 @@ def _load(args: argparse.Namespace, config: ModelConfig, device: str, dtype: tor
     )
     model.backend = select_backend(args.attention)
     return model
-
-
-def _require_at_least(flag: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ConfigError(
-            f"--{flag} is too small",
-            where=f"--{flag}",
-            seen=value,
-            required=f">= {minimum}",
-            fix=f"use --{flag} {minimum} or more",
-        )
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = "unknown"
-    if kind == "cpu":
-        return "cpu"
-    if kind != "cuda" or (torch.device(name).index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            "the device is not available",
-            where="--device",
-            seen=name,
-            required="cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)"),
-            fix="use --device auto",
-        )
-    return name
 
 
 def _config_and_name(args: argparse.Namespace) -> tuple[ModelConfig, str]:
@@ -321,7 +206,8 @@ def decode(setup: Setup, name: str, drafter: Drafter | None = None, timer: Phase
             setup.prompts,
             max_new_tokens=setup.args.gen_len,
             drafter=drafter,
-            verification=getattr(setup.args, "verification", "auto"),
+            sampling=setup.sampling.params,
+            verification=setup.sampling.mode,
             stop_tokens=setup.stop_tokens,
             progress=_DecodeProgress(bar),
             phase=timer,

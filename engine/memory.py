@@ -12,6 +12,8 @@ from models import ModelConfig
 from models.packed_linear import can_pack
 
 GIB = 2**30
+# Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform.
+SAMPLING_BYTES = 4 * 4 + 4 + 8
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,12 @@ def plan_memory(
     draft_capacity: int,
     block: int,
     prefill_chunk: int,
+    sampled: bool = False,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
     `draft_dtype` is that of the draft's own copy of the weights; None if it shares the target's.
+    Sampling (`sampled`) holds laws and noise beside the logits.
     """
     itemsize = dtype.itemsize
     draft_itemsize = (draft_dtype or dtype).itemsize
@@ -60,7 +64,7 @@ def plan_memory(
         target_kv_per_row=capacity * config.kv_bytes_per_token(itemsize),
         draft_kv_per_row=draft_capacity * config.kv_bytes_per_token(draft_itemsize),
         activations=(chunk_rows + 2 * chunk_mask) * itemsize,
-        logits_per_row=2 * block * config.vocab_size * itemsize,
+        logits_per_row=block * config.vocab_size * (2 * itemsize + (SAMPLING_BYTES if sampled else 0)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.benchmark import DraftSettings, Setup, dtype_name
+from engine.arguments import DraftSettings
+from engine.benchmark import Setup, dtype_name
 from engine.decoding import GenerateOutput
 from engine.provenance import append_record, provenance
 from engine.timing import PhaseTimer
@@ -35,6 +37,11 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 def identical_rows(a: GenerateOutput, b: GenerateOutput) -> int:
     """How many rows emitted the same tokens."""
     return sum(x == y for x, y in zip(a.tokens, b.tokens, strict=True))
+
+
+def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
+    """A digest of every row's tokens in the order of the prompts: equal where two runs emitted the same."""
+    return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()
 
 
 def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
@@ -68,7 +75,7 @@ def rounded(record: dict[str, Any], digits: int = 4) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     """The record's headline as a short table."""
     rows: list[tuple[str, str, str]] = [
-        ("", "plain decoding", "self-speculation"),
+        ("", "plain decoding", "speculation"),
         (
             "tokens per second",
             _number(record["baseline_tokens_per_second"]),
@@ -79,11 +86,18 @@ def table(record: dict[str, Any]) -> str:
         ("speedup (to the last row)", "1.00", _number(record["wall_speedup"], 2)),
         ("acceptance rate", "-", _number(record["acceptance_rate"], 3)),
         (f"tokens per round (of {record['gamma'] + 1})", "1", _number(record["mean_accepted_length"], 2)),
-        ("identical rows", "-", f"{record['identical_sequences']} of {record['sequences']}"),
+        ("identical rows", "-", _identical(record)),
     ]
     if record["benchmark"] == "baseline":
         rows = [(name, plain, "") for name, plain, _ in rows[:3]]
     return "\n".join(f"  {name:<28}{plain:>16}{speculative:>18}".rstrip() for name, plain, speculative in rows)
+
+
+def _identical(record: dict[str, Any]) -> str:
+    same = record["identical_sequences"]
+    if same is None:
+        return "-" if record["baseline_step_ms"] is None else "not meant to be"
+    return f"{same} of {record['sequences']}"
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -108,12 +122,13 @@ def make_record(
     base_tps = tokens_per_second(baseline) if baseline else None
     tps = tokens_per_second(measured)
     compared = baseline is not None and speculative is not None
+    params = setup.sampling.params
     gamma = setup.draft.gamma if setup.draft else 0
     step_ms = round_ms(baseline) if baseline else None
     record = {
         "benchmark": benchmark,
         "model": setup.name,
-        "draft": "self" if setup.draft else None,
+        "draft": setup.draft.kind if setup.draft else None,
         "load_format": args.load_format,
         "dataset": args.dataset if real else None,
         "B": args.B,
@@ -121,9 +136,11 @@ def make_record(
         "gen_len": args.gen_len,
         "gamma": gamma,
         **_draft_record(setup.draft),
-        "verification": "greedy",
-        "temperature": 0.0,
-        "seed": None,
+        "verification": setup.sampling.mode,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "seed": None if params.greedy else params.seed,
         "device": str(setup.runner.device),
         "dtype": dtype_name(setup.dtype),
         "attention": setup.runner.model.backend.name,
@@ -141,8 +158,11 @@ def make_record(
         "wall_speedup": ratio(baseline.stats.decode_seconds, speculative.stats.decode_seconds)
         if baseline and speculative and real
         else None,
-        "identical_sequences": identical_rows(baseline, speculative) if baseline and speculative else None,
+        "identical_sequences": identical_rows(baseline, speculative)
+        if baseline and speculative and setup.sampling.reproducible
+        else None,
         "sequences": len(measured.tokens),
+        "tokens_sha256": tokens_sha256(measured.tokens),
         "prefill_seconds": prefill_seconds,
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
@@ -155,7 +175,7 @@ def make_record(
 
 
 def _draft_record(draft: DraftSettings | None) -> dict[str, str | int | None]:
-    if draft is None:
+    if draft is None or draft.dtype is None:
         return dict.fromkeys(("draft_policy", "draft_budget", "n_sink", "draft_dtype"))
     return {
         "draft_policy": draft.policy,
@@ -198,6 +218,9 @@ def finish(setup: Setup, record: dict[str, Any], output: GenerateOutput) -> None
 
 
 def _drafting(setup: Setup) -> str:
-    if setup.draft is None:
+    draft = setup.draft
+    if draft is None:
         return ""
-    return f", {dtype_name(setup.draft.dtype)} draft, {setup.draft.capacity} KV entries"
+    if draft.dtype is None:
+        return f", {draft.kind} draft"
+    return f", {dtype_name(draft.dtype)} draft, {draft.capacity} KV entries"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from engine import benchmark, generate, report
+from engine import arguments, benchmark, generate, report
 from engine.provenance import append_record, provenance
 from kv_cache.errors import exit_on_user_error
 from models.default_model import DEFAULT_CHECKPOINT
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--output", help="append the JSON record to this file")
     ours = parser.parse_args()
     common = argparse.ArgumentParser()
-    benchmark.add_common_arguments(common)
+    arguments.add_common_arguments(common)
     args = common.parse_args(["--device", "cpu", "--dtype", "float32"], namespace=ours)
     args.gen_len = args.turns * args.tokens_per_turn
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache

@@ -16,7 +16,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import benchmark, report
+from engine import arguments, benchmark, report
 from engine.provenance import append_record, provenance
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
@@ -40,7 +40,7 @@ def cell_setup(setup: benchmark.Setup, gamma: int, budget: int, draft_dtype: str
     """The same model, cache and prompts under another gamma, draft budget and draft dtype."""
     args, runner = copy.copy(setup.args), setup.runner
     args.gamma, args.streamingllm_budget, args.draft_dtype = gamma, budget, draft_dtype
-    draft, model = benchmark.draft_settings(args), setup.draft_model
+    draft, model = arguments.draft_settings(args), setup.draft_model
     if setup.draft is None or draft.dtype != setup.draft.dtype:
         model = benchmark.load_draft_model(args, runner.model.config, str(runner.device), draft, setup.dtype)
     return dataclasses.replace(setup, draft=draft, draft_model=model)
@@ -48,7 +48,8 @@ def cell_setup(setup: benchmark.Setup, gamma: int, budget: int, draft_dtype: str
 
 def summarise(records: list[dict]) -> dict:
     """Medians over the pairs of one cell, the settings they share, and every pair's speedup."""
-    settings = ("model", "B", "prefix_len", "gen_len", "gamma", "draft_policy", "draft_budget", "n_sink", "draft_dtype")
+    settings = ("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma")
+    settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype")
     return {
         "benchmark": "cpu_selfspec_summary",
         **{key: records[0][key] for key in settings},
@@ -68,32 +69,33 @@ def _median(values: list) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark.add_common_arguments(parser)
-    benchmark.add_draft_arguments(parser)
+    arguments.add_common_arguments(parser)
+    arguments.add_sampling_arguments(parser)
+    arguments.add_draft_arguments(parser)
     parser.add_argument("--gammas", type=int, nargs="+", help="draft lengths to compare (default: --gamma)")
     parser.add_argument("--budgets", type=int, nargs="+", help="budgets to compare (default: --streamingllm_budget)")
     parser.add_argument(
         "--draft_dtypes",
         nargs="+",
-        choices=["same", *benchmark.DTYPES],
+        choices=["same", *arguments.DTYPES],
         help="draft dtypes to compare (default: --draft_dtype)",
     )
     parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
-    parser.set_defaults(prefix_len=7500, device="cpu")
+    parser.set_defaults(prefix_len=7500, device="cpu", no_baseline=False)
     args = parser.parse_args()
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
     draft_dtypes = args.draft_dtypes or [args.draft_dtype]
 
     args.draft_dtype = draft_dtypes[-1]
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
-    setup = benchmark.prepare(args, benchmark.draft_settings(args))
+    setup = benchmark.prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
     cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets, draft_dtypes)]
-    drafters = [benchmark.self_speculation(cell) for cell in cells]
     prefill_seconds = benchmark.prefill(setup)
     records: list[list[dict]] = [[] for _ in cells]
     for pair in range(args.pairs):
         baseline = benchmark.decode(setup, f"baseline {pair}")
-        for cell, drafter, kept in zip(cells, drafters, records, strict=True):
+        for cell, kept in zip(cells, records, strict=True):
+            drafter = benchmark.make_drafter(cell, baseline)
             timer = PhaseTimer(cell.runner.device)
             speculative = benchmark.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
             record = report.make_record(

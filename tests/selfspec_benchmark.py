@@ -1,4 +1,7 @@
-"""Self-speculation: the target drafts over a small KV cache and verifies over the full one."""
+"""Self-speculation: the target drafts over a small KV cache and verifies over the full one.
+
+Other drafters that need no second model run here too (--draft).
+"""
 
 import argparse
 import sys
@@ -6,23 +9,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import benchmark, report
+from engine import arguments, benchmark, report
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    benchmark.add_common_arguments(parser)
-    benchmark.add_text_argument(parser)
-    benchmark.add_draft_arguments(parser)
-    benchmark.add_pass_arguments(parser)
+    arguments.add_common_arguments(parser)
+    arguments.add_text_argument(parser)
+    arguments.add_sampling_arguments(parser)
+    arguments.add_draft_arguments(parser)
+    arguments.add_pass_arguments(parser)
     args = parser.parse_args()
-    setup = benchmark.prepare(args, benchmark.draft_settings(args))
-    drafter = benchmark.self_speculation(setup)
+    setup = benchmark.prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
 
     prefill_seconds = benchmark.prefill(setup)
     baseline = None if args.no_baseline else benchmark.decode(setup, "baseline")
+    drafter = benchmark.make_drafter(setup, baseline)
     speculative = benchmark.decode(setup, "speculation", drafter)
     timed = None
     if args.benchmark:

@@ -41,10 +41,10 @@ class Watched(SelfSpeculation):
 
     checks = 0
 
-    def propose(self, current, lengths, extent):
+    def propose(self, current, lengths, extent, verification):
         for row in range(self.cache.max_batch):
             check_invariants(self.cache, row)
-        drafts = super().propose(current, lengths, extent)
+        drafts = super().propose(current, lengths, extent, verification)
         for row in range(self.cache.max_batch):
             check_invariants(self.cache, row)
         return drafts

@@ -1,0 +1,204 @@
+"""The benchmark scripts' flags, and what they mean once `auto` is resolved."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+
+from engine.drafters import check_gamma
+from engine.modes import MODES, resolve_mode
+from engine.sampling import SamplingParams
+from kv_cache.errors import ConfigError
+from kv_cache.streaming import check_budget
+from models.attention import BACKENDS
+from models.default_model import DEFAULT_CHECKPOINT
+from models.packed_linear import can_pack
+
+DRAFTS = ("self", "ngram", "oracle")
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of every benchmark; the defaults run on the built-in model and book."""
+    add = parser.add_argument
+    add("--model", default=str(DEFAULT_CHECKPOINT / "model.pth"), help="converted checkpoint (model.pth)")
+    add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
+    add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
+    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
+    add("--B", type=int, default=8, help="rows decoded together")
+    add("--prefix_len", type=int, default=6000, help="prompt tokens per row")
+    add("--gen_len", type=int, default=64, help="new tokens per row")
+    add("--num_prompts", type=int, help="prompts in all, at least B (default: B)")
+    add(
+        "--stop_at_eos",
+        action="store_true",
+        help="end a row at the model's end token (default: fixed length)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
+    add("--attention", choices=BACKENDS, default="auto", help="attention backend")
+    add("--output", help="append the JSON record to this file")
+
+
+def add_text_argument(parser: argparse.ArgumentParser) -> None:
+    """For scripts that end in `report.finish`."""
+    parser.add_argument("--printoutput", action="store_true", help="print every row's generated text")
+
+
+def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which passes a speculation benchmark makes beside the speculation itself."""
+    add = parser.add_argument
+    add("--no_baseline", action="store_true", help="skip plain decoding: no speedup, no comparison of rows")
+    add("--benchmark", action="store_true", help="time draft and verification steps, in a pass of their own")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The law of the next token, and the rule by which drafts of it are judged."""
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all")
+    add("--top_p", type=float, default=1.0, help="keep the likeliest tokens until their mass reaches this")
+    add("--seed", type=int, default=0, help="key of the random numbers")
+    add(
+        "--verification",
+        choices=MODES,
+        default="auto",
+        help="rejection: speculative sampling, the target's distribution; coupled: the baseline's own samples, "
+        "token for token; auto: greedy at temperature 0, else rejection",
+    )
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """What drafts, and how."""
+    add = parser.add_argument
+    add(
+        "--draft",
+        choices=DRAFTS,
+        default="self",
+        help="self: the model over a small KV cache; ngram: copies from the row's own text; "
+        "oracle: the baseline's own output, which costs nothing to draft and shows the machinery's ceiling",
+    )
+    add("--gamma", type=int, default=3, help="tokens drafted per round")
+    add(
+        "--draft_policy",
+        choices=["streaming", "full"],
+        default="streaming",
+        help="what the draft's cache keeps",
+    )
+    add("--streamingllm_budget", type=int, default=512, help="the draft's KV entries per row, sinks included")
+    add("--n_sink", type=int, default=4, help="attention sinks among them")
+    add("--max_ngram", type=int, default=3, help="longest match that --draft ngram looks for")
+    add(
+        "--draft_dtype",
+        choices=["auto", "same", *DTYPES],
+        default="auto",
+        help="dtype of the draft's weights and cache; same: the target's own weights; "
+        "auto: bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the run's tokens are chosen, and the verification mode with `auto` resolved."""
+
+    params: SamplingParams
+    mode: str
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether speculation emits the very tokens of the baseline, not only tokens of their distribution."""
+        return self.params.greedy or self.mode == "coupled"
+
+
+GREEDY = Sampling(SamplingParams(), "greedy")
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What drafts. Only `self` has a KV cache: `capacity` entries a row, weights and cache in `dtype`."""
+
+    kind: str
+    gamma: int
+    policy: str | None = None
+    capacity: int = 0
+    n_sink: int | None = None
+    dtype: torch.dtype | None = None
+    max_ngram: int | None = None
+
+
+def sampling_settings(args: argparse.Namespace) -> Sampling:
+    """The sampling flags, checked. Errors: ConfigError naming the flag."""
+    params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    return Sampling(params, resolve_mode(args.verification, [params]))
+
+
+def draft_settings(args: argparse.Namespace) -> DraftSettings:
+    """The draft flags, checked, with `auto` and the full policy's capacity resolved."""
+    require_at_least("gamma", args.gamma, 0)
+    if args.draft == "ngram":
+        require_at_least("max_ngram", args.max_ngram, 1)
+        return DraftSettings("ngram", args.gamma, max_ngram=args.max_ngram)
+    if args.draft == "oracle":
+        if args.no_baseline:
+            raise ConfigError(
+                "an oracle drafts the baseline's output, and there is none",
+                where="--draft oracle",
+                seen="--no_baseline",
+                required="a baseline pass",
+                fix="leave out --no_baseline",
+            )
+        return DraftSettings("oracle", args.gamma)
+    dtype = _draft_dtype(args)
+    if args.draft_policy == "full":
+        capacity = args.prefix_len + args.gen_len + args.gamma + 1
+        return DraftSettings("self", args.gamma, "full", capacity, dtype=dtype)
+    check_budget(args.streamingllm_budget, args.n_sink)
+    check_gamma(args.gamma, args.streamingllm_budget - args.n_sink)
+    return DraftSettings("self", args.gamma, "streaming", args.streamingllm_budget, args.n_sink, dtype)
+
+
+def _draft_dtype(args: argparse.Namespace) -> torch.dtype:
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args, device)
+    if args.draft_dtype == "auto" and dtype == torch.float32 and can_pack(device, torch.bfloat16):
+        return torch.bfloat16
+    return dtype if args.draft_dtype in ("auto", "same") else DTYPES[args.draft_dtype]
+
+
+def resolve_dtype(args: argparse.Namespace, device: str) -> torch.dtype:
+    if args.dtype != "auto":
+        return DTYPES[args.dtype]
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def require_at_least(flag: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(
+            f"--{flag} is too small",
+            where=f"--{flag}",
+            seen=value,
+            required=f">= {minimum}",
+            fix=f"use --{flag} {minimum} or more",
+        )
+
+
+def resolve_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = "unknown"
+    if kind == "cpu":
+        return "cpu"
+    if kind != "cuda" or (torch.device(name).index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            "the device is not available",
+            where="--device",
+            seen=name,
+            required="cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)"),
+            fix="use --device auto",
+        )
+    return name
