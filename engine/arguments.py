@@ -131,6 +131,14 @@ class DraftSettings:
 def sampling_settings(args: argparse.Namespace) -> Sampling:
     """The sampling flags, checked. Errors: ConfigError naming the flag."""
     params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    if params.greedy and (params.top_k or params.top_p < 1):
+        raise ConfigError(
+            "a filter has no effect on greedy decoding",
+            where="--top_k, --top_p",
+            seen=f"top_k {params.top_k}, top_p {params.top_p} at temperature 0",
+            required="a temperature above 0",
+            fix="add --temperature, or leave out --top_k and --top_p",
+        )
     return Sampling(params, resolve_mode(args.verification, [params]))
 
 

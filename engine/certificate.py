@@ -29,10 +29,12 @@ class Calibration:
     """How far forwards of one token and of gamma + 1 tokens are apart, over `positions` forced tokens.
 
     eps: the largest difference of a logit; median: the median over positions of the largest at each.
+    flips: positions where the two have another argmax, which is what low precision does without speculation.
     """
 
     eps: float
     median: float
+    flips: int
     positions: int
 
 
@@ -92,6 +94,7 @@ def calibrate(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=cache.device)
     longest = max(map(len, prompts))
     worst = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
+    flipped = torch.zeros_like(worst, dtype=torch.bool)
     for start in range(0, n_tokens, block):
         tokens = forced[:, start : start + block]
         positions = lengths[:, None] + start + torch.arange(block, device=cache.device)
@@ -99,11 +102,12 @@ def calibrate(
         cache.rollback(positions[:, 0])
         for i in range(block):
             one = slice(i, i + 1)
-            single = runner.step(tokens[:, one], positions[:, one], longest + start + i + 1)
-            difference = single[:, 0].to(worst.dtype) - at_once[:, i].to(worst.dtype)
+            single = runner.step(tokens[:, one], positions[:, one], longest + start + i + 1)[:, 0]
+            difference = single.to(worst.dtype) - at_once[:, i].to(worst.dtype)
             worst[:, start + i] = difference.abs().amax(dim=-1)
+            flipped[:, start + i] = greedy(single) != greedy(at_once[:, i])
     _require_finite(worst, lengths, "calibration")
-    return Calibration(eps=float(worst.max()), median=float(worst.median()), positions=worst.numel())
+    return Calibration(float(worst.max()), float(worst.median()), int(flipped.sum()), worst.numel())
 
 
 @torch.inference_mode()

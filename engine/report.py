@@ -175,13 +175,15 @@ def make_record(
 
 
 def _draft_record(draft: DraftSettings | None) -> dict[str, str | int | None]:
+    max_ngram = draft.max_ngram if draft else None
     if draft is None or draft.dtype is None:
-        return dict.fromkeys(("draft_policy", "draft_budget", "n_sink", "draft_dtype"))
+        return dict.fromkeys(("draft_policy", "draft_budget", "n_sink", "draft_dtype")) | {"max_ngram": max_ngram}
     return {
         "draft_policy": draft.policy,
         "draft_budget": draft.capacity,
         "n_sink": draft.n_sink,
         "draft_dtype": dtype_name(draft.dtype),
+        "max_ngram": max_ngram,
     }
 
 

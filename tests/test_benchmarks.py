@@ -198,6 +198,51 @@ def test_selfspec_stops_rows_at_their_end(checkpoint: Path, books: Path, tmp_pat
     assert 6 < run.record["tokens_generated"] < 6 * GEN_LEN
 
 
+def run_here(
+    script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """Run a script in this process; its record."""
+    path = ROOT / "tests" / f"{script}_benchmark.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    runpy.run_path(str(path), run_name="__main__")
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_coupled_samples_are_the_same_from_every_command(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain decoding, two kinds of self-speculation, n-grams and an oracle: one digest; another seed, another."""
+    sampling = "--temperature 1.5 --top_k 40 --seed 7 --verification coupled --dtype float64 --num_prompts 5"
+    common = flat({"--model": checkpoint, "--dataset": books} | SIZES) + sampling.split()
+    plain = run_here("baseline", common, monkeypatch, capsys)
+    assert (plain["verification"], plain["seed"], plain["top_k"], plain["draft"]) == ("coupled", 7, 40, None)
+    assert plain["distinct_4gram_fraction"] > 0.9, "samples are meant to vary"
+    accepted = {}
+    for draft in ("self --gamma 3 --streamingllm_budget 16", "self --gamma 1", "ngram", "oracle --gamma 5"):
+        record = run_here("selfspec", [*common, "--draft", *draft.split()], monkeypatch, capsys)
+        assert record["tokens_sha256"] == plain["tokens_sha256"], draft
+        assert record["identical_sequences"] == record["sequences"] == 5
+        assert record["draft"] == draft.split()[0] and record["temperature"] == 1.5
+        accepted[draft] = record["acceptance_rate"]
+    assert accepted["oracle --gamma 5"] == 1.0 > accepted["self --gamma 3 --streamingllm_budget 16"] > 0
+    other = run_here("baseline", [*common, "--seed", "8"], monkeypatch, capsys)
+    assert other["tokens_sha256"] != plain["tokens_sha256"]
+
+
+def test_rejection_is_reported_without_comparing_rows(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows are other samples of the same law: a count of identical ones would mean nothing."""
+    common = flat({"--model": checkpoint, "--dataset": books, "--temperature": 1.0} | SIZES)
+    for draft in ("self", "ngram", "oracle"):
+        record = run_here("selfspec", [*common, "--draft", draft], monkeypatch, capsys)
+        assert record["verification"] == "rejection" and record["identical_sequences"] is None
+        assert record["baseline_tokens_per_second"] and record["speedup"]
+        assert (record["acceptance_rate"] is None) == (record["drafted"] == 0)
+        assert record["drafted"] or draft == "ngram", "only an n-gram may find nothing to draft"
+
+
 def test_baseline_under_torchrun(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     paths = {"--model": checkpoint / "model.pth", "--dataset": books, "--output": "results.jsonl"}
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
@@ -268,6 +313,15 @@ BAD_INPUT = {
     "too large a budget for the memory": Bad(
         "--streamingllm_budget 1000000000000", ("draft KV", "--streamingllm_budget")
     ),
+    "negative temperature": Bad("--temperature -1", ("--temperature", "seen:     -1.0")),
+    "temperature that is no number": Bad("--temperature nan", ("--temperature", "nan")),
+    "negative top_k": Bad("--temperature 1 --top_k -2", ("--top_k", "seen:     -2")),
+    "top_p of nothing": Bad("--temperature 1 --top_p 0", ("--top_p", "0 < top_p <= 1")),
+    "negative seed": Bad("--temperature 1 --seed -3", ("--seed", "seen:     -3")),
+    "filter without a temperature": Bad("--top_p 0.9", ("top_p 0.9 at temperature 0", "--temperature")),
+    "greedy at a temperature": Bad("--temperature 1 --verification greedy", ("--verification", "temperature 1.0")),
+    "n-gram of nothing": Bad("--draft ngram --max_ngram 0", ("--max_ngram", "seen:     0")),
+    "oracle without a baseline": Bad("--draft oracle --no_baseline", ("--draft oracle", "--no_baseline")),
     "unknown device": Bad("--device tpu", ("--device", "tpu", "--device auto")),
     "no such data set": Bad("--dataset nowhere.txt", ("nowhere.txt", "no such file")),
     "results in a missing folder": Bad("--output missing/results.jsonl", ("--output", "missing/results.jsonl")),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
+from guesses import KINDS, Guesses
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
-from torch import Tensor
-from witness import VOCAB, ExactlyJ, WitnessModel, continue_plainly, cut
+from witness import VOCAB, WitnessModel, continue_plainly, cut
 
-from engine import ModelRunner, SelfSpeculation, generate
-from engine.modes import Drafts
+from engine import ModelRunner, SavedText, SelfSpeculation, generate
 from engine.runner import finite_rows
 from engine.verification import verify_greedy
 from kv_cache import FullKVCache, StreamingKVCache
@@ -20,44 +18,6 @@ from kv_cache.errors import ConfigError
 
 LENGTHS = [5, 17, 1, 30, 9]
 N_NEW = 14
-
-
-class Guesses:
-    """Drafts from a table of the right continuations: all right, all wrong, right up to j, or random."""
-
-    def __init__(self, cache: FullKVCache, prompts, answers, gamma: int, kind: str, seed: int = 0) -> None:
-        self.cache, self.gamma, self.kind = cache, gamma, kind
-        self.answers = {tuple(p): a for p, a in zip(prompts, answers, strict=True)}
-        self.prompts = prompts
-        self.rows: dict[int, tuple[int, list[int]]] = {}
-        self.queue = list(zip(prompts, answers, strict=True))
-        self.rng = random.Random(seed)
-
-    @property
-    def verification_cache(self) -> FullKVCache:
-        return self.cache
-
-    def check(self, target_cache, length: int) -> None:
-        pass
-
-    def admit(self, row: int, request: int, prompt) -> None:
-        self.rows[row] = (len(prompt), self.queue.pop(0)[1])
-
-    def rollback(self, lengths: Tensor) -> None:
-        pass
-
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:
-        drafts = torch.zeros(len(lengths), self.gamma, dtype=torch.int64)
-        for row, (prompt_length, answer) in self.rows.items():
-            done = int(lengths[row]) - prompt_length + 1
-            future = (answer[done:] + [0] * self.gamma)[: self.gamma]
-            right = {"oracle": self.gamma, "reject": 0, "upto": self.rng.randint(0, self.gamma)}.get(self.kind)
-            if right is None:
-                future = [self.rng.randrange(TINY.vocab_size) for _ in future]
-            else:
-                future = future[:right] + [(t + 1) % TINY.vocab_size for t in future[right:]]
-            drafts[row] = torch.tensor(future)
-        return Drafts(drafts)
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +76,16 @@ def test_a_draft_in_another_dtype_changes_no_token(model, prompts, answers, dtyp
     assert drafter.cache.keys.dtype == dtype and 0 < out.stats.counts.acceptance_rate < 1
 
 
-@pytest.mark.parametrize("kind", ["oracle", "reject", "upto", "random"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_drafts_give_the_same_tokens(model, prompts, answers, kind):
     runner = ModelRunner(model, full_cache(model, 2))
-    drafter = Guesses(runner.cache, prompts, answers, 4, kind)
+    drafter = Guesses(runner, dict(enumerate(answers)), 4, kind, TINY.vocab_size)
     out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
     assert out.tokens == expected(answers)
     rate = out.stats.counts.acceptance_rate
     if kind in ("oracle", "reject"):
         assert rate == (1.0 if kind == "oracle" else 0.0)
-    if kind == "upto":
+    if kind in ("upto", "ragged"):
         assert len({row.accepted for row in out.stats.rows}) > 1, "the rows were meant to differ"
 
 
@@ -167,15 +127,17 @@ def test_stop_at_every_index_of_a_block(gamma, stop_at):
         assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
 
 
-def test_counts_add_up_when_rows_accept_differently():
+@pytest.mark.parametrize("kind", ["upto", "ragged"])
+def test_counts_add_up_when_rows_accept_differently(kind):
     model = WitnessModel()
     prompts = random_prompts([4, 11, 7], VOCAB)
-    cache = FullKVCache(model.config, 2, 64, dtype=torch.int64)
-    drafter = ExactlyJ(cache, 5, random.Random(3))
-    out = generate(ModelRunner(model, cache), prompts, max_new_tokens=[20, 13, 17], drafter=drafter)
+    runner = ModelRunner(model, FullKVCache(model.config, 2, 64, dtype=torch.int64))
+    futures = {i: continue_plainly(prompt, 30) for i, prompt in enumerate(prompts)}
+    drafter = Guesses(runner, futures, 5, kind, VOCAB, seed=3)
+    out = generate(runner, prompts, max_new_tokens=[20, 13, 17], drafter=drafter)
     for tokens, row in zip(out.tokens, out.stats.rows, strict=True):
         assert len(tokens) == 1 + row.emitted == 1 + row.accepted + row.added
-        assert row.drafted == 5 * row.rounds
+        assert row.drafted == 5 * row.rounds if kind == "upto" else 0 < row.drafted < 5 * row.rounds
         assert row.accepted_at == sorted(row.accepted_at, reverse=True)
         assert all(a <= j for a, j in zip(row.accepted_at, row.judged_at, strict=True))
     assert len({row.accepted for row in out.stats.rows}) > 1
@@ -221,7 +183,7 @@ def test_a_rejected_draft_that_overflows_harms_nobody(prompts, answers):
     broken = tiny_model()
     broken.tok_embeddings.weight[poison] = float("inf")
     runner = ModelRunner(broken, full_cache(broken, 2))
-    drafter = Guesses(runner.cache, prompts, [[poison] * (N_NEW + 8) for _ in prompts], 3, "oracle")
+    drafter = SavedText(runner, dict.fromkeys(range(len(prompts)), [poison] * (N_NEW + 8)), 3)
     out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
     assert out.tokens == expected(answers) and out.errors == [None] * len(prompts)
 

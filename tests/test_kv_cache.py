@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
-from engine import ModelRunner, SelfSpeculation, generate
+from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from kv_cache import EMPTY, FullKVCache, KVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.errors import ConfigError
 
@@ -58,13 +58,15 @@ class Watched(SelfSpeculation):
             self.checks += 1
 
 
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("budget,n_sink", [(5, 0), (8, 4), (11, 3), (60, 4)])
-def test_invariants_hold_after_every_step(budget, n_sink):
+def test_invariants_hold_after_every_step(budget, n_sink, mode):
+    sampling = SamplingParams(temperature=0.0 if mode == "greedy" else 2.0)
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2))
     drafter = Watched(runner, StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64), gamma=3)
     prompts = random_prompts([1, 23, 3, 40, 12])
-    generate(runner, prompts, max_new_tokens=[9, 15, 4, 20, 7], drafter=drafter)
+    generate(runner, prompts, max_new_tokens=[9, 15, 4, 20, 7], drafter=drafter, sampling=sampling, verification=mode)
     assert drafter.checks >= 16
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.noise import Stream, gumbel
+from engine.sampling import Law, SamplingParams
 from kv_cache import FullKVCache
 from models import ModelConfig, Transformer
 
@@ -30,11 +32,27 @@ def full_cache(model: Transformer, max_batch: int, max_len: int = 128) -> FullKV
     return FullKVCache(model.config, max_batch, max_len, dtype=model.tok_embeddings.weight.dtype)
 
 
-def continue_by_recomputing(model: Transformer, prompt: list[int], n_tokens: int) -> list[int]:
-    """Greedy decoding that runs the whole sequence anew, in an empty cache, for every token."""
+def continue_by_recomputing(
+    model: Transformer,
+    prompt: list[int],
+    n_tokens: int,
+    sampling: SamplingParams | None = None,
+    request: int = 0,
+) -> list[int]:
+    """Decoding that runs the whole sequence anew, in an empty cache, for every token.
+
+    Sampled tokens are those of the coupled mode: a function of the text, the seed and the request.
+    """
+    sampling = sampling or SamplingParams()
+    law, seed, noise_of = Law.of([sampling]), torch.tensor(sampling.seed), torch.tensor(request)
     tokens = list(prompt)
     for _ in range(n_tokens):
         cache = full_cache(model, 1, len(tokens))
-        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], cache)
-        tokens.append(int(logits[0, -1].argmax()))
+        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], cache)[:, -1]
+        scores = logits
+        if not sampling.greedy:
+            position = torch.tensor(len(tokens))
+            noise = gumbel(seed, noise_of, position, Stream.COUPLED, model.config.vocab_size, logits.dtype)
+            scores = law.logprobs(logits) + noise
+        tokens.append(int(scores[0].argmax()))
     return tokens[len(prompt) :]

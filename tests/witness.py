@@ -6,13 +6,13 @@ through caches and drafts agrees with the plain reference below only if every sl
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.modes import Drafts
+from engine.noise import Stream, gumbel
+from engine.sampling import Law, SamplingParams
 
 VOCAB = 23
 RECENT = 3
@@ -27,17 +27,18 @@ class WitnessConfig:
     max_context: int = 4096
 
 
-def mix(tokens: Tensor, positions: Tensor) -> Tensor:
-    """A hash of each (token, position) pair; int64 arithmetic wraps, which is fine here."""
-    x = (tokens + 1) * 0x9E3779B1 + (positions + 1) * 0x85EBCA77
-    x = (x ^ (x >> 15)) * 0x2C1B3C6D
-    x = (x ^ (x >> 12)) * 0x297A2D39
-    return (x ^ (x >> 15)) & 0xFFFFFFF
+def mix(token, position):
+    """A 31-bit hash of a (token, position) pair: of ints or of int64 tensors."""
+    x = ((token + 1) * 0x9E3779B1 + (position + 1) * 0x85EBCA77) & 0x7FFFFFFF
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    x = ((x ^ (x >> 12)) * 0x297A2D39) & 0x7FFFFFFF
+    return x ^ (x >> 15)
 
 
-def choose(everything: Tensor, recent: Tensor) -> Tensor:
-    """Mostly the recent tokens decide, so a short-sighted draft is right often, but not always."""
-    return torch.where(everything % 4 == 0, (everything // 4) % VOCAB, recent % VOCAB)
+def logits_of(seen: Tensor) -> Tensor:
+    """Whole-number logits `[..., VOCAB]` of a hash: one of 8 or more for the chosen token, many ties below."""
+    chosen = torch.nn.functional.one_hot(seen % VOCAB, VOCAB)
+    return (8 * chosen + mix(torch.arange(VOCAB), seen[..., None]) % 8).float()
 
 
 class WitnessModel:
@@ -60,20 +61,36 @@ class WitnessModel:
         hashes = mix(held, at)
         everything = (hashes * visible).sum(-1)
         recent = (hashes * (visible & (at > queries - RECENT))).sum(-1)
-        return choose(everything, recent)[..., None]
+        # Mostly the recent tokens decide, so a short-sighted draft is right often, but not always.
+        return torch.where(everything % 4 == 0, everything // 4, recent)[..., None]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(hidden[..., 0], VOCAB).float()
+        return logits_of(hidden[..., 0])
 
 
-def continue_plainly(prompt: list[int], n_tokens: int) -> list[int]:
-    """The reference: `n_tokens` more tokens, from the token list alone, with no cache of any kind."""
+def continue_plainly(
+    prompt: list[int], n_tokens: int, sampling: SamplingParams | None = None, request: int = 0
+) -> list[int]:
+    """The reference: `n_tokens` more tokens, from the token list alone, with no cache of any kind.
+
+    Sampled tokens are those of the coupled mode: a function of the text, the seed and the request.
+    """
     tokens = list(prompt)
-    hashes = mix(torch.tensor(tokens), torch.arange(len(tokens))).tolist()
-    for _ in range(n_tokens):
-        chosen = choose(torch.tensor(sum(hashes)), torch.tensor(sum(hashes[-RECENT:])))
-        tokens.append(int(chosen))
-        hashes.append(int(mix(chosen, torch.tensor(len(tokens) - 1))))
+    hashes = [mix(token, position) for position, token in enumerate(tokens)]
+    noise = law = None
+    if sampling and not sampling.greedy:
+        key = torch.tensor(sampling.seed), torch.tensor(request)
+        positions = len(prompt) + torch.arange(n_tokens)
+        noise, law = gumbel(*key, positions, Stream.COUPLED, VOCAB), Law.of([sampling])
+    for i in range(n_tokens):
+        everything = sum(hashes)
+        seen = everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])
+        if law is None:
+            token = seen % VOCAB
+        else:
+            token = int((law.logprobs(logits_of(torch.tensor([seen]))) + noise[i]).argmax())
+        tokens.append(token)
+        hashes.append(mix(token, len(tokens) - 1))
     return tokens[len(prompt) :]
 
 
@@ -83,34 +100,3 @@ def cut(tokens: list[int], stops: list[int]) -> list[int]:
         if token in stops:
             return tokens[: i + 1]
     return tokens
-
-
-class ExactlyJ:
-    """A drafter that reads the future: row b's round proposes `plan()` right drafts, then a wrong one."""
-
-    def __init__(self, cache, gamma: int, rng: random.Random) -> None:
-        self.gamma, self.cache, self.rng = gamma, cache, rng
-        self.right: dict[int, int] = {}
-
-    @property
-    def verification_cache(self):
-        return self.cache
-
-    def check(self, target_cache, length: int) -> None:
-        pass
-
-    def admit(self, row: int, request: int, prompt) -> None:
-        pass
-
-    def rollback(self, lengths: Tensor) -> None:
-        pass
-
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:
-        rows = []
-        for row, (token, length) in enumerate(zip(current.tolist(), lengths.tolist(), strict=True)):
-            context = [*self.cache.keys[0, row, 0, :length, 0].tolist(), token]
-            future = continue_plainly(context, self.gamma)
-            right = self.rng.randint(0, self.gamma)
-            self.right[row] = right
-            rows.append(future[:right] + [(t + 1) % VOCAB for t in future[right:]])
-        return Drafts(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.gamma))

@@ -1,0 +1,156 @@
+"""Random scenarios: batches of unlike rows, decoded by the engine and by a reference that knows no cache."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from guesses import KINDS, Guesses
+from witness import cut
+
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, generate
+from engine.decoding import GenerateOutput
+from kv_cache import FullKVCache, StreamingKVCache
+
+
+class World(Protocol):
+    """A model and the plainest way to continue a prompt with it."""
+
+    model: Any
+
+    def continue_plainly(
+        self, prompt: list[int], n_tokens: int, sampling: SamplingParams, request: int
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A random batch: prompts of any lengths with limits, stops, sampling and ids of their own, and a drafter."""
+
+    mode: str
+    drafter: str
+    gamma: int
+    budget: int
+    n_sink: int
+    prefill_chunk: int
+    spare_room: int
+    prompts: list[list[int]]
+    limits: list[int]
+    stops: list[list[int]]
+    samplings: list[SamplingParams]
+    ids: list[int]
+
+    @classmethod
+    def random(cls, rng: random.Random, vocab_size: int) -> Scenario:
+        mode = rng.choice(["greedy", "greedy", "coupled", "rejection"])
+        drafters = ["none", "streaming", "full", "ngram", *KINDS]
+        n_prompts = rng.randint(1, 5)
+        gamma, n_sink = rng.randint(0, 6), rng.randint(0, 4)
+        return cls(
+            mode=mode,
+            drafter=rng.choice(drafters),
+            gamma=gamma,
+            budget=n_sink + gamma + 1 + rng.choice([0, 1, 7, 50]),
+            n_sink=n_sink,
+            prefill_chunk=rng.choice([1, 3, 16, 64]),
+            spare_room=rng.choice([0, 5]),
+            prompts=[[rng.randrange(vocab_size) for _ in range(rng.randint(1, 30))] for _ in range(n_prompts)],
+            limits=[rng.randint(1, 16) for _ in range(n_prompts)],
+            stops=[rng.sample(range(vocab_size), rng.choice([0, 0, 1, 2])) for _ in range(n_prompts)],
+            samplings=[SamplingParams() if mode == "greedy" else random_sampling(rng) for _ in range(n_prompts)],
+            ids=rng.sample(range(1000), n_prompts),
+        )
+
+    def futures(self, world: World) -> list[list[int]]:
+        """What the reference emits after each prompt, stops aside."""
+        each = zip(self.prompts, self.limits, self.samplings, self.ids, strict=True)
+        return [world.continue_plainly(prompt, limit, sampling, id_) for prompt, limit, sampling, id_ in each]
+
+    def run(
+        self, world: World, n_slots: int, futures: list[list[int]], order: list[int], repeats: int = 1
+    ) -> list[GenerateOutput]:
+        """The outputs with the prompts in that order; a repeated run finds rows that still hold their prompt."""
+        room = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
+        room += self.gamma + 1 + self.spare_room
+        model = world.model
+        cache = FullKVCache(model.config, n_slots, room, dtype=model.dtype)
+        runner = ModelRunner(model, cache, self.prefill_chunk)
+        drafter = self._drafter(runner, room, futures)
+
+        def ordered(values: list) -> list:
+            return [values[i] for i in order]
+
+        return [
+            generate(
+                runner,
+                ordered(self.prompts),
+                max_new_tokens=ordered(self.limits),
+                drafter=drafter,
+                sampling=ordered(self.samplings),
+                verification=self.mode,
+                request_ids=ordered(self.ids),
+                stop_tokens=ordered(self.stops),
+            )
+            for _ in range(repeats)
+        ]
+
+    def _drafter(self, runner: ModelRunner, room: int, futures: list[list[int]]):
+        config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.model.dtype
+        if self.drafter == "none":
+            return None
+        if self.drafter == "ngram":
+            return NGram(runner, self.gamma)
+        if self.drafter in KINDS:
+            return Guesses(
+                runner, dict(zip(self.ids, futures, strict=True)), self.gamma, self.drafter, config.vocab_size
+            )
+        if self.drafter == "full":
+            return SelfSpeculation(runner, FullKVCache(config, n_slots, room, dtype=dtype), self.gamma)
+        cache = StreamingKVCache(config, n_slots, self.budget, self.n_sink, dtype=dtype)
+        return SelfSpeculation(runner, cache, self.gamma)
+
+
+def random_sampling(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 2.0, 5.0]),
+        top_k=rng.choice([0, 0, 1, 4, 100]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
+        seed=rng.randrange(2**63),
+    )
+
+
+def check_counts(scenario: Scenario, out: GenerateOutput) -> None:
+    """Every token is counted once, rows add up to the total, and the reasons are those of the tokens."""
+    for tokens, stop, reason, row in zip(out.tokens, scenario.stops, out.finish_reasons, out.stats.rows, strict=True):
+        assert reason == ("stop" if tokens[-1] in stop else "length")
+        assert len(tokens) == 1 + row.emitted
+        assert row.emitted == row.accepted + row.added
+        assert row.accepted <= row.judged <= row.drafted <= scenario.gamma * row.rounds
+    assert sum(r.emitted for r in out.stats.rounds) == sum(len(t) - 1 for t in out.tokens)
+    assert out.stats.drafted == sum(row.drafted for row in out.stats.rows)
+    # A draft that sees what the target sees is the target: nothing is ever rejected.
+    if scenario.drafter == "full" or (scenario.drafter == "oracle" and scenario.mode != "rejection"):
+        assert out.stats.counts.acceptance_rate in (None, 1.0)
+
+
+def run_scenario(world: World, seed: int) -> None:
+    """One random scenario in that world, run and compared with its reference."""
+    rng = random.Random(seed)
+    scenario = Scenario.random(rng, world.model.config.vocab_size)
+    given = list(range(len(scenario.prompts)))
+    futures = scenario.futures(world)
+    n_slots = rng.randint(1, 4)
+    expected = [cut(future, stop) for future, stop in zip(futures, scenario.stops, strict=True)]
+    outputs = scenario.run(world, n_slots, futures, given, repeats=2)
+    if scenario.mode == "rejection":
+        if scenario.drafter in ("upto", "ragged", "random"):  # what these draft depends on the batch
+            expected = outputs[0].tokens
+            outputs = outputs[:1]
+        else:
+            shuffled = rng.sample(given, len(given))
+            (again,) = scenario.run(world, rng.randint(1, 5), futures, shuffled)
+            expected = [again.tokens[shuffled.index(i)] for i in given]
+    for out in outputs:
+        assert out.tokens == expected, f"seed {seed}: {scenario.mode}, {scenario.drafter}, gamma {scenario.gamma}"
+        check_counts(scenario, out)

@@ -1,0 +1,102 @@
+"""Drafters without probabilities: what an n-gram lookup and a saved text propose, row by row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import full_cache, random_prompts, tiny_model
+from witness import WitnessModel
+
+from engine import ModelRunner, NGram, SavedText, generate
+from engine.drafters.ngram import find_ngram
+from engine.modes import GreedyRound
+from kv_cache import FullKVCache
+from kv_cache.errors import ConfigError
+
+
+def look_up(text: list[int], gamma: int, max_ngram: int, min_ngram: int) -> list[int]:
+    """The rule in plain words: longest match first, then most tokens behind it up to gamma, then the latest."""
+    last, best = len(text) - 1, None
+    for place in range(last):
+        matched = 0
+        while matched < min(max_ngram, place + 1) and text[place - matched] == text[last - matched]:
+            matched += 1
+        available = min(gamma, last - place)
+        if matched >= min_ngram and (best is None or (matched, available, place) > best):
+            best = matched, available, place
+    return [] if best is None else text[best[2] + 1 : best[2] + 1 + best[1]]
+
+
+def test_the_lookup_follows_its_rule_in_ragged_rows():
+    rng = random.Random(0)
+    n_drafted = set()
+    for _ in range(300):
+        rows = [[rng.randrange(rng.choice([2, 5, 50])) for _ in range(rng.randint(1, 25))] for _ in range(4)]
+        gamma, max_ngram = rng.randint(0, 5), rng.randint(1, 4)
+        min_ngram = rng.randint(1, max_ngram)
+        # What lies behind a row's last token is left over from another text and must not be looked at.
+        text = torch.tensor([row + [rng.randrange(5) for _ in range(32 - len(row))] for row in rows])
+        lengths = torch.tensor([len(row) - 1 for row in rows])
+        place, n_tokens = find_ngram(text, lengths, gamma, max_ngram, min_ngram)
+        for row, at, n in zip(rows, place.tolist(), n_tokens.tolist(), strict=True):
+            assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram, min_ngram)
+            n_drafted.add(n)
+    assert n_drafted == set(range(6))
+
+
+def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
+    """Its text is the row's, round after round: its proposals are those of a lookup in the tokens so far."""
+    model = WitnessModel()
+    prompts = random_prompts([9, 3, 30], 4)
+    runner = ModelRunner(model, FullKVCache(model.config, 2, 80, dtype=torch.int64))
+    seen = []
+
+    class Watched(NGram):
+        def propose(self, current, lengths, extent, verification):
+            drafts = super().propose(current, lengths, extent, verification)
+            seen.append((lengths.tolist(), self._text.clone(), drafts))
+            return drafts
+
+    out = generate(runner, prompts, max_new_tokens=40, drafter=Watched(runner, 4))
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    ragged = set()
+    for lengths, text, drafts in seen:
+        for row, length in enumerate(lengths):
+            known = text[row, : length + 1].tolist()
+            assert known in [t[: length + 1] for t in texts]
+            n = int(drafts.lengths[row])
+            assert drafts.tokens[row, :n].tolist() == look_up(known, 4, 3, 1)
+            ragged.add(n)
+    assert 0 in ragged and len(ragged) > 2
+    assert out.stats.drafted < 4 * out.stats.counts.rounds
+
+
+def test_saved_text_goes_by_position_and_ends_with_its_text():
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 3))
+    drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
+    for row, (request, prompt) in enumerate([(7, [1, 2]), (9, [3]), (8, [1, 1, 1])]):
+        drafter.admit(row, request, prompt)
+    # The first token of each text (from the prefill) sits at the prompt's length.
+    drafts = drafter.propose(torch.tensor([10, 20, 5]), torch.tensor([2, 1, 3]), 8, GreedyRound())
+    assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
+    drafts = drafter.propose(torch.tensor([99, 0, 0]), torch.tensor([4, 9, 9]), 12, GreedyRound())
+    assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
+    drafter.admit(0, 9, [4, 4, 4, 4])  # a shorter text in a row that held a longer one
+    drafts = drafter.propose(torch.tensor([20, 0, 0]), torch.tensor([4, 1, 3]), 8, GreedyRound())
+    assert drafts.lengths.tolist() == [0, 0, 0]
+
+
+def test_drafters_refuse_what_cannot_work():
+    model = tiny_model()
+    runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
+    for lengths in ((0, 3), (3, 2)):
+        with pytest.raises(ConfigError, match="n-gram lengths"):
+            NGram(runner, 3, max_ngram=lengths[1], min_ngram=lengths[0])
+    for build in (lambda gamma: NGram(runner, gamma), lambda gamma: SavedText(runner, {}, gamma)):
+        with pytest.raises(ConfigError, match="gamma is negative"):
+            build(-1)
+        with pytest.raises(ConfigError, match="another runner"):
+            generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=build(2))

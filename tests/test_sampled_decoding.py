@@ -1,0 +1,203 @@
+"""Sampled decoding: coupled output is a function of seed, request and text; rejection keeps its promises too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from guesses import Guesses
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from witness import VOCAB, WitnessModel, continue_plainly, cut
+
+from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, generate
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.errors import ConfigError
+
+LENGTHS = [5, 17, 1, 30, 9]
+N_NEW = 14
+IDS = [0, 1, 2, 3, 4]
+SAMPLINGS = [
+    SamplingParams(temperature=2.0, seed=7),
+    SamplingParams(temperature=1.0, top_k=5, seed=7),
+    SamplingParams(temperature=3.0, top_p=0.8, seed=2**40 + 1),
+    SamplingParams(),
+    SamplingParams(temperature=2.5, top_k=30, top_p=0.9, seed=1),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def answers(model, prompts):
+    """Coupled samples of each prompt, by recomputation."""
+    each = zip(prompts, SAMPLINGS, IDS, strict=True)
+    return [continue_by_recomputing(model, prompt, N_NEW + 8, sampling, id_) for prompt, sampling, id_ in each]
+
+
+def streaming(runner: ModelRunner, gamma: int, budget: int = 10, model=None) -> SelfSpeculation:
+    cache = StreamingKVCache(TINY, runner.cache.max_batch, budget, 2, dtype=(model or runner.model).dtype)
+    return SelfSpeculation(runner, cache, gamma, model)
+
+
+def drafters(runner: ModelRunner, answers):
+    texts = dict(enumerate(answers))
+    yield "none", None
+    for gamma in (0, 1, 3, 5):
+        yield f"streaming, gamma {gamma}", streaming(runner, gamma)
+    yield "bfloat16 weights", streaming(runner, 3, model=tiny_model(dtype=torch.bfloat16))
+    yield "other weights", streaming(runner, 3, model=tiny_model(seed=5))
+    yield "full", SelfSpeculation(runner, full_cache(runner.model, runner.cache.max_batch), 4)
+    for gamma in (1, 4):
+        yield f"n-gram, gamma {gamma}", NGram(runner, gamma)
+    for kind in ("oracle", "reject", "upto", "ragged", "random"):
+        yield kind, Guesses(runner, texts, 4, kind, TINY.vocab_size)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_coupled_output_is_the_same_whatever_drafts(model, prompts, answers, slots):
+    runner = ModelRunner(model, full_cache(model, slots), prefill_chunk=4)
+    for name, drafter in drafters(runner, answers):
+        out = generate(
+            runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=SAMPLINGS, verification="coupled"
+        )
+        assert out.tokens == [answer[:N_NEW] for answer in answers], name
+        if name in ("full", "oracle"):
+            assert out.stats.counts.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("mode", ["coupled", "rejection"])
+def test_order_filler_rows_and_batch_size_change_nothing(model, prompts, mode):
+    """The request id travels with its prompt; everything else about the batch is different."""
+    order, filler = [3, 0, 4, 2, 1], random_prompts([3, 21], seed=9)
+
+    def run(slots, prompts, samplings, ids):
+        runner = ModelRunner(model, full_cache(model, slots))
+        return generate(
+            runner,
+            prompts,
+            max_new_tokens=N_NEW,
+            drafter=streaming(runner, 3),
+            sampling=samplings,
+            verification=mode,
+            request_ids=ids,
+        ).tokens
+
+    plain = run(5, prompts, SAMPLINGS, IDS)
+    shuffled = [filler[0], *(prompts[i] for i in order), filler[1]]
+    samplings = [SAMPLINGS[0], *(SAMPLINGS[i] for i in order), SAMPLINGS[4]]
+    for slots in (2, 3, 7):
+        again = run(slots, shuffled, samplings, [100, *order, 101])
+        assert again[1:-1] == [plain[i] for i in order]
+
+
+@pytest.mark.parametrize("mode", ["coupled", "rejection"])
+def test_seed_and_request_id_both_matter(model, prompts, mode):
+    """Rows with one prompt differ by id alone; another seed, also in its high half, gives other rows."""
+    same = [prompts[1]] * 4
+
+    def run(seed, ids):
+        runner = ModelRunner(model, full_cache(model, 4))
+        sampling = SamplingParams(temperature=2.0, seed=seed)
+        return generate(
+            runner, same, max_new_tokens=N_NEW, sampling=sampling, verification=mode, request_ids=ids
+        ).tokens
+
+    rows = [tuple(row) for seed in (3, 4, 3 + 2**32) for row in run(seed, IDS[:4])]
+    assert len(set(rows)) == 12
+    assert run(3, IDS[:4]) == run(3, IDS[:4])
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_gamma_zero_is_plain_decoding(model, prompts, mode):
+    samplings = [SamplingParams()] * 5 if mode == "greedy" else SAMPLINGS
+    runner = ModelRunner(model, full_cache(model, 2))
+    outputs = [
+        generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=samplings, verification=mode).tokens
+        for drafter in (
+            None,
+            streaming(runner, 0),
+            NGram(runner, 0),
+            SavedText(runner, {}, 0),
+            SavedText(runner, {}, 3),
+        )
+    ]
+    assert all(output == outputs[0] for output in outputs)
+
+
+@pytest.mark.parametrize("mode", ["coupled", "rejection"])
+def test_a_draft_equal_to_the_target_is_always_accepted(model, prompts, mode):
+    runner = ModelRunner(model, full_cache(model, 3))
+    drafter = SelfSpeculation(runner, full_cache(model, 3), gamma=4)
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=SAMPLINGS, verification=mode)
+    assert out.stats.counts.acceptance_rate == 1.0
+
+
+def test_greedy_rows_stay_greedy_beside_sampled_ones(model, prompts):
+    """In rejection mode a request at temperature 0 still gets exactly the greedy tokens."""
+    greedy = continue_by_recomputing(model, prompts[3], N_NEW)
+    for slots in (1, 3):
+        runner = ModelRunner(model, full_cache(model, slots))
+        for drafter in (None, streaming(runner, 3), NGram(runner, 3)):
+            out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=SAMPLINGS)
+            assert out.tokens[3] == greedy
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+@pytest.mark.parametrize("stop_at", range(6))
+def test_sampled_stop_at_every_index_of_a_block(gamma, stop_at):
+    """Two rows whose stop token or limit falls on every place of an accepted block, at the cache's edge."""
+    model = WitnessModel()
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
+    samplings = [SamplingParams(temperature=3.0, seed=stop_at), SamplingParams(temperature=5.0, top_k=9, seed=1)]
+    futures = [continue_plainly(p, 12, s, i) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+    stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
+    for limit in range(1, gamma + 3):
+        room = max(map(len, prompts)) + limit + gamma + 1
+        runner = ModelRunner(model, FullKVCache(model.config, 2, room, dtype=torch.int64))
+        own_cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
+        for drafter in (SelfSpeculation(runner, own_cache, gamma), SavedText(runner, dict(enumerate(futures)), gamma)):
+            out = generate(
+                runner,
+                prompts,
+                max_new_tokens=limit,
+                drafter=drafter,
+                sampling=samplings,
+                verification="coupled",
+                stop_tokens=stops,
+            )
+            assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
+            for tokens, row in zip(out.tokens, out.stats.rows, strict=True):
+                assert len(tokens) == 1 + row.accepted + row.added
+
+
+def bad_calls():
+    warm = SamplingParams(temperature=1.0)
+    yield "unknown verification mode", {"verification": "hope"}
+    yield "greedy verification cannot verify samples", {"verification": "greedy", "sampling": [SamplingParams(), warm]}
+    yield "sampling given per prompt does not match", {"sampling": [warm]}
+    yield "request_ids given per prompt does not match", {"request_ids": [1]}
+    yield "share their random numbers", {"request_ids": [4, 4], "sampling": warm}
+    yield "a request id is out of range", {"request_ids": [0, 2**32]}
+    yield "a request id is out of range", {"request_ids": [-1, 0]}
+
+
+@pytest.mark.parametrize("message,change", list(bad_calls()))
+def test_bad_calls_are_refused_before_anything_runs(model, message, change):
+    runner = ModelRunner(model, full_cache(model, 2))
+    with pytest.raises(ConfigError, match=message):
+        generate(runner, [[1, 2], [3]], max_new_tokens=4, **change)
+    assert int(runner.cache.positions.max()) == -1, "something ran"
+
+
+def test_one_id_under_two_seeds_is_two_requests(model):
+    runner = ModelRunner(model, full_cache(model, 2))
+    samplings = [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2)]
+    out = generate(runner, [[1, 2], [3]], max_new_tokens=4, sampling=samplings, request_ids=[0, 0])
+    assert all(len(row) == 4 for row in out.tokens)
