@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all mutants certify lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,15 @@ test: lint  ## checks and tests, slow ones left out
 	$(RUN) -m pytest
 
 test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
-	WITNESS_SCENARIOS=5000 $(RUN) -m pytest -m ""
+	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=20000 LLAMA_SCENARIOS=500 LAW_PAIRS=20000 \
+		$(RUN) -m pytest -m "" -n auto --dist worksteal $(PYTEST_ARGS)
+
+mutants: $(VENV)/.installed-dev  ## put bugs into the source; a test has to fail because of each
+	$(RUN) tests/mutants.py $(MUTANTS_ARGS)
+
+certify: $(VENV)/.installed  ## the default model in float32 and bfloat16: flips against near-ties
+	$(RUN) reproduce/certify.py --dtype float32 --tokens 4096
+	$(RUN) reproduce/certify.py --dtype bfloat16 --tokens 4096
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .

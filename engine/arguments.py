@@ -158,7 +158,7 @@ def draft_settings(args: argparse.Namespace) -> DraftSettings:
                 fix="leave out --no_baseline",
             )
         return DraftSettings("oracle", args.gamma)
-    dtype = _draft_dtype(args)
+    dtype = resolve_draft_dtype(args, args.draft_dtype)
     if args.draft_policy == "full":
         capacity = args.prefix_len + args.gen_len + args.gamma + 1
         return DraftSettings("self", args.gamma, "full", capacity, dtype=dtype)
@@ -167,12 +167,13 @@ def draft_settings(args: argparse.Namespace) -> DraftSettings:
     return DraftSettings("self", args.gamma, "streaming", args.streamingllm_budget, args.n_sink, dtype)
 
 
-def _draft_dtype(args: argparse.Namespace) -> torch.dtype:
+def resolve_draft_dtype(args: argparse.Namespace, wanted: str) -> torch.dtype:
+    """The dtype of the draft's weights and cache that `wanted` means beside the target's."""
     device = resolve_device(args.device)
     dtype = resolve_dtype(args, device)
-    if args.draft_dtype == "auto" and dtype == torch.float32 and can_pack(device, torch.bfloat16):
+    if wanted == "auto" and dtype == torch.float32 and can_pack(device, torch.bfloat16):
         return torch.bfloat16
-    return dtype if args.draft_dtype in ("auto", "same") else DTYPES[args.draft_dtype]
+    return dtype if wanted in ("auto", "same") else DTYPES[wanted]
 
 
 def resolve_dtype(args: argparse.Namespace, device: str) -> torch.dtype:

@@ -4,8 +4,8 @@ Nothing here speculates or imports what does. Tokens come in from outside, and e
 of plain decoding: the forward over the prompt gives a row's first token, 1-token forwards give the rest.
 
 Write z for the logits of a 1-token forward and z' for those of a (gamma + 1)-token forward of the same text.
-If no entry of z' is further than eps from z, an argmax b of z' that is not the argmax a of z has
-z[a] - z[b] <= 2 eps. So eps is measured on forced text, and every emitted token is held to 2 eps.
+If, a shift of all logits aside, no entry of z' is further than eps from z, an argmax b of z' that is not the
+argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and every emitted token is held to 2 eps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from models import Transformer
 class Calibration:
     """How far forwards of one token and of gamma + 1 tokens are apart, over `positions` forced tokens.
 
-    eps: the largest difference of a logit; median: the median over positions of the largest at each.
+    eps: the largest difference of a logit, once the shift of all logits that makes it smallest is taken away,
+    because no choice feels that shift; median: the median over positions of the largest at each. gap_change: the
+    most that another token gained on a 1-token forward's choice, of those that so near a forward could prefer.
     flips: positions where the two have another argmax, which is what low precision does without speculation.
     """
 
     eps: float
     median: float
+    gap_change: float
     flips: int
     positions: int
 
@@ -94,7 +97,7 @@ def calibrate(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=cache.device)
     longest = max(map(len, prompts))
     worst = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
-    flipped = torch.zeros_like(worst, dtype=torch.bool)
+    gained, flipped = torch.zeros_like(worst), torch.zeros_like(worst, dtype=torch.bool)
     for start in range(0, n_tokens, block):
         tokens = forced[:, start : start + block]
         positions = lengths[:, None] + start + torch.arange(block, device=cache.device)
@@ -102,12 +105,22 @@ def calibrate(
         cache.rollback(positions[:, 0])
         for i in range(block):
             one = slice(i, i + 1)
-            single = runner.step(tokens[:, one], positions[:, one], longest + start + i + 1)[:, 0]
-            difference = single.to(worst.dtype) - at_once[:, i].to(worst.dtype)
-            worst[:, start + i] = difference.abs().amax(dim=-1)
-            flipped[:, start + i] = greedy(single) != greedy(at_once[:, i])
+            single = runner.step(tokens[:, one], positions[:, one], longest + start + i + 1)[:, 0].to(worst.dtype)
+            difference = at_once[:, i].to(worst.dtype) - single
+            worst[:, start + i] = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
+            choice = greedy(single)[:, None]
+            too_far = single.gather(1, choice) - single > 2 * worst[:, start + i, None]
+            gain = difference - difference.gather(1, choice)
+            gained[:, start + i] = gain.masked_fill(too_far, 0).amax(dim=-1)
+            flipped[:, start + i] = choice[:, 0] != greedy(at_once[:, i])
     _require_finite(worst, lengths, "calibration")
-    return Calibration(float(worst.max()), float(worst.median()), int(flipped.sum()), worst.numel())
+    return Calibration(
+        eps=float(worst.max()),
+        median=float(worst.median()),
+        gap_change=float(gained.max()),
+        flips=int(flipped.sum()),
+        positions=worst.numel(),
+    )
 
 
 @torch.inference_mode()

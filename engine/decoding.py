@@ -97,21 +97,25 @@ def generate(
     for row in range(len(requests), len(slots)):
         runner.release_row(row)  # never admitted, it idles at position 0
     waiting = deque(requests)
+    rows = _rows(slots, runner.device)
     rounds: list[Round] = []
     prefill_seconds = 0.0
 
     while True:
         started = time.perf_counter()
+        n_waiting = len(waiting)
         for row, slot in enumerate(slots):
             while slot.request is None and waiting:
                 _admit(runner, drafter, mode, row, slot, waiting.popleft(), progress)
+        if len(waiting) < n_waiting:
+            rows = _rows(slots, runner.device)
         busy = [slot for slot in slots if slot.request]
         prefill_seconds += time.perf_counter() - started
         if not busy:
             break
 
         started = time.perf_counter()
-        outcomes = _round(runner, drafter, mode, slots, phase)
+        outcomes = _round(runner, drafter, mode, slots, rows, phase)
         emitted = sum(
             _commit(slot, slot.request, outcome) for slot, outcome in zip(slots, outcomes, strict=True) if slot.request
         )
@@ -132,6 +136,7 @@ def generate(
 
 
 def _rows(slots: Sequence[_Slot], device: torch.device) -> Rows:
+    """What sampling needs to know of the slots; it changes when a slot is refilled."""
     return Rows.of([slot.sampling for slot in slots], [slot.request_id for slot in slots], device)
 
 
@@ -177,6 +182,7 @@ def _round(
     drafter: Drafter | None,
     mode: str,
     slots: Sequence[_Slot],
+    rows: Rows,
     phase: Callable[[str], AbstractContextManager[object]],
 ) -> list[_Outcome]:
     """Draft, verify, accept."""
@@ -184,7 +190,7 @@ def _round(
     lengths = torch.tensor([slot.length for slot in slots], device=runner.device)
     current = torch.tensor([slot.current for slot in slots], device=runner.device)
     extent = max(slot.length for slot in slots) + gamma + 1
-    verification = start_round(mode, _rows(slots, runner.device), lengths, gamma, runner.model)
+    verification = start_round(mode, rows, lengths, gamma, runner.model)
 
     with phase("draft"):
         drafts = Drafts(current.new_empty(len(slots), 0))
@@ -199,11 +205,11 @@ def _round(
         verdict = verification.judge(drafts, logits)
         drafted = torch.full_like(lengths, gamma) if drafts.lengths is None else drafts.lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
-        rows = torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1).tolist()  # the round's one host sync
-    outcomes = []
-    for drafted_here, num_accepted, next_token, *rest in rows:
-        outcomes.append(_Outcome(drafted_here, [*rest[:num_accepted], next_token], rest[gamma:]))
-    return outcomes
+        packed = torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1).tolist()  # the round's one host sync
+    return [
+        _Outcome(n_drafted, [*rest[:num_accepted], next_token], rest[gamma:])
+        for n_drafted, num_accepted, next_token, *rest in packed
+    ]
 
 
 def _commit(slot: _Slot, request: Request, outcome: _Outcome) -> int:

@@ -149,9 +149,13 @@ def make_record(
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
         "accepted": counts.accepted if counts else None,
+        "emitted": counts.emitted if counts else None,
         "acceptance_rate": counts.acceptance_rate if counts else None,
         "acceptance_per_position": counts.acceptance_per_position if counts else None,
         "mean_accepted_length": counts.mean_accepted_length if counts else None,
+        "mean_accepted_length_per_row": [row.mean_accepted_length for row in speculative.stats.rows]
+        if speculative and real
+        else None,
         "decode_tokens_per_second": tps if real or not speculative else None,
         "baseline_tokens_per_second": base_tps,
         "speedup": ratio(tps, base_tps) if compared and real else None,

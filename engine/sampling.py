@@ -63,22 +63,28 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Law:
-    """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter."""
+    """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter.
+
+    `most_kept`: no row's top-k keeps more ids than that; None where a sampled row has no top-k.
+    """
 
     temperature: Tensor
     top_k: Tensor | None
     top_p: Tensor | None
+    most_kept: int | None
     any_greedy: bool
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu") -> Law:
         """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds."""
+        most_kept = [row.top_k or int(row.greedy) for row in rows]
         k = torch.tensor([row.top_k or torch.iinfo(torch.int64).max for row in rows], device=device)
         p = torch.tensor([row.top_p if row.top_p < 1 else math.inf for row in rows], device=device)
         return cls(
             temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
             top_k=k if any(row.top_k for row in rows) else None,
             top_p=p.double() if any(row.top_p < 1 for row in rows) else None,
+            most_kept=max(most_kept) if all(most_kept) else None,
             any_greedy=any(row.greedy for row in rows),
         )
 
@@ -108,13 +114,17 @@ class Law:
 
     def _kept(self, scaled: Tensor) -> Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
-        descending = scaled.sort(dim=-1, descending=True).values
-        rank = torch.arange(scaled.shape[-1], device=scaled.device)
+        vocab_size = scaled.shape[-1]
+        if self.most_kept is None:
+            descending = scaled.sort(dim=-1, descending=True).values
+        else:
+            descending = scaled.topk(min(self.most_kept, vocab_size), dim=-1).values
+        rank = torch.arange(descending.shape[-1], device=scaled.device)
         kept = torch.ones_like(descending, dtype=torch.bool)
         if self.top_k is not None:
             kept &= rank < _like(self.top_k, scaled, torch.int64)
         if self.top_p is not None:
-            mass = descending.double().softmax(dim=-1)
+            mass = (descending.double() - scaled.double().logsumexp(dim=-1, keepdim=True)).exp()
             kept &= mass.cumsum(dim=-1) - mass < _like(self.top_p, scaled, torch.float64)
         kept[..., 0] = True
         n = kept.sum(dim=-1, keepdim=True)

@@ -1,0 +1,42 @@
+"""What the tests of losslessness measured: a table at the end of a run and, on request, one JSON record.
+
+A test records a figure with `record_property`: "count: X" figures are summed over tests, "max: X" figures
+keep their largest, and "p-value: X" figures stand for themselves. They survive pytest-xdist's processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from engine.provenance import append_record, provenance
+
+COMBINE = {"count": sum, "max": max, "p-value": min}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--evidence", metavar="FILE", help="append what the tests measured to this file, as JSON")
+
+
+def combined(properties: Iterable[tuple[str, object]]) -> dict[str, float]:
+    """One figure per name, in order of first appearance."""
+    figures: dict[str, list[float]] = {}
+    for name, value in properties:
+        if name.partition(":")[0] in COMBINE:
+            figures.setdefault(name, []).append(value)
+    return {name: COMBINE[name.partition(":")[0]](values) for name, values in figures.items()}
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Config) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    figures = combined(pair for report in reports if report.when == "call" for pair in report.user_properties)
+    if not figures:
+        return
+    terminalreporter.section("what the tests of losslessness measured")
+    for name, value in sorted(figures.items()):
+        terminalreporter.line(f"{name:<90} {value:g}")
+    if config.getoption("evidence"):
+        passed, failed = (len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed"))
+        record = {"benchmark": "lossless_tests", "passed": passed, "failed": failed, "figures": figures}
+        append_record(config.getoption("evidence"), record | provenance())
