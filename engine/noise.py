@@ -80,5 +80,5 @@ def gumbel(
     straddle a rounding boundary of `dtype`.
     """
     u = uniform(seed, request, position, stream, n_ids)
-    u += 2.0**-54  # the middle of its interval: never 0
+    u.clamp_(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
     return u.log_().neg_().log_().neg_().to(dtype)

@@ -1,0 +1,326 @@
+"""The seeded bugs of `make mutants`: classic mistakes of speculative decoding, each as one edit of the source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` occurs once in `file` and becomes `new`; one of `tests` has to fail then."""
+
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+LAW = ("test_verification.py",)
+JOINT = ("test_joint_law.py",)
+FILTERS = ("test_sampling.py",)
+NOISE = ("test_noise.py",)
+WITNESS = ("test_witness.py",)
+ENGINE = ("test_decoding.py",)
+SAMPLED = ("test_sampled_decoding.py",)
+CACHE = ("test_kv_cache.py",)
+
+VERIFICATION = "engine/verification.py"
+MODES = "engine/modes.py"
+SAMPLING = "engine/sampling.py"
+DECODING = "engine/decoding.py"
+
+MUTANTS = (
+    # Randomness
+    Mutant(
+        "drafting and resampling share their noise",
+        MODES,
+        "Stream.RESAMPLE, probs)",
+        "Stream.DRAFT, probs)",
+        LAW,
+    ),
+    Mutant(
+        "requests share their noise",
+        "engine/noise.py",
+        "for x in (seed & MASK, (seed >> 32) & MASK, position, request)]",
+        "for x in (seed & MASK, (seed >> 32) & MASK, position, 0 * request)]",
+        SAMPLED,
+    ),
+    Mutant(
+        "positions share their noise",
+        "engine/noise.py",
+        "for x in (seed & MASK, (seed >> 32) & MASK, position, request)]",
+        "for x in (seed & MASK, (seed >> 32) & MASK, 0 * position, request)]",
+        NOISE,
+    ),
+    Mutant(
+        "half of the seed is dropped",
+        "engine/noise.py",
+        "(seed >> 32) & MASK, position",
+        "0 * seed, position",
+        SAMPLED,
+    ),
+    Mutant(
+        "noise is keyed by the slot, not by the request",
+        DECODING,
+        "[slot.request_id for slot in slots]",
+        "list(range(len(slots)))",
+        SAMPLED,
+    ),
+    Mutant(
+        "the draft's coupled noise is that of the next position",
+        MODES,
+        "self._noise[:, i])",
+        "self._noise[:, i + 1])",
+        SAMPLED,
+    ),
+    # The law
+    Mutant(
+        "filters apply to the draft's law only",
+        MODES,
+        "probs = self.rows.law.probs(logits)\n        n_drafts",
+        "probs = logits.float().softmax(-1).to(logits.dtype)\n        n_drafts",
+        JOINT,
+    ),
+    Mutant(
+        "drafts are drawn from the filtered law, judged by the unfiltered one",
+        MODES,
+        "return (probs.log() + noise).argmax(dim=-1), probs",
+        "return (probs.log() + noise).argmax(dim=-1), logits.softmax(-1)",
+        JOINT,
+    ),
+    Mutant(
+        "top-p stops one token early",
+        SAMPLING,
+        "mass.cumsum(dim=-1) - mass <",
+        "mass.cumsum(dim=-1) <",
+        FILTERS,
+    ),
+    Mutant(
+        "top-k keeps every token tied with the last",
+        SAMPLING,
+        "above | (tied & (tied.cumsum(dim=-1) <= n - above.sum(dim=-1, keepdim=True)))",
+        "above | tied",
+        FILTERS,
+    ),
+    Mutant(
+        "ties go to the highest id",
+        SAMPLING,
+        "return logits.argmax(dim=-1)",
+        "return logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1)",
+        ENGINE,
+    ),
+    Mutant(
+        "one row's temperature rules the batch",
+        SAMPLING,
+        "temperature = _like(self.temperature, logits)",
+        "temperature = _like(self.temperature[:1], logits)",
+        SAMPLED,
+    ),
+    # Verification
+    Mutant(
+        "acceptance is not strict",
+        VERIFICATION,
+        "q_of_draft.double() < p_of_draft.double()",
+        "q_of_draft.double() <= p_of_draft.double()",
+        LAW,
+    ),
+    Mutant(
+        "p rows are off by one",
+        VERIFICATION,
+        "target_probs[:, :-1].gather",
+        "target_probs[:, 1:].gather",
+        LAW,
+    ),
+    Mutant(
+        "q rows are off by one",
+        VERIFICATION,
+        "draft_probs.gather(2, draft_tokens[..., None])",
+        "draft_probs.roll(1, 1).gather(2, draft_tokens[..., None])",
+        JOINT,
+    ),
+    Mutant(
+        "the bonus comes from the wrong row",
+        VERIFICATION,
+        "p = target_probs[row, num_accepted]",
+        "p = target_probs[row, (num_accepted - 1).clamp(min=0)]",
+        JOINT,
+    ),
+    Mutant(
+        "the residual takes q from the first row",
+        VERIFICATION,
+        "residual = (p - draft_probs[row, index]).clamp(min=0)",
+        "residual = (p - draft_probs[row, 0 * index]).clamp(min=0)",
+        JOINT,
+    ),
+    Mutant(
+        "a rejected draft is replaced by a draw from p",
+        VERIFICATION,
+        "return torch.where((was_rejected & has_mass)[:, None], residual, p)",
+        "return p",
+        LAW,
+    ),
+    Mutant(
+        "a residual is taken although nothing was rejected",
+        VERIFICATION,
+        "torch.where((was_rejected & has_mass)[:, None], residual, p)",
+        "torch.where(has_mass[:, None], residual, p)",
+        JOINT,
+    ),
+    Mutant(
+        "a residual without mass has no fallback",
+        VERIFICATION,
+        "(was_rejected & has_mass)[:, None]",
+        "was_rejected[:, None]",
+        LAW,
+    ),
+    Mutant(
+        "a drafter without probabilities is accepted like a certain one",
+        VERIFICATION,
+        "q_of_draft = torch.ones_like(p_of_draft)",
+        "q_of_draft = p_of_draft / 2",
+        JOINT,
+    ),
+    Mutant(
+        "drafts behind a row's end are judged",
+        VERIFICATION,
+        "accepted = accepted & (index < draft_lengths[:, None])",
+        "accepted = accepted & (index <= draft_lengths[:, None])",
+        (*LAW, *SAMPLED),
+    ),
+    Mutant(
+        "acceptance goes on behind the first rejection",
+        VERIFICATION,
+        "accepted.long().cumprod(dim=1).sum(dim=1)",
+        "accepted.long().sum(dim=1)",
+        WITNESS,
+    ),
+    Mutant(
+        "the token after a rejection comes from the row before",
+        VERIFICATION,
+        "choice.gather(1, num_accepted[:, None])",
+        "choice.gather(1, (num_accepted[:, None] - 1).clamp(min=0))",
+        WITNESS,
+    ),
+    # Decoding
+    Mutant(
+        "a stop token inside the block is ignored",
+        "engine/requests.py",
+        "if token in self.stop_tokens:",
+        "if token in self.stop_tokens and count == len(block):",
+        ENGINE,
+    ),
+    Mutant(
+        "the length limit is looked at after the block",
+        "engine/requests.py",
+        "elif len(self.tokens) == self.limit:",
+        "elif len(self.tokens) >= self.limit and count == len(block):",
+        ENGINE,
+    ),
+    Mutant(
+        "tokens behind a stop are counted",
+        DECODING,
+        "add_round(outcome.drafted, len(block) - 1, kept)",
+        "add_round(outcome.drafted, len(block) - 1, len(block))",
+        ENGINE,
+    ),
+    Mutant(
+        "a finished row's length is that of the longest",
+        DECODING,
+        "slot.length += kept",
+        "slot.length += max(kept, 2)",
+        WITNESS,
+    ),
+    Mutant(
+        "the verification block starts one position late",
+        DECODING,
+        "positions = lengths[:, None] + torch.arange(gamma + 1",
+        "positions = lengths[:, None] + torch.arange(1, gamma + 2",
+        WITNESS,
+    ),
+    Mutant(
+        "the draft starts one position late",
+        "engine/drafters/self_speculation.py",
+        "lengths[:, None] + i, extent)",
+        "lengths[:, None] + i + 1, extent)",
+        WITNESS,
+    ),
+    Mutant(
+        "a row is trusted to hold its prompt when it does not",
+        "engine/runner.py",
+        "return torch.equal(self.cache.positions[row : row + 1, : len(prompt)], positions)",
+        "return True",
+        ENGINE,
+    ),
+    Mutant(
+        "n-grams are looked up in what was rejected, too",
+        "engine/drafters/ngram.py",
+        "matches = position < last",
+        "matches = position < last + gamma",
+        ("test_drafters.py",),
+    ),
+    # Caches and model
+    Mutant(
+        "rollback keeps one token too many",
+        "kv_cache/base.py",
+        "self.positions >= lengths[:, None], EMPTY",
+        "self.positions > lengths[:, None], EMPTY",
+        CACHE,
+    ),
+    Mutant(
+        "the draft's cache is never rolled back",
+        "engine/drafters/self_speculation.py",
+        "        self.cache.rollback(lengths)\n",
+        "        pass\n",
+        CACHE,
+    ),
+    Mutant(
+        "a refilled slot keeps the last prompt's entries",
+        "kv_cache/base.py",
+        "self.positions[row] = EMPTY",
+        "pass",
+        WITNESS,
+    ),
+    Mutant(
+        "an empty slot is visible",
+        "models/attention/torch_backend.py",
+        "visible = (slots >= 0) & (slots <= queries)",
+        "visible = slots <= queries",
+        ENGINE,
+    ),
+    Mutant(
+        "a query sees the future",
+        "models/attention/torch_backend.py",
+        "(slots <= queries)",
+        "(slots <= queries + 1)",
+        ENGINE,
+    ),
+    Mutant(
+        "the ring evicts a sink",
+        "kv_cache/streaming.py",
+        "return torch.where(positions < self.n_sink, positions, ring)",
+        "return positions % (self.n_sink + self.window)",
+        CACHE,
+    ),
+    Mutant(
+        "verification does not write through to the draft's cache",
+        "kv_cache/write_through.py",
+        "        self.draft.write(layer, slots[1], keys, values)\n",
+        "",
+        WITNESS,
+    ),
+    Mutant(
+        "rotary positions count from the block's start",
+        "models/rope.py",
+        "angles = positions[..., None].to(",
+        "angles = (positions - positions[:, :1])[..., None].to(",
+        ENGINE,
+    ),
+    Mutant(
+        "an infinite key spreads to queries that do not see it",
+        "kv_cache/base.py",
+        "return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)",
+        "return x",
+        ENGINE,
+    ),
+)

@@ -1,0 +1,211 @@
+"""generate() emits whole sequences with the target's probabilities: every sequence enumerated, chi-square."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from statistics_tools import chi_square, total_variation, upper_tail
+from torch import Tensor
+
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.drafters import Drafter, NGram
+from engine.sampling import SamplingParams, logits_to_probs
+from kv_cache import FullKVCache, StreamingKVCache
+
+VOCAB, N_NEW, STOP = 4, 4, 3
+ROOM = 16
+N_REQUESTS = 20_000 if "LAW_PAIRS" in os.environ else 1_500
+PROMPTS = ([2], [1, 0, 3, 1, 1, 2], [0, 1, 0])
+PLAIN = SamplingParams(temperature=0.9)
+FILTERED = SamplingParams(temperature=1.2, top_k=3, top_p=0.95)
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    vocab_size: int = VOCAB
+    n_layer: int = 1
+    n_kv_head: int = 1
+    head_dim: int = 1
+    max_context: int = ROOM
+
+
+class TableModel:
+    """Has the interface of a Transformer. Its KV are tokens and positions; its logits are looked up by a
+    code of all that a query sees, so every context has a law of its own."""
+
+    config = TableConfig()
+    dtype = torch.float64
+
+    def __init__(self, seed: int, near: TableModel | None = None) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.codes = torch.randint(1 << 40, (ROOM, VOCAB), generator=generator)
+        self.table = 1.5 * torch.randn(4099, VOCAB, generator=generator, dtype=torch.float64)
+        if near:
+            # Its laws differ everywhere, but are alike where it sees the same context.
+            self.codes, self.table = near.codes, near.table + 0.7 * self.table
+
+    def __call__(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
+        return self.logits(self.hidden(tokens, positions, cache))
+
+    def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
+        slots = cache.begin(positions)
+        cache.write(0, slots, tokens[..., None, None], positions[..., None, None])
+        held, at = (x[:, :, 0, 0].long() for x in cache.read(0))
+        slot_positions = cache.positions[:, None]
+        visible = (slot_positions >= 0) & (slot_positions <= positions[..., None])
+        return (self.codes[at, held][:, None] * visible).sum(-1, keepdim=True) % len(self.table)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[..., 0]]
+
+    def logits_after(self, tokens: list[int]) -> Tensor:
+        """The same from a token list alone: no cache, no batch."""
+        return self.table[sum(int(self.codes[i, token]) for i, token in enumerate(tokens)) % len(self.table)]
+
+
+Group = tuple[int, SamplingParams]  # a prompt's index, and how it is sampled
+TARGET = TableModel(seed=1)
+DRAFT = TableModel(seed=2, near=TARGET)
+
+
+def enumerate_sequences(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Every output that decoding can give, with its probability."""
+    complete, open_ends = {}, {(): 1.0}
+    while open_ends:
+        tokens, mass = open_ends.popitem()
+        law = logits_to_probs(TARGET.logits_after([*prompt, *tokens]), params).tolist()
+        for token, probability in enumerate(law):
+            longer = (*tokens, token)
+            ended = token == STOP or len(longer) == N_NEW
+            (complete if ended else open_ends)[longer] = mass * probability
+    return complete
+
+
+@pytest.fixture(scope="module")
+def laws():
+    """The enumerated law of each prompt and each way to sample."""
+    return {(i, s): enumerate_sequences(p, s) for i, p in enumerate(PROMPTS) for s in (PLAIN, FILTERED)}
+
+
+def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
+    n_slots, config, dtype = runner.cache.max_batch, TARGET.config, TARGET.dtype
+    if kind == "none":
+        return None
+    if kind == "ngram":
+        return NGram(runner, gamma)
+    if kind == "full":
+        cache = FullKVCache(config, n_slots, ROOM, dtype=dtype)
+    else:
+        cache = StreamingKVCache(config, n_slots, budget=gamma + 2, n_sink=1, dtype=dtype)
+    return SelfSpeculation(runner, cache, gamma, DRAFT)
+
+
+def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_slots: int, seed: int, ids=None):
+    """What `generate` makes of one request per group."""
+    runner = ModelRunner(TARGET, FullKVCache(TARGET.config, n_slots, ROOM, dtype=TARGET.dtype))
+    return generate(
+        runner,
+        [PROMPTS[prompt] for prompt, _ in groups],
+        max_new_tokens=N_NEW,
+        drafter=make_drafter(kind, runner, gamma),
+        sampling=[SamplingParams(way.temperature, way.top_k, way.top_p, seed) for _, way in groups],
+        verification=mode,
+        request_ids=ids,
+        stop_tokens=[STOP],
+    )
+
+
+def irregular_groups(n: int, seed: int, ways: tuple[SamplingParams, ...]) -> list[Group]:
+    """Prompts and ways to sample, interleaved in runs of 1 to 4, so that many neighbours have one law."""
+    rng, groups = random.Random(seed), []
+    while len(groups) < n:
+        groups += [(rng.randrange(len(PROMPTS)), rng.choice(ways))] * rng.randint(1, 4)
+    return groups[:n]
+
+
+def joint_p_value(groups: list[Group], outputs: list[list[int]], laws) -> tuple[float, float, float]:
+    """Of all groups together: the p-value, the total variation, and what chance makes of the latter."""
+    statistic, freedom, variation, by_chance = 0.0, 0, 0.0, 0.0
+    for group, law in laws.items():
+        seen = Counter(tuple(tokens) for other, tokens in zip(groups, outputs, strict=True) if other == group)
+        if n := seen.total():
+            assert seen.keys() <= law.keys(), "a sequence of another length, or beyond its stop token"
+            counts = torch.tensor([seen[tokens] for tokens in law])
+            probs = torch.tensor(list(law.values()), dtype=torch.float64)
+            part, degrees = chi_square(counts, probs * n)
+            statistic, freedom = statistic + part, freedom + degrees
+            share = n / len(groups)
+            variation += share * total_variation(counts, probs)
+            # The mean of |count - expected| / n of a binomial count is about sqrt(2 p (1 - p) / (pi n)).
+            by_chance += share * float((2 * probs * (1 - probs) / (math.pi * n)).sqrt().sum()) / 2
+    return upper_tail(statistic, freedom), variation, by_chance
+
+
+def neighbours_agreement(groups: list[Group], outputs: list[list[int]], laws) -> float:
+    """By how many standard deviations more (or fewer) neighbours of one law agree than independent ones do."""
+    surplus, variance = 0.0, 0.0
+    for i in range(1, len(groups)):
+        if groups[i] == groups[i - 1]:
+            chance = sum(p * p for p in laws[groups[i]].values())
+            surplus += (outputs[i] == outputs[i - 1]) - chance
+            variance += chance * (1 - chance)
+    return surplus / math.sqrt(variance)
+
+
+CONFIGURATIONS = [
+    # mode, drafter, gamma, prompts per slot, ways to sample, seed
+    ("rejection", "none", 0, 3, (PLAIN,), 101),
+    ("rejection", "full", 1, 1, (PLAIN, FILTERED), 102),
+    ("rejection", "streaming", 2, 4, (PLAIN,), 103),
+    ("rejection", "full", 3, 3, (PLAIN,), 1 << 33),
+    ("rejection", "streaming", 3, 1, (FILTERED,), 105),
+    ("rejection", "ngram", 2, 3, (PLAIN, FILTERED), 106),
+    ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
+    ("coupled", "full", 2, 3, (PLAIN,), 108),
+]
+
+
+@pytest.mark.parametrize("mode,kind,gamma,per_slot,ways,seed", CONFIGURATIONS)
+def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot, ways, seed, record_property):
+    groups = irregular_groups(N_REQUESTS, seed, ways)
+    out = sample(mode, kind, gamma, groups, N_REQUESTS // per_slot, seed)
+    p_value, variation, by_chance = joint_p_value(groups, out.tokens, laws)
+    agreement = neighbours_agreement(groups, out.tokens, laws)
+    record_property("count: joint law, sampled sequences", N_REQUESTS)
+    record_property(f"p-value: joint law, {mode}, {kind} draft, gamma {gamma}, seed {seed}", p_value)
+    record_property("max: joint law, total variation over what chance makes of it", variation / by_chance)
+    assert p_value > 1e-4
+    assert variation < 1.3 * by_chance
+    assert abs(agreement) < 4.5, "requests share their random numbers"
+    if gamma:
+        assert 0.1 < out.stats.counts.acceptance_rate < 0.95, "too easy a draft, or too hard a one"
+
+
+@pytest.mark.parametrize("kind,gamma", [("streaming", 1), ("full", 2), ("streaming", 3), ("ngram", 3)])
+def test_coupled_sequences_depend_on_seed_and_request_alone(kind, gamma):
+    """Another drafter, gamma, number of slots and order of the requests give the same tokens as plain decoding."""
+    n = 300
+    groups = irregular_groups(n, 5, (PLAIN, FILTERED))
+    plain = sample("coupled", "none", 0, groups, n, seed=9)
+    order = random.Random(gamma).sample(range(n), n)
+    shuffled = sample("coupled", kind, gamma, [groups[i] for i in order], n // 4, seed=9, ids=order)
+    assert shuffled.tokens == [plain.tokens[i] for i in order]
+
+
+def test_the_reference_laws_are_laws(laws):
+    """Each sums to 1, ends early at the stop token only, and differs by prompt and by context."""
+    for law in laws.values():
+        assert abs(sum(law.values()) - 1) < 1e-12
+        assert {len(tokens) for tokens in law} == set(range(1, N_NEW + 1))
+        assert all(STOP not in tokens[:-1] and (len(tokens) == N_NEW or tokens[-1] == STOP) for tokens in law)
+    first_tokens = {
+        tuple(round(sum(p for t, p in law.items() if t[0] == token), 6) for token in range(VOCAB))
+        for law in laws.values()
+    }
+    assert len(first_tokens) == len(laws)

@@ -1,0 +1,42 @@
+"""The seeded bugs still fit the source, and the program that tries them can tell a kill from a survivor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mutants
+import pytest
+from mutant_table import MUTANTS
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_P = next(mutant for mutant in MUTANTS if "top-p" in mutant.bug)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_the_bug_fits_the_source(mutant):
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.old != mutant.new and mutant.tests
+    assert all((ROOT / "tests" / name).exists() for name in mutant.tests)
+
+
+def test_bugs_are_many_and_distinct():
+    assert len({mutant.bug for mutant in MUTANTS}) == len(MUTANTS) >= 20
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_kill_a_survivor_and_a_misfit_are_told_apart():
+    killed = mutants.try_mutant(TOP_P)
+    assert killed.killed_by and killed.killed_by.startswith("test_sampling.py::")
+    harmless = replace(TOP_P, new=TOP_P.old + " ")
+    assert mutants.try_mutant(harmless).killed_by is None
+    with pytest.raises(ValueError, match="0 places like"):
+        mutants.try_mutant(replace(TOP_P, old="no such line"))
+
+
+def test_a_filter_that_matches_nothing_is_not_a_success(tmp_path):
+    command = [sys.executable, str(ROOT / "tests" / "mutants.py"), "--only", "no such bug"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "no such bug" in done.stderr

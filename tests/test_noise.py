@@ -1,0 +1,182 @@
+"""Counter-based noise: the generator's bits, what a number depends on, and the laws of its numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from statistics_tools import chi_square_p_value
+from torch import Tensor
+
+from engine import noise
+from engine.noise import Stream, gumbel, philox, uniform
+
+WORD = 2**32
+KNOWN_ANSWERS = [  # counter, key, output: the vectors published with Random123
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def reference_philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 on Python integers, straight from the paper's round function."""
+    a, b, c, d = counter
+    left, right = key
+    for round_number in range(10):
+        if round_number:
+            left, right = (left + 0x9E3779B9) % WORD, (right + 0xBB67AE85) % WORD
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = second // WORD ^ b ^ left, second % WORD, first // WORD ^ d ^ right, first % WORD
+    return [a, b, c, d]
+
+
+def reference_uniform(seed: int, request: int, position: int, stream: int, token: int) -> float:
+    counter = [token // 2, stream, position, request]
+    block = reference_philox(counter, [seed % WORD, seed // WORD % WORD])
+    high, low = block[2 * (token % 2) : 2 * (token % 2) + 2]
+    return (high * 2**21 + low // 2**11) / 2**53
+
+
+def one(value: int) -> Tensor:
+    return torch.tensor([value])
+
+
+@pytest.mark.parametrize("counter,key,answer", KNOWN_ANSWERS)
+def test_philox_gives_the_published_bits(counter, key, answer):
+    counter, key, answer = words(counter), words(key), words(answer)
+    assert reference_philox(counter, key) == answer, "the reference itself"
+    out = philox(tuple(map(one, counter)), tuple(map(one, key)))
+    assert [int(word) for word in out] == answer
+
+
+def test_uniform_equals_a_reference_in_python_integers():
+    rng = random.Random(1)
+    edges = [0, 1, 2**31 - 1, 2**31, WORD - 1]
+    n_ids = 7
+    for case in range(60):
+        request, position = (rng.choice(edges) if case % 2 else rng.randrange(WORD) for _ in range(2))
+        seed = rng.choice([*edges, WORD, 2**63 - 1]) if case % 2 else rng.randrange(2**63)
+        for stream in Stream:
+            row = uniform(one(seed), one(request), one(position), stream, n_ids)[0].tolist()
+            assert row == [reference_uniform(seed, request, position, stream, token) for token in range(n_ids)]
+
+
+def test_an_id_does_not_depend_on_how_many_are_asked_for():
+    keys = torch.tensor([3, 1 << 40]), torch.tensor([9, 2]), torch.tensor([0, 77])
+    whole = uniform(*keys, Stream.DRAFT, 64)
+    for n_ids in (1, 2, 3, 8, 31, 63):
+        assert torch.equal(uniform(*keys, Stream.DRAFT, n_ids), whole[:, :n_ids])
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 64, 1 << 20])
+def test_a_row_depends_neither_on_its_batch_nor_on_the_pass_size(monkeypatch, blocks):
+    generator = torch.Generator().manual_seed(0)
+    seed = torch.randint(2**62, (40,), generator=generator)
+    request, position = (torch.randint(2**32, (40,), generator=generator) for _ in range(2))
+    whole = uniform(seed, request, position, Stream.ACCEPT, 11)
+    monkeypatch.setitem(noise.BLOCKS_PER_PASS, "cpu", blocks)
+    assert torch.equal(uniform(seed, request, position, Stream.ACCEPT, 11), whole)
+    for rows in (torch.randperm(40, generator=generator), torch.tensor([17]), torch.arange(0, 40, 3)):
+        assert torch.equal(uniform(seed[rows], request[rows], position[rows], Stream.ACCEPT, 11), whole[rows])
+
+
+def test_seed_request_and_position_broadcast():
+    seed, request = torch.tensor([[5], [6]]), torch.tensor([[1], [2]])
+    block = uniform(seed, request, torch.arange(10, 13), Stream.COUPLED, 4)
+    assert block.shape == (2, 3, 4)
+    for row in range(2):
+        for column in range(3):
+            alone = uniform(seed[row], request[row], one(10 + column), Stream.COUPLED, 4)
+            assert torch.equal(block[row, column], alone[0])
+    assert uniform(seed, request, torch.arange(0), Stream.ACCEPT).shape == (2, 0, 1)
+
+
+def test_every_part_of_the_key_matters():
+    """One part changes at a time, in its lowest and in its highest bit; no number may repeat anywhere."""
+    n_ids = 9
+    base = (5, 6, 7, Stream.DRAFT)
+    changed = [base, *((*base[:3], stream) for stream in Stream if stream != Stream.DRAFT)]
+    for part, bits in ((0, (0, 31, 32, 62)), (1, (0, 31)), (2, (0, 31))):
+        changed += [(*base[:part], base[part] ^ (1 << bit), *base[part + 1 :]) for bit in bits]
+    # Swapped parts: a counter that merely adds them up would repeat itself.
+    changed += [(6, 5, 7, Stream.DRAFT), (5, 7, 6, Stream.DRAFT), (7, 6, 5, Stream.DRAFT)]
+    numbers = [
+        number
+        for seed, request, position, stream in changed
+        for number in uniform(one(seed), one(request), one(position), stream, n_ids)[0].tolist()
+    ]
+    assert len(set(numbers)) == len(changed) * n_ids
+
+
+def test_uniforms_are_uniform_on_the_half_open_interval():
+    u = uniform(one(11), torch.arange(2000), one(3), Stream.ACCEPT, 100)
+    assert u.dtype == torch.float64 and float(u.min()) >= 0 and float(u.max()) < 1
+    assert torch.equal(u * 2**53, (u * 2**53).floor()), "multiples of 2**-53"
+    n = u.numel()
+    for power in (1, 2, 3, 4):
+        mean, variance = 1 / (power + 1), 1 / (2 * power + 1) - 1 / (power + 1) ** 2
+        assert abs(float((u**power).mean()) - mean) < 4.5 * math.sqrt(variance / n)
+    counts = torch.histc(u, bins=100, min=0, max=1)
+    assert chi_square_p_value(counts, torch.full_like(counts, n / 100)) > 1e-4
+    # The lowest bits too: a number made of 32 bits only would have none.
+    low_bits = ((u * 2**53).long() & 7).flatten().bincount(minlength=8)
+    assert chi_square_p_value(low_bits, torch.full((8,), n / 8)) > 1e-4
+
+
+def test_streams_positions_requests_seeds_and_ids_are_uncorrelated():
+    requests, n_ids = torch.arange(1000), 50
+
+    def numbers(seed: int = 0, first: int = 0, position: int = 4, stream: Stream = Stream.COUPLED) -> Tensor:
+        return uniform(one(seed), requests + first, one(position), stream, n_ids) - 0.5
+
+    base = numbers()
+    others = {
+        **{stream.name: numbers(stream=stream) for stream in Stream if stream != Stream.COUPLED},
+        "next position": numbers(position=5),
+        "next request": numbers(first=1),
+        "next seed": numbers(seed=1),
+        "high word of the seed": numbers(seed=1 << 32),
+        "next id": base.roll(1, dims=1),
+        "other id of the pair": base.unflatten(1, (-1, 2)).flip(2).flatten(1),
+    }
+    for name, other in others.items():
+        # Pairs of one another count twice in the last one, which doubles the variance.
+        bound = 4.5 * math.sqrt(2 / base.numel())
+        assert abs(float((base * other).mean() * 12)) < bound, name
+
+
+def test_gumbel_is_minus_log_minus_log_of_the_uniforms():
+    keys = one(8), torch.arange(50), one(1)
+    u = uniform(*keys, Stream.DRAFT, 6)
+    exact = gumbel(*keys, Stream.DRAFT, 6, torch.float64)
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(exact, -torch.log(-torch.log(u)), rtol=1e-12, atol=1e-12)
+    rounded = gumbel(*keys, Stream.DRAFT, 6)
+    assert rounded.dtype == torch.float32 and torch.equal(rounded, exact.float())
+
+
+@pytest.mark.parametrize("extreme", [0.0, 2.0**-53, 1 - 2.0**-52, 1 - 2.0**-53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gumbel_is_finite_at_both_ends_of_the_uniforms(monkeypatch, extreme, dtype):
+    """An infinity would win any argmax, and be NaN where p is 0."""
+    monkeypatch.setattr(noise, "uniform", lambda *args: torch.full((1, 3), extreme, dtype=torch.float64))
+    values = gumbel(one(0), one(0), one(0), Stream.DRAFT, 3, dtype)
+    assert bool(torch.isfinite(values).all()) and values.dtype == dtype
+    assert bool((values < -3 if extreme < 0.5 else values > 30).all())
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
+    p = torch.tensor([0.4, 0.0, 0.25, 0.2, 0.1, 0.04, 0.0099, 0.0001], dtype=dtype)
+    n = 100_000
+    noise_of_rows = gumbel(one(2024), torch.arange(n), one(12), stream, len(p), dtype)
+    counts = (p.log() + noise_of_rows).argmax(dim=-1).bincount(minlength=len(p))
+    assert chi_square_p_value(counts, p.double() / p.double().sum() * n) > 1e-4

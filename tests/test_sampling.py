@@ -1,0 +1,185 @@
+"""The law of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.sampling import Law, SamplingParams, greedy, logits_to_probs
+from kv_cache.errors import ConfigError
+
+PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+# Halves are exact in every dtype, and few values make ties frequent.
+LOGITS = st.one_of(st.integers(-12, 12).map(lambda n: n / 2), st.just(-math.inf))
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-5, 0.01, 0.3, 0.7, 1.0, 1.5, 20.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 3, 5, 8, 100]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.05, 0.31, 0.5, 0.77, 0.9, 0.999]),
+)
+
+
+@st.composite
+def logit_rows(draw) -> list[float]:
+    """One row of at most 9 logits, at least one of them finite."""
+    row = draw(st.lists(LOGITS, min_size=1, max_size=9))
+    assume(max(row) > -math.inf)
+    return row
+
+
+def reference(logits: list[float], params: SamplingParams) -> tuple[list[float], float]:
+    """The law, and how close a decision of top-p was: the least distance of a mass from `top_p`."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if params.temperature == 0:
+        return [float(token == order[0]) for token in range(len(logits))], math.inf
+    top = logits[order[0]]
+    weight = [math.exp((logit - top) / params.temperature) for logit in logits]
+    whole = math.fsum(weight)
+    kept, closest = [], math.inf
+    for rank, token in enumerate(order):
+        before = math.fsum(weight[other] for other in order[:rank]) / whole
+        if rank and params.top_p < 1:
+            closest = min(closest, abs(before - params.top_p))
+        if (params.top_k == 0 or rank < params.top_k) and (params.top_p == 1 or before < params.top_p or rank == 0):
+            kept.append(token)
+    mass = math.fsum(weight[token] for token in kept)
+    return [weight[token] / mass if token in kept else 0.0 for token in range(len(logits))], closest
+
+
+def assert_same_law(law: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(law.double(), wanted, rtol=0, atol=tolerance)
+    assert torch.equal(law > 0, wanted.to(law.dtype) > 0), "another set of tokens"
+
+
+@PROPERTY
+@given(logit_rows(), PARAMS, st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+@example([0.0], SamplingParams(0.7, 3, 0.2), torch.float32)
+@example([1.0] * 9, SamplingParams(1.0, 4), torch.bfloat16)
+@example([1.0] * 8, SamplingParams(1.0, 5, 0.6), torch.float64)
+@example([-math.inf, 2.0, -math.inf, 2.0], SamplingParams(0.3, 3, 0.9), torch.float32)
+@example([5.0, 1.0, 0.0], SamplingParams(20.0, 100, 0.05), torch.float16)
+def test_one_row_has_the_law_of_the_reference(row, params, dtype):
+    wanted, closest = reference(row, params)
+    double = dtype == torch.float64
+    # Where a mass all but equals top_p, rounding may decide; the exact cases have a test of their own.
+    assume(closest > (1e-12 if double else 1e-5))
+    law = logits_to_probs(torch.tensor(row, dtype=dtype), params)
+    assert law.dtype == (torch.float64 if double else torch.float32)
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    assert_same_law(law, wanted, 1e-14 if double else 2e-6)
+
+
+@PROPERTY
+@given(st.data(), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
+def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, steps):
+    """Bit for bit the law of the row alone, whichever filters the neighbours use; and it is the right law."""
+    params = data.draw(st.lists(PARAMS, min_size=batch, max_size=batch))
+    n = batch * steps * vocab
+    logits = torch.tensor(data.draw(st.lists(LOGITS, min_size=n, max_size=n)), dtype=torch.float64)
+    logits = logits.reshape(batch, steps, vocab)
+    logits[..., 0] = logits[..., 0].clamp(min=-6)
+    law = Law.of(params)
+    probs, logprobs = law.probs(logits), law.logprobs(logits)
+    assert probs.shape == logprobs.shape == logits.shape
+    for row, own in enumerate(params):
+        assert torch.equal(probs[row], logits_to_probs(logits[row], own))
+        assert torch.equal(probs[row], Law.of([own]).probs(logits[row : row + 1])[0])
+        for step in range(steps):
+            wanted, closest = reference(logits[row, step].tolist(), own)
+            if closest > 1e-12:
+                assert_same_law(probs[row, step], torch.tensor(wanted, dtype=torch.float64), 1e-14)
+    for step in range(steps):
+        assert torch.equal(law.probs(logits[:, step]), probs[:, step])
+        assert torch.equal(law.logprobs(logits[:, step]), logprobs[:, step])
+    # Not the other way round: a small probability becomes 0 where its logarithm is still finite.
+    torch.testing.assert_close(logprobs.exp(), probs, rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_logprobs_are_the_logarithms_of_probs(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, 4, 50, generator=generator, dtype=torch.float64) * 4).to(dtype)
+    law = Law.of([SamplingParams(0.8), SamplingParams(0.6, 10, 0.9), SamplingParams(0)])
+    probs, logprobs = law.probs(logits), law.logprobs(logits)
+    assert probs.dtype == logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(probs.sum(dim=-1), torch.ones_like(probs[..., 0]))
+    torch.testing.assert_close(logprobs, probs.log(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logprobs == -math.inf, probs == 0) and bool((probs[1:] == 0).any())
+
+
+@pytest.mark.parametrize("vocab", [2, 4, 8, 16])
+def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
+    """Equal logits, whose masses are exact: n ids of a row of V reach a top_p of n / V, the lowest ones."""
+    for n in range(1, vocab):
+        law = logits_to_probs(torch.zeros(vocab, dtype=torch.float64), SamplingParams(1.0, top_p=n / vocab))
+        assert law.tolist() == [1 / n] * n + [0.0] * (vocab - n)
+        law = logits_to_probs(torch.zeros(vocab, dtype=torch.float64), SamplingParams(1.0, top_p=(n + 0.5) / vocab))
+        assert int((law > 0).sum()) == n + 1
+
+
+def test_the_filters_are_joint():
+    """Top-p looks at the law before top-k: behind a top-k of 3 the first id would hold 0.44 and pass 0.43 alone.
+
+    The temperature comes before both.
+    """
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    logits = probs.log()
+    for top_k, top_p, kept in ((3, 0.65, 2), (3, 0.43, 2), (1, 0.65, 1), (3, 0.39, 1), (3, 0.95, 3), (2, 1.0, 2)):
+        law = logits_to_probs(logits, SamplingParams(1.0, top_k, top_p))
+        wanted = torch.where(torch.arange(4) < kept, probs, 0.0)
+        torch.testing.assert_close(law, wanted / wanted.sum())
+    hot = logits_to_probs(logits, SamplingParams(100.0, top_p=0.65))
+    assert int((hot > 0).sum()) == 3, "at a high temperature 0.65 of the mass takes three ids"
+
+
+def test_ties_go_to_the_lowest_ids():
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0])
+    assert int(greedy(logits)) == 1
+    assert logits_to_probs(logits, SamplingParams()).tolist() == [0, 1, 0, 0, 0, 0, 0]
+    for top_k, kept in ((1, [1]), (2, [1, 3]), (4, [1, 2, 3, 6]), (5, [1, 2, 3, 4, 6])):
+        law = logits_to_probs(logits, SamplingParams(1.0, top_k))
+        assert law.nonzero().flatten().tolist() == kept
+    assert greedy(torch.zeros(2, 3, 5)).tolist() == [[0] * 3] * 2
+
+
+def test_greedy_rows_beside_sampled_rows():
+    logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0], [-math.inf, 0.0, -math.inf]])
+    rows = [SamplingParams(), SamplingParams(1.0), SamplingParams(0.0, top_p=0.1)]
+    probs, logprobs = Law.of(rows).probs(logits), Law.of(rows).logprobs(logits)
+    assert probs[0].tolist() == [0, 1, 0] and logprobs[0].tolist() == [-math.inf, 0, -math.inf]
+    torch.testing.assert_close(probs[1], logits[1].softmax(0))
+    assert probs[2].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e5])
+def test_extreme_temperatures_and_logits_leave_a_law(temperature):
+    logits = torch.tensor([[60000.0, -60000.0, 59999.5, 0.0]], dtype=torch.float32)
+    law = Law.of([SamplingParams(temperature, top_k=3, top_p=0.999)]).probs(logits)
+    assert bool(torch.isfinite(law).all()) and float(law.sum()) == pytest.approx(1)
+    assert int(law.argmax()) == 0 and law[0, 1] == 0
+
+
+@pytest.mark.parametrize(
+    "field,values",
+    [
+        ("temperature", [-1.0, 1e-6, math.inf, math.nan, -math.inf]),
+        ("top_k", [-1]),
+        ("top_p", [0.0, -0.1, 1.01, math.nan]),
+        ("seed", [-1, 2**63]),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name(field, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"{field} is out of range(.|\n)*--{field}"):
+            SamplingParams(**{field: value})
+
+
+def test_the_bounds_themselves_are_allowed():
+    for params in (SamplingParams(), SamplingParams(1e-5, 1, 1e-12, 2**63 - 1), SamplingParams(1e6, 2**40, 1.0)):
+        Law.of([params]).probs(torch.zeros(1, 3))
+    assert SamplingParams().greedy and not SamplingParams(1e-5).greedy

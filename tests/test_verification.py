@@ -1,0 +1,272 @@
+"""Verification is exact: its law recovered from the outside, a plain reference, a narrow chi-square, edge cases."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from black_box import FAMILIES, law_pairs, random_laws, recovered_laws
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statistics_tools import chi_square_p_value
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.modes import CoupledRound, Drafts, GreedyRound, RejectionRound, Rows
+from engine.sampling import Law, SamplingParams
+from engine.verification import verify_coupled, verify_greedy, verify_rejection
+
+PAIRS = int(os.environ.get("LAW_PAIRS", "3000"))
+PAIRS_PER_EXAMPLE = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors gain nothing from more threads, and lose a lot to them on a busy machine."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+def exact_law_error(family: str, seed: int, vocab: int, n_drafts: int, ragged: bool, has_probs: bool) -> float:
+    """The largest |law - p| of a batch of pairs; the rows' other positions hold laws of the same family."""
+    n, generator = PAIRS_PER_EXAMPLE, torch.Generator().manual_seed(seed)
+    p, q = law_pairs(family, n * (n_drafts + 1), vocab, generator)
+    p, q = p.reshape(n, n_drafts + 1, vocab), q.reshape(n, n_drafts + 1, vocab)[:, :-1]
+    lengths = torch.randint(n_drafts + 1, (n,), generator=generator) if ragged else None
+    real = torch.full((n,), n_drafts) if lengths is None else lengths
+    position = (torch.rand(n, generator=generator) * (real + 1)).long()
+    laws, is_bonus = recovered_laws(p, q if has_probs else None, lengths, position)
+    rows = torch.arange(n)
+    wanted = p[rows, position]
+    if has_probs:
+        q_here = q[rows, position.clamp(max=n_drafts - 1)]
+        averaged = (q_here[..., None] * laws).sum(dim=1)
+        laws = torch.where(is_bonus[:, None, None], laws, averaged[:, None])
+    return float((laws - wanted[:, None]).abs().max())
+
+
+@pytest.mark.parametrize("has_probs", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
+    """Summed over the drafts that q draws; for a draft without probabilities, whichever it is."""
+    errors = []
+
+    @settings(
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=math.ceil(PAIRS / (len(FAMILIES) * PAIRS_PER_EXAMPLE)),
+    )
+    @given(st.integers(0, 2**31), st.integers(2, 8), st.integers(1, 3), st.booleans())
+    def check(seed, vocab, n_drafts, ragged):
+        errors.append(exact_law_error(family, seed, vocab, n_drafts, ragged, has_probs))
+        assert errors[-1] < 1e-12
+
+    check()
+    kind = "pairs (p, q)" if has_probs else "laws p, drafts without probabilities"
+    record_property(f"count: exact law, {kind}", len(errors) * PAIRS_PER_EXAMPLE)
+    record_property(f"max: exact law, {kind}: error", max(errors))
+
+
+def reference_verdict(drafts, q, p, u, noise) -> tuple[int, int]:
+    """One row in plain Python: lists over the row's own drafts; `q` None for a drafter without probabilities."""
+    for i, draft in enumerate(drafts):
+        q_of_draft = 1.0 if q is None else q[i][draft]
+        if u[i] * q_of_draft < p[i][draft]:
+            continue
+        if q is None:
+            weights = [0.0 if token == draft else mass for token, mass in enumerate(p[i])]
+        else:
+            weights = [max(a - b, 0.0) for a, b in zip(p[i], q[i], strict=True)]
+        return i, best(weights if sum(weights) > 0 else p[i], noise)
+    return len(drafts), best(p[len(drafts)], noise)
+
+
+def best(weights: list[float], noise: list[float]) -> int:
+    scores = [math.log(w) + g if w > 0 else -math.inf for w, g in zip(weights, noise, strict=True)]
+    return scores.index(max(scores))
+
+
+def random_rows(family: str, n: int, n_drafts: int, vocab: int, seed: int):
+    """Drafts, q, p, lengths and Gumbel noise `[n, n_drafts + 1, vocab]` of rows that accept 0 .. n_drafts."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = law_pairs(family, n * (n_drafts + 1), vocab, generator)
+    p, q = p.reshape(n, n_drafts + 1, vocab), q.reshape(n, n_drafts + 1, vocab)[:, :-1]
+    drafts = q.flatten(0, 1).multinomial(1, generator=generator).reshape(n, n_drafts)
+    drafts[::2] = p[::2, :-1].argmax(dim=-1)  # likely accepted, even where q excludes it
+    lengths = torch.randint(n_drafts + 1, (n,), generator=generator)
+    u = torch.rand(n, n_drafts, vocab, generator=generator, dtype=torch.float64)
+    noise = -torch.rand(n, n_drafts + 1, vocab, generator=generator, dtype=torch.float64).log().neg().log()
+    return drafts, q, p, lengths, u[..., 0], noise
+
+
+@pytest.mark.parametrize("family", ["random", "zeros in p", "zeros in q", "ties", "filtered logits"])
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_rejection_rows_equal_a_plain_loop(family, ragged, has_probs):
+    drafts, q, p, lengths, u, noise = random_rows(family, 800, 3, 5, seed=7)
+    verdict = verify_rejection(drafts, q if has_probs else None, p, u, noise[:, 0], lengths if ragged else None)
+    wanted = []
+    for row in range(len(drafts)):
+        n = int(lengths[row]) if ragged else 3
+        own_q = q[row].tolist() if has_probs else None
+        own = (drafts[row, :n].tolist(), own_q, p[row].tolist(), u[row].tolist(), noise[row, 0].tolist())
+        wanted.append(reference_verdict(*own))
+    assert list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)) == wanted
+    assert {accepted for accepted, _ in wanted} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_coupled_rows_equal_a_plain_loop(ragged):
+    """Excluded tokens (log-probability -inf) are never emitted, however large their noise."""
+    drafts, q, p, lengths, _, noise = random_rows("zeros in p", 2000, 3, 4, seed=8)
+    drafts[::2] = (q.log() + noise[:, :3]).argmax(dim=-1)[::2]
+    verdict = verify_coupled(drafts, p.log(), noise, lengths if ragged else None)
+    wanted = []
+    for row in range(len(drafts)):
+        choices = [best(p[row, i].tolist(), noise[row, i].tolist()) for i in range(4)]
+        n, accepted = int(lengths[row]) if ragged else 3, 0
+        while accepted < n and choices[accepted] == int(drafts[row, accepted]):
+            accepted += 1
+        wanted.append((accepted, choices[accepted]))
+    assert list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)) == wanted
+    assert {accepted for accepted, _ in wanted} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("gamma", [1, 2])
+@pytest.mark.parametrize("seed", [20240601, 3 << 40])
+def test_narrow_chi_square_with_the_engines_own_noise(gamma, seed, record_property):
+    """A draft of the target's law in reverse order is rejected about 70% of the time.
+
+    That is where numbers shared between drafting, accepting and resampling bend the law most.
+    """
+    n_rows, vocab = 200_000, 8
+    ranks = torch.arange(vocab, dtype=torch.float64)
+    target_logits = math.log(0.65) * torch.stack([ranks, ranks.roll(3), ranks.flip(0)])[: gamma + 1]
+    draft_logits = target_logits.flip(-1)
+    rows = Rows.of([SamplingParams(1.0, seed=seed)] * n_rows, range(n_rows), "cpu")
+    decision = RejectionRound(rows, torch.arange(n_rows) % 5 + 10)
+    drawn = [decision.draw(draft_logits[i].expand(n_rows, -1), i) for i in range(gamma)]
+    drafts = Drafts(torch.stack([token for token, _ in drawn], 1), torch.stack([law for _, law in drawn], 1))
+    verdict = decision.judge(drafts, target_logits.expand(n_rows, -1, -1))
+
+    p, q = target_logits.softmax(-1), draft_logits.softmax(-1)
+    rejected = verdict.num_accepted == 0
+    rate = float(rejected.double().mean())
+    assert 0.6 < rate < 0.8
+    first = torch.where(rejected, verdict.next_token, drafts.tokens[:, 0])
+    second = torch.where(verdict.num_accepted == 1, verdict.next_token, drafts.tokens[:, -1])
+    first_p = chi_square_p_value(first.bincount(minlength=vocab), p[0] * n_rows)
+    # Every outcome: a rejection and its token, or an accepted draft and the token after it, which is free of it.
+    both = torch.where(rejected, first, vocab + first * vocab + second)
+    accepted_law = torch.minimum(p[0], q[0])[:, None] * p[1]
+    law = torch.cat([(p[0] - q[0]).clamp(min=0), accepted_law.flatten()])
+    both_p = chi_square_p_value(both.bincount(minlength=len(law)), law * n_rows)
+    record_property(
+        f"p-value: narrow chi-square, gamma {gamma}, seed {seed}: first token, {rate:.1%} rejected", first_p
+    )
+    record_property(f"p-value: narrow chi-square, gamma {gamma}, seed {seed}: every outcome", both_p)
+    assert first_p > 1e-4 and both_p > 1e-4
+
+
+ALMOST_ONE = 1 - 2.0**-53
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_laws_never_reject(dtype):
+    p = random_laws(500, 6, torch.Generator().manual_seed(0)).to(dtype)
+    drafts = torch.arange(500)[:, None] % 6
+    u, noise = torch.full((500, 1), ALMOST_ONE, dtype=torch.float64), torch.zeros(500, 6)
+    verdict = verify_rejection(drafts, p[:, None], p[:, None].expand(-1, 2, -1), u, noise)
+    assert verdict.num_accepted.tolist() == [1] * 500
+
+
+def emitted(p, q, draft, u, noise) -> tuple[int, int]:
+    """The verdict of one draft in one row, whose bonus law is p's last row."""
+    laws = None if q is None else torch.tensor([[q]], dtype=torch.float64)
+    p, noise = torch.tensor([p], dtype=torch.float64), torch.tensor([noise], dtype=torch.float64)
+    u = torch.tensor([[u]], dtype=torch.float64)
+    verdict = verify_rejection(torch.tensor([[draft]]), laws, p, u, noise)
+    return int(verdict.num_accepted), int(verdict.next_token)
+
+
+def test_a_draft_without_target_mass_is_never_accepted_nor_emitted():
+    """Not at u = 0, not where the draft's law excludes it as well, not by the largest noise."""
+    p = [[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]
+    for q in ([0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0], None):
+        for u in (0.0, 0.5, ALMOST_ONE):
+            accepted, token = emitted(p, q, 0, u, [36.0, 0.0, 0.0])
+            assert accepted == 0 and token in (1, 2)
+
+
+def test_a_certain_draft_is_always_accepted():
+    for q in ([0.2, 0.8], [1.0, 0.0], None):
+        assert emitted([[1.0, 0.0], [0.0, 1.0]], q, 0, ALMOST_ONE, [0.0, -30.0]) == (1, 1)
+
+
+def test_a_residual_without_mass_falls_back_to_p():
+    """Only rounding leads there: q is above p at the draft, and nowhere below."""
+    p = [[0.5, 0.5], [0.0, 1.0]]
+    assert emitted(p, [0.5, 0.6], 1, 0.99, [0.0, 1.0]) == (0, 1)
+    assert emitted(p, [0.5, 0.6], 1, 0.99, [1.0, 0.0]) == (0, 0)
+    assert emitted([[0.0, 0.0], [0.0, 1.0]], None, 1, 0.5, [0.0, 0.0])[0] == 0
+
+
+@pytest.mark.parametrize("q", [[math.nan] * 3, [0.2, math.nan, 0.5]])
+def test_a_draft_law_that_is_not_a_number_is_rejected_and_p_decides(q):
+    p = [[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]]
+    assert emitted(p, q, 1, 0.0, [0.0, 0.0, 99.0]) == (0, 0)
+    assert emitted(p, q, 1, 0.0, [0.0, 2.0, 99.0]) == (0, 1)
+
+
+def test_greedy_rows_are_verified_as_greedy_in_every_mode():
+    """At temperature 0 rejection and coupling decide as verify_greedy does, beside sampled rows or not."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randint(4, (300, 4, 5), generator=generator).double()
+    drafts = torch.where(torch.rand(300, 3, generator=generator) < 0.7, logits[:, :3].argmax(-1), 2)
+    params = [SamplingParams(0.0 if row % 3 else 0.9, seed=5) for row in range(300)]
+    rows, at_zero = Rows.of(params, range(300), "cpu"), torch.tensor([p.greedy for p in params])
+    wanted = verify_greedy(drafts, logits)
+    laws = torch.nn.functional.one_hot(drafts, 5).double()
+    lengths = torch.arange(300)
+    for decision in (RejectionRound(rows, lengths), CoupledRound(rows, lengths, 3, 5, torch.float64)):
+        for probs in (laws, None):
+            verdict = decision.judge(Drafts(drafts, probs), logits)
+            for given_, wanted_ in zip(verdict, wanted, strict=True):
+                assert torch.equal(given_[at_zero], wanted_[at_zero])
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses what reads a tensor's values back to the host, or has a shape that depends on them."""
+
+    READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "tolist")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        boolean_index = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        assert name not in self.READS and not boolean_index, f"{func} would wait for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_round_reads_a_value_back():
+    logits = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
+    rows = Rows.of(
+        [SamplingParams(), SamplingParams(0.5, 3), SamplingParams(1, 0, 0.9), SamplingParams(1)], range(4), "cpu"
+    )
+    lengths, ragged = torch.tensor([3, 9, 1, 4]), torch.tensor([2, 0, 1, 2])
+    with NoHostSync():
+        for decision in (
+            GreedyRound(),
+            RejectionRound(rows, lengths),
+            CoupledRound(rows, lengths, 2, 6, torch.float32),
+        ):
+            drawn = [decision.draw(logits[:, i], i) for i in range(2)]
+            tokens = torch.stack([token for token, _ in drawn], dim=1)
+            laws = torch.stack([law for _, law in drawn], dim=1) if drawn[0][1] is not None else None
+            for drafts in (Drafts(tokens, laws), Drafts(tokens, None, ragged)):
+                decision.judge(drafts, logits)
+    with pytest.raises(AssertionError, match="would wait"), NoHostSync():
+        Law.of([SamplingParams(1.0)]).probs(logits).sum().item()
