@@ -87,7 +87,7 @@ MUTANTS = (
         MODES,
         "return (probs.log() + noise).argmax(dim=-1), probs",
         "return (probs.log() + noise).argmax(dim=-1), logits.softmax(-1)",
-        JOINT,
+        LAW,
     ),
     Mutant(
         "top-p stops one token early",
@@ -279,7 +279,7 @@ MUTANTS = (
         "kv_cache/base.py",
         "self.positions[row] = EMPTY",
         "pass",
-        WITNESS,
+        CACHE,
     ),
     Mutant(
         "an empty slot is visible",

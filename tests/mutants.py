@@ -74,7 +74,7 @@ def run_tests(tests: tuple[str, ...], root: Path) -> Result:
     except subprocess.TimeoutExpired:
         return Result(f"no end within {SECONDS} s", None, SECONDS)
     seconds = time.perf_counter() - started
-    failed = re.findall(r"^FAILED (?:tests/)?(\S+)", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^FAILED (?:tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if failed:
         return Result(failed[0], None, seconds)
     return Result(None, None if done.returncode == 0 else (done.stdout + done.stderr)[-2000:], seconds)

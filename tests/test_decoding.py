@@ -288,6 +288,9 @@ def test_a_row_is_prefilled_once_and_trusted_only_while_it_holds_its_prompt(mode
 
     assert prefilled_by(runner, three) == (sum(LENGTHS[:3]), expected(answers[:3]))
     assert prefilled_by(runner, three) == (0, expected(answers[:3]))
+    # Two rows lose a part of their prompts behind the runner's back.
+    cache.rollback(torch.tensor([LENGTHS[0] - 2, LENGTHS[1], 0]))
+    assert prefilled_by(runner, three) == (LENGTHS[0] + LENGTHS[2], expected(answers[:3]))
     # Another model over the same cache: neither takes the other's rows for its own.
     other = tiny_model(seed=1)
     others = [continue_by_recomputing(other, p, N_NEW) for p in three]
