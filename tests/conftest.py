@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+import torch
 
 from engine.provenance import append_record, provenance
+
+# Small tensors gain nothing from more threads, and on a busy machine lose a lot to threads that wait.
+torch.set_num_threads(1)
 
 COMBINE = {"count": sum, "max": max, "p-value": min}
 

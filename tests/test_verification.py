@@ -21,15 +21,6 @@ PAIRS = int(os.environ.get("LAW_PAIRS", "3000"))
 PAIRS_PER_EXAMPLE = 64
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors gain nothing from more threads, and lose a lot to them on a busy machine."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-
-
 def exact_law_error(family: str, seed: int, vocab: int, n_drafts: int, ragged: bool, has_probs: bool) -> float:
     """The largest |law - p| of a batch of pairs; the rows' other positions hold laws of the same family."""
     n, generator = PAIRS_PER_EXAMPLE, torch.Generator().manual_seed(seed)
