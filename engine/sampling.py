@@ -42,7 +42,7 @@ class SamplingParams:
                 f"0 (greedy), or a finite number >= {MIN_TEMPERATURE}",
                 "use 0 for greedy decoding, 0.6 to 1 for usual sampling",
             ),
-            ("top_k", self.top_k >= 0, ">= 0", "use 0 to keep every token"),
+            ("top_k", 0 <= self.top_k < 2**63, "0 <= top_k < 2**63", "use 0 to keep every token"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
             ("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63", "use a smaller non-negative integer"),
         )

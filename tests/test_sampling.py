@@ -168,7 +168,7 @@ def test_extreme_temperatures_and_logits_leave_a_law(temperature):
     "field,values",
     [
         ("temperature", [-1.0, 1e-6, math.inf, math.nan, -math.inf]),
-        ("top_k", [-1]),
+        ("top_k", [-1, 2**63]),
         ("top_p", [0.0, -0.1, 1.01, math.nan]),
         ("seed", [-1, 2**63]),
     ],

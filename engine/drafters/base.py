@@ -34,7 +34,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
-        """At most `gamma` tokens per row to follow `current [B]`, which sits at position `lengths [B]`.
+        """Drafts to follow `current [B]`, which sits at position `lengths [B]`: `gamma` columns, of which a
+        row means as many as its draft length says.
 
         A draft model's tokens are those that `verification.draw` gives for its logits.
         """
