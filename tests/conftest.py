@@ -40,7 +40,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
     terminalreporter.section("what the tests of losslessness measured")
     for name, value in sorted(figures.items()):
         terminalreporter.line(f"{name:<90} {value:g}")
-    if config.getoption("evidence"):
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist: its reports reach the main process, too
+    if config.getoption("evidence") and not is_worker:
         passed, failed = (len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed"))
         record = {"benchmark": "lossless_tests", "passed": passed, "failed": failed, "figures": figures}
         append_record(config.getoption("evidence"), record | provenance())
