@@ -17,6 +17,13 @@ from models.default_model import DEFAULT_CHECKPOINT
 from models.packed_linear import can_pack
 
 DRAFTS = ("self", "ngram", "oracle")
+DEFAULT_BUDGET, DEFAULT_N_SINK = 512, 4
+DRAFT_FLAGS = {
+    "self, streaming": ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype"),
+    "self, full": ("draft_policy", "draft_dtype"),
+    "ngram": ("max_ngram",),
+    "oracle": (),
+}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -81,21 +88,16 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         "oracle: the baseline's own output, which costs nothing to draft and shows the machinery's ceiling",
     )
     add("--gamma", type=int, default=3, help="tokens drafted per round")
-    add(
-        "--draft_policy",
-        choices=["streaming", "full"],
-        default="streaming",
-        help="what the draft's cache keeps",
-    )
-    add("--streamingllm_budget", type=int, default=512, help="the draft's KV entries per row, sinks included")
-    add("--n_sink", type=int, default=4, help="attention sinks among them")
-    add("--max_ngram", type=int, default=3, help="longest match that --draft ngram looks for")
+    # None: not given. A flag that is given where it has no effect is refused, see DRAFT_FLAGS.
+    add("--draft_policy", choices=["streaming", "full"], help="what self's cache keeps (default: streaming)")
+    add("--streamingllm_budget", type=int, help="streaming: KV entries per row, sinks included (default: 512)")
+    add("--n_sink", type=int, help="streaming: attention sinks among them (default: 4)")
+    add("--max_ngram", type=int, help="longest match that --draft ngram looks for (default: 3)")
     add(
         "--draft_dtype",
         choices=["auto", "same", *DTYPES],
-        default="auto",
         help="dtype of the draft's weights and cache; same: the target's own weights; "
-        "auto: bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
+        "auto (the default): bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
     )
 
 
@@ -131,7 +133,7 @@ class DraftSettings:
 def sampling_settings(args: argparse.Namespace) -> Sampling:
     """The sampling flags, checked. Errors: ConfigError naming the flag."""
     params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
-    if params.greedy and (params.top_k or params.top_p < 1):
+    if params.greedy and params.filters:
         raise ConfigError(
             "a filter has no effect on greedy decoding",
             where="--top_k, --top_p",
@@ -143,11 +145,14 @@ def sampling_settings(args: argparse.Namespace) -> Sampling:
 
 
 def draft_settings(args: argparse.Namespace) -> DraftSettings:
-    """The draft flags, checked, with `auto` and the full policy's capacity resolved."""
+    """The draft flags, checked, with defaults, `auto` and the full policy's capacity resolved."""
     require_at_least("gamma", args.gamma, 0)
+    policy = args.draft_policy or "streaming"
+    _refuse_without_effect(args, f"{args.draft}, {policy}" if args.draft == "self" else args.draft)
     if args.draft == "ngram":
-        require_at_least("max_ngram", args.max_ngram, 1)
-        return DraftSettings("ngram", args.gamma, max_ngram=args.max_ngram)
+        max_ngram = 3 if args.max_ngram is None else args.max_ngram
+        require_at_least("max_ngram", max_ngram, 1)
+        return DraftSettings("ngram", args.gamma, max_ngram=max_ngram)
     if args.draft == "oracle":
         if args.no_baseline:
             raise ConfigError(
@@ -158,13 +163,29 @@ def draft_settings(args: argparse.Namespace) -> DraftSettings:
                 fix="leave out --no_baseline",
             )
         return DraftSettings("oracle", args.gamma)
-    dtype = resolve_draft_dtype(args, args.draft_dtype)
-    if args.draft_policy == "full":
+    dtype = resolve_draft_dtype(args, args.draft_dtype or "auto")
+    if policy == "full":
         capacity = args.prefix_len + args.gen_len + args.gamma + 1
         return DraftSettings("self", args.gamma, "full", capacity, dtype=dtype)
-    check_budget(args.streamingllm_budget, args.n_sink)
-    check_gamma(args.gamma, args.streamingllm_budget - args.n_sink)
-    return DraftSettings("self", args.gamma, "streaming", args.streamingllm_budget, args.n_sink, dtype)
+    budget = DEFAULT_BUDGET if args.streamingllm_budget is None else args.streamingllm_budget
+    n_sink = DEFAULT_N_SINK if args.n_sink is None else args.n_sink
+    check_budget(budget, n_sink)
+    check_gamma(args.gamma, budget - n_sink)
+    return DraftSettings("self", args.gamma, "streaming", budget, n_sink, dtype)
+
+
+def _refuse_without_effect(args: argparse.Namespace, draft: str) -> None:
+    """Raise ConfigError if a draft flag is given that this draft does not look at."""
+    for flag in ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype", "max_ngram"):
+        if getattr(args, flag) is not None and flag not in DRAFT_FLAGS[draft]:
+            raise ConfigError(
+                "a draft flag has no effect on this draft",
+                where=f"--{flag}",
+                seen=f"{getattr(args, flag)} with draft {draft}",
+                required="one of "
+                + (", ".join(f"--{name}" for name in DRAFT_FLAGS[draft]) or "none of the draft's flags"),
+                fix=f"leave out --{flag}",
+            )
 
 
 def resolve_draft_dtype(args: argparse.Namespace, wanted: str) -> torch.dtype:

@@ -52,6 +52,14 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     gamma = draft.gamma if draft else 0
     for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
         require_at_least(flag, getattr(args, flag), minimum)
+    if draft and draft.kind == "oracle" and not sampling.reproducible:
+        raise ConfigError(
+            "an oracle drafts what the same random numbers emitted, which rejection must not be told",
+            where="--draft oracle",
+            seen=f"--verification {sampling.mode} at temperature {sampling.params.temperature}",
+            required="greedy or coupled verification",
+            fix="use --verification coupled",
+        )
     n_prompts = args.B if args.num_prompts is None else args.num_prompts
     require_at_least("num_prompts", n_prompts, args.B)
     require_appendable(args.output)
@@ -76,7 +84,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_capacity=draft.capacity if draft else 0,
         block=gamma + 1,
         prefill_chunk=PREFILL_CHUNK,
-        sampled=not sampling.params.greedy,
+        sampling=sampling.params,
     )
     require_memory(plan, args.B, available_bytes(device), device)
 

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from engine.noise import blocks_per_pass
+from engine.sampling import SamplingParams
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig
 from models.packed_linear import can_pack
 
 GIB = 2**30
-# Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform.
+# Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform ...
 SAMPLING_BYTES = 4 * 4 + 4 + 8
+# ... and for filters sorted values and their indices, four float64 temporaries of masses, ranks and masks.
+FILTER_BYTES = 4 + 8 + 4 * 8 + 8
+# What a pass of the random number generator holds per block: its words and their products, in int64.
+PASS_BYTES = 16 * 8
 
 
 @dataclass(frozen=True)
@@ -45,17 +51,21 @@ def plan_memory(
     draft_capacity: int,
     block: int,
     prefill_chunk: int,
-    sampled: bool = False,
+    sampling: SamplingParams | None = None,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
     `draft_dtype` is that of the draft's own copy of the weights; None if it shares the target's.
-    Sampling (`sampled`) holds laws and noise beside the logits.
+    `sampling` holds laws and noise beside the logits; None is greedy.
     """
     itemsize = dtype.itemsize
     draft_itemsize = (draft_dtype or dtype).itemsize
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
     chunk_mask = prefill_chunk * capacity
+    noise_pass = sampling_bytes = 0
+    if sampling and not sampling.greedy:
+        noise_pass = blocks_per_pass(torch.device(device)) * PASS_BYTES
+        sampling_bytes = SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
     weights = _weight_bytes(config, dtype, device)
     if draft_dtype not in (None, dtype):
         weights += _weight_bytes(config, draft_dtype, device)
@@ -63,8 +73,8 @@ def plan_memory(
         weights=weights,
         target_kv_per_row=capacity * config.kv_bytes_per_token(itemsize),
         draft_kv_per_row=draft_capacity * config.kv_bytes_per_token(draft_itemsize),
-        activations=(chunk_rows + 2 * chunk_mask) * itemsize,
-        logits_per_row=block * config.vocab_size * (2 * itemsize + (SAMPLING_BYTES if sampled else 0)),
+        activations=(chunk_rows + 2 * chunk_mask) * itemsize + noise_pass,
+        logits_per_row=block * config.vocab_size * (2 * itemsize + sampling_bytes),
     )
 
 

@@ -18,7 +18,11 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 # Blocks per pass: on a CPU the intermediates of a pass stay in the cache, on a GPU a pass fills the machine.
-BLOCKS_PER_PASS = {"cpu": 1 << 17, "cuda": 1 << 24}
+BLOCKS_PER_PASS = {"cpu": 1 << 17, "cuda": 1 << 22}
+
+
+def blocks_per_pass(device: torch.device) -> int:
+    return BLOCKS_PER_PASS.get(device.type, BLOCKS_PER_PASS["cpu"])
 
 
 class Stream(IntEnum):
@@ -60,7 +64,7 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_i
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
     rows = [x.reshape(-1, 1) for x in (seed & MASK, (seed >> 32) & MASK, position, request)]
-    rows_per_pass = max(1, BLOCKS_PER_PASS.get(seed.device.type, 1 << 17) // len(pairs))
+    rows_per_pass = max(1, blocks_per_pass(seed.device) // len(pairs))
     purpose = torch.full_like(rows[0][:1], int(stream))
     out = torch.empty(len(rows[0]), len(pairs), 2, dtype=torch.float64, device=seed.device)
     for start in range(0, len(out), rows_per_pass):

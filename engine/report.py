@@ -34,9 +34,9 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
 
 
-def identical_rows(a: GenerateOutput, b: GenerateOutput) -> int:
-    """How many rows emitted the same tokens."""
-    return sum(x == y for x, y in zip(a.tokens, b.tokens, strict=True))
+def identical_rows(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> int:
+    """How many rows are the same tokens."""
+    return sum(x == y for x, y in zip(a, b, strict=True))
 
 
 def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
@@ -162,7 +162,7 @@ def make_record(
         "wall_speedup": ratio(baseline.stats.decode_seconds, speculative.stats.decode_seconds)
         if baseline and speculative and real
         else None,
-        "identical_sequences": identical_rows(baseline, speculative)
+        "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
         if baseline and speculative and setup.sampling.reproducible
         else None,
         "sequences": len(measured.tokens),

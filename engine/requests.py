@@ -87,8 +87,10 @@ def _check_ids(ids: Sequence[int], samplings: Sequence[SamplingParams]) -> None:
     owner: dict[tuple[int, int], int] = {}
     for index, (request_id, sampling) in enumerate(zip(ids, samplings, strict=True)):
         where = f"prompt {index}: request_ids"
-        if not 0 <= request_id < 2**32:
-            raise _refuse("a request id is out of range", where, request_id, "0 <= id < 2**32")
+        if not isinstance(request_id, Integral) or not 0 <= request_id < 2**32:
+            raise _refuse("a request id is out of range", where, request_id, "an integer, 0 <= id < 2**32")
+        if sampling.greedy:
+            continue
         first = owner.setdefault((request_id, sampling.seed), index)
         if first != index:
             seen = f"id {request_id} and seed {sampling.seed}, as prompt {first}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from kv_cache.errors import ConfigError
 
-MIN_TEMPERATURE = 1e-5
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class SamplingParams:
         checks = (
             (
                 "temperature",
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-                f"0 (greedy), or a finite number >= {MIN_TEMPERATURE}",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+                f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
                 "use 0 for greedy decoding, 0.6 to 1 for usual sampling",
             ),
-            ("top_k", 0 <= self.top_k < 2**63, "0 <= top_k < 2**63", "use 0 to keep every token"),
+            ("top_k", _is_int63(self.top_k), "an integer, 0 <= top_k < 2**63", "use 0 to keep every token"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
-            ("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63", "use a smaller non-negative integer"),
+            ("seed", _is_int63(self.seed), "an integer, 0 <= seed < 2**63", "use a smaller non-negative integer"),
         )
         for name, good, required, fix in checks:
             if not good:
@@ -59,6 +60,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,11 @@ class Law:
         """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds."""
         most_kept = [row.top_k or int(row.greedy) for row in rows]
         k = torch.tensor([row.top_k or torch.iinfo(torch.int64).max for row in rows], device=device)
-        p = torch.tensor([row.top_p if row.top_p < 1 else math.inf for row in rows], device=device)
+        p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         return cls(
             temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
             top_k=k if any(row.top_k for row in rows) else None,
-            top_p=p.double() if any(row.top_p < 1 for row in rows) else None,
+            top_p=torch.tensor(p, dtype=torch.float64, device=device) if min(p) < 1 else None,
             most_kept=max(most_kept) if all(most_kept) else None,
             any_greedy=any(row.greedy for row in rows),
         )
@@ -131,7 +136,7 @@ class Law:
         threshold = descending.gather(-1, n - 1)
         above = scaled > threshold
         tied = scaled == threshold
-        return above | (tied & (tied.cumsum(dim=-1) <= n - above.sum(dim=-1, keepdim=True)))
+        return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
 
 
 def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -142,6 +147,10 @@ def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def greedy(logits: Tensor) -> Tensor:
     """The largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
     return logits.argmax(dim=-1)
+
+
+def _is_int63(value: object) -> bool:
+    return isinstance(value, Integral) and 0 <= int(value) < 2**63
 
 
 def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

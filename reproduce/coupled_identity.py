@@ -114,7 +114,7 @@ def run_way(setup: benchmark.Setup, way: Way, baseline: GenerateOutput) -> dict[
         "gen_len": setup.args.gen_len,
         "verification": setup.sampling.mode,
         **dataclasses.asdict(params),
-        "identical_sequences": sum(a == b for a, b in zip(tokens, baseline.tokens, strict=True)),
+        "identical_sequences": report.identical_rows(tokens, baseline.tokens),
         "sequences": len(tokens),
         "tokens_sha256": report.tokens_sha256(tokens),
         "acceptance_rate": counts.acceptance_rate,

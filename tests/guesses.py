@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.drafters import SavedText
 from engine.modes import Drafts
+from engine.noise import Stream, uniform
 
 KINDS = ("oracle", "reject", "upto", "ragged", "random")
 
@@ -16,7 +17,8 @@ KINDS = ("oracle", "reject", "upto", "ragged", "random")
 class Guesses(SavedText):
     """Knows each request's future, and proposes of it, by `kind`: all of it ("oracle"), nothing but errors
     ("reject"), a right beginning of random length and errors behind it ("upto"; "ragged" also drops a
-    random number of the last drafts, all included), or noise ("random").
+    random number of the last drafts, all included), or noise ("random"). What it guesses for a request
+    at a position does not depend on the batch.
     """
 
     def __init__(
@@ -24,19 +26,25 @@ class Guesses(SavedText):
     ) -> None:
         super().__init__(runner, texts, gamma)
         self.kind, self.vocab_size = kind, vocab_size
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = torch.tensor(seed)
+        self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
+
+    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
+        super().admit(row, request, prompt)
+        self.requests[row] = request
 
     def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:
         tokens, _, n_tokens = super().propose(current, lengths, extent, verification)
         if self.kind == "random":
-            return Drafts(self._below(self.vocab_size, tokens.shape), lengths=n_tokens)
+            return Drafts(self._below(self.vocab_size, lengths, self.gamma), lengths=n_tokens)
         n_right = {"oracle": self.gamma, "reject": 0}.get(self.kind)
-        right = self._below(self.gamma + 1, (len(tokens), 1)) if n_right is None else n_right
+        right = self._below(self.gamma + 1, lengths, 1) if n_right is None else n_right
         wrong = (tokens + 1) % self.vocab_size
         tokens = torch.where(torch.arange(self.gamma) < right, tokens, wrong)
         if self.kind == "ragged":
-            n_tokens = torch.minimum(n_tokens, self._below(self.gamma + 1, n_tokens.shape))
+            n_tokens = torch.minimum(n_tokens, self._below(self.gamma + 1, lengths + 1000, 1)[:, 0])
         return Drafts(tokens, lengths=n_tokens)
 
-    def _below(self, bound: int, shape) -> Tensor:
-        return torch.randint(bound, tuple(shape), generator=self.generator)
+    def _below(self, bound: int, lengths: Tensor, n: int) -> Tensor:
+        numbers = uniform(self.seed, self.requests, lengths, Stream.DRAFT, max(n, 1))[:, :n]
+        return (numbers * bound).long()

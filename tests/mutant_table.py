@@ -40,6 +40,27 @@ MUTANTS = (
         LAW,
     ),
     Mutant(
+        "drafting and accepting share their noise",
+        MODES,
+        "positions, Stream.ACCEPT)",
+        "positions, Stream.DRAFT)",
+        LAW,
+    ),
+    Mutant(
+        "all drafts of a block are judged by one random number",
+        MODES,
+        "positions = self.lengths[:, None] + 1 + torch.arange(n_drafts",
+        "positions = self.lengths[:, None] + 1 + 0 * torch.arange(n_drafts",
+        LAW,
+    ),
+    Mutant(
+        "every round resamples with the same noise",
+        MODES,
+        "resample = self._gumbel(self.lengths + 1,",
+        "resample = self._gumbel(0 * self.lengths,",
+        JOINT,
+    ),
+    Mutant(
         "requests share their noise",
         "engine/noise.py",
         "for x in (seed & MASK, (seed >> 32) & MASK, position, request)]",
@@ -99,7 +120,7 @@ MUTANTS = (
     Mutant(
         "top-k keeps every token tied with the last",
         SAMPLING,
-        "above | (tied & (tied.cumsum(dim=-1) <= n - above.sum(dim=-1, keepdim=True)))",
+        "above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))",
         "above | tied",
         FILTERS,
     ),
@@ -225,7 +246,7 @@ MUTANTS = (
         ENGINE,
     ),
     Mutant(
-        "a finished row's length is that of the longest",
+        "a row that emits one token moves on by two",
         DECODING,
         "slot.length += kept",
         "slot.length += max(kept, 2)",
@@ -258,6 +279,41 @@ MUTANTS = (
         "matches = position < last",
         "matches = position < last + gamma",
         ("test_drafters.py",),
+    ),
+    Mutant(
+        "n-grams forget the tokens that the target adds",
+        "engine/drafters/ngram.py",
+        "        text.scatter_(1, lengths[:, None], current[:, None])\n",
+        "",
+        ("test_drafters.py",),
+    ),
+    Mutant(
+        "a saved text is read one token behind",
+        "engine/drafters/saved_text.py",
+        "following = lengths - self._start + 1",
+        "following = lengths - self._start",
+        ("test_drafters.py",),
+    ),
+    Mutant(
+        "a token whose logits are not finite is emitted",
+        DECODING,
+        "if not ok), None)",
+        "if ok is None), None)",
+        ENGINE,
+    ),
+    Mutant(
+        "the certificate excuses any flip at a near-tie",
+        "engine/certificate.py",
+        "int((at_flips > 2 * eps).sum())",
+        "int(((at_flips > 2 * eps) & (seen.gap[seen.flipped] > 2 * eps)).sum())",
+        ("test_certificate.py",),
+    ),
+    Mutant(
+        "the certificate trusts any calibration",
+        "engine/certificate.py",
+        "return self.flips <= MAX_FLIP_SHARE[self.dtype] * self.positions",
+        "return True",
+        ("test_certificate.py",),
     ),
     # Caches and model
     Mutant(

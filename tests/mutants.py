@@ -72,7 +72,7 @@ def run_tests(tests: tuple[str, ...], root: Path) -> Result:
     try:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return Result(f"no end within {SECONDS} s", None, SECONDS)
+        return Result(None, f"no end within {SECONDS} s", SECONDS)
     seconds = time.perf_counter() - started
     failed = re.findall(r"^FAILED (?:tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if failed:

@@ -154,7 +154,7 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
 def test_selfspec_without_baseline_over_a_full_draft_cache(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     paths = {"--model": checkpoint, "--dataset": books / "book1.txt", "--model_name": "org/a-name"}
     flags = ["--no_baseline", "--draft_policy", "full", "--dtype", "float64"]
-    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
+    run = run_script("selfspec", flat(paths | SIZES | {"--gamma": GAMMA}) + flags, tmp_path)
     nulls = {"seed", "identical_sequences", *OF_BASELINE, *OF_SPEEDUP, *OF_PHASES}
     check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
     assert run.record["model"] == "org/a-name"
@@ -235,7 +235,7 @@ def test_rejection_is_reported_without_comparing_rows(
 ) -> None:
     """Its rows are other samples of the same law: a count of identical ones would mean nothing."""
     common = flat({"--model": checkpoint, "--dataset": books, "--temperature": 1.0} | SIZES)
-    for draft in ("self", "ngram", "oracle"):
+    for draft in ("self", "ngram"):
         record = run_here("selfspec", [*common, "--draft", draft], monkeypatch, capsys)
         assert record["verification"] == "rejection" and record["identical_sequences"] is None
         assert record["baseline_tokens_per_second"] and record["speedup"]
@@ -320,8 +320,9 @@ BAD_INPUT = {
     "negative seed": Bad("--temperature 1 --seed -3", ("--seed", "seen:     -3")),
     "filter without a temperature": Bad("--top_p 0.9", ("top_p 0.9 at temperature 0", "--temperature")),
     "greedy at a temperature": Bad("--temperature 1 --verification greedy", ("--verification", "temperature 1.0")),
-    "n-gram of nothing": Bad("--draft ngram --max_ngram 0", ("--max_ngram", "seen:     0")),
-    "oracle without a baseline": Bad("--draft oracle --no_baseline", ("--draft oracle", "--no_baseline")),
+    "n-gram with a KV budget": Bad("--draft ngram", ("--streamingllm_budget", "16 with draft ngram", "--max_ngram")),
+    "full cache with a budget": Bad("--draft_policy full", ("--streamingllm_budget", "draft self, full")),
+    "self-speculation with n-grams": Bad("--max_ngram 3", ("--max_ngram", "3 with draft self, streaming")),
     "unknown device": Bad("--device tpu", ("--device", "tpu", "--device auto")),
     "no such data set": Bad("--dataset nowhere.txt", ("nowhere.txt", "no such file")),
     "results in a missing folder": Bad("--output missing/results.jsonl", ("--output", "missing/results.jsonl")),
@@ -350,6 +351,15 @@ BAD_INPUT = {
 }
 
 
+OTHER_DRAFTS = {
+    "n-gram of nothing": Bad("--draft ngram --max_ngram 0", ("--max_ngram", "seen:     0")),
+    "oracle without a baseline": Bad("--draft oracle --no_baseline", ("--draft oracle", "--no_baseline")),
+    "oracle that knows the samples": Bad(
+        "--draft oracle --temperature 1", ("--draft oracle", "rejection at temperature 1.0", "--verification coupled")
+    ),
+}
+
+
 def refusal(
     script: str,
     arguments: list[str],
@@ -368,6 +378,17 @@ def refusal(
     assert len(re.findall(r"^error: \S", printed.err, re.MULTILINE)) == 1
     assert "Traceback" not in printed.err
     return printed.err[printed.err.index("error: ") :]
+
+
+@pytest.mark.parametrize("what", OTHER_DRAFTS)
+def test_bad_input_to_other_drafts_is_refused(
+    what: str, checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = OTHER_DRAFTS[what]
+    arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES) + bad.arguments.split()
+    message = refusal("selfspec", arguments, monkeypatch, capsys)
+    for part in (*bad.says, "where:", "seen:", "required:", "fix:"):
+        assert part in message
 
 
 @pytest.mark.parametrize("what", BAD_INPUT)

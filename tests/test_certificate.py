@@ -179,6 +179,22 @@ def test_a_faulty_verification_is_found(prompts, sampling, dtype):
     assert not result.holds
 
 
+class Reversed(Transformer):
+    """Forwards of several tokens, also those of the calibration, take them in reverse order."""
+
+    def forward(self, tokens, positions, cache):
+        return super().forward(tokens.flip(1) if tokens.shape[1] == GAMMA + 1 else tokens, positions, cache)
+
+
+@DTYPES
+def test_a_bound_that_measured_a_bug_is_not_trusted(prompts, dtype):
+    """A wrong forward of several tokens widens eps until everything is a near-tie: the flips give it away."""
+    model = tiny_model(dtype=dtype)
+    assert calibration_of(model, prompts).trusted
+    model.__class__ = Reversed
+    assert not calibration_of(model, prompts).trusted
+
+
 def test_one_wrong_token_is_one_flip_because_the_comparison_goes_on_behind_it(prompts):
     model = tiny_model()
     rows = [continue_by_recomputing(model, prompt, N_NEW) for prompt in prompts]

@@ -34,12 +34,14 @@ def test_the_lookup_follows_its_rule_in_ragged_rows():
     n_drafted = set()
     for _ in range(300):
         rows = [[rng.randrange(rng.choice([2, 5, 50])) for _ in range(rng.randint(1, 25))] for _ in range(4)]
-        gamma, max_ngram = rng.randint(0, 5), rng.randint(1, 4)
+        gamma, max_ngram = rng.randint(0, 5), rng.choice([1, 2, 3, 4, 30])
         min_ngram = rng.randint(1, max_ngram)
         # What lies behind a row's last token is left over from another text and must not be looked at.
         text = torch.tensor([row + [rng.randrange(5) for _ in range(32 - len(row))] for row in rows])
         lengths = torch.tensor([len(row) - 1 for row in rows])
-        place, n_tokens = find_ngram(text, lengths, gamma, max_ngram, min_ngram)
+        # A text may be shorter than the longest match that is looked for.
+        width = max(map(len, rows)) + rng.choice([0, 7])
+        place, n_tokens = find_ngram(text[:, :width], lengths, gamma, max_ngram, min_ngram)
         for row, at, n in zip(rows, place.tolist(), n_tokens.tolist(), strict=True):
             assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram, min_ngram)
             n_drafted.add(n)

@@ -14,7 +14,7 @@ from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
 
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.drafters import Drafter, NGram
+from engine.drafters import Drafter, NGram, SavedText
 from engine.sampling import SamplingParams, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
 
@@ -99,6 +99,11 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
         return None
     if kind == "ngram":
         return NGram(runner, gamma)
+    if kind == "saved text":
+        rng = random.Random(gamma)
+        return SavedText(
+            runner, {i: rng.choices(range(VOCAB), k=rng.randint(0, N_NEW)) for i in range(N_REQUESTS)}, gamma
+        )
     if kind == "full":
         cache = FullKVCache(config, n_slots, ROOM, dtype=dtype)
     else:
@@ -166,6 +171,7 @@ CONFIGURATIONS = [
     ("rejection", "full", 3, 3, (PLAIN,), 1 << 33),
     ("rejection", "streaming", 3, 1, (FILTERED,), 105),
     ("rejection", "ngram", 2, 3, (PLAIN, FILTERED), 106),
+    ("rejection", "saved text", 2, 3, (PLAIN,), 109),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("coupled", "full", 2, 3, (PLAIN,), 108),
 ]

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from scenarios import run_scenario
+from scenarios import run_scenarios
 from tiny import TINY, continue_by_recomputing, tiny_model
 
 SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "60"))
@@ -28,8 +28,5 @@ class LlamaWorld:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_speculation_equals_recomputation(shape: str, record_property) -> None:
-    world = LlamaWorld(shape)
     seeds = range(list(SHAPES).index(shape), SCENARIOS, len(SHAPES))
-    for seed in seeds:
-        run_scenario(world, seed)
-    record_property("count: float64 Llama scenarios without a mismatch", len(seeds))
+    run_scenarios(LlamaWorld(shape), seeds, "float64 Llama", record_property)

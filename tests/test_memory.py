@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tiny import TINY
 
 from engine.memory import MemoryPlan, available_bytes, plan_memory, require_memory
+from engine.noise import blocks_per_pass
+from engine.sampling import SamplingParams
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig, load_model
@@ -24,7 +27,7 @@ CONFIGS = {
 }
 
 
-def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: int) -> MemoryPlan:
+def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
     sizes = {"capacity": CAPACITY, "draft_capacity": BUDGET, "block": BLOCK, "prefill_chunk": 8} | changes
     return plan_memory(config, dtype=dtype, device="cpu", **sizes)
 
@@ -68,6 +71,19 @@ def test_what_grows_with_what() -> None:
     assert plan_of(TINY, prefill_chunk=16).activations == 2 * plan.activations
     assert plan_of(TINY, capacity=2 * CAPACITY).target_kv_per_row == 2 * plan.target_kv_per_row
     assert plan.total(5) - plan.total(4) == plan.total(1) - plan.total(0)
+
+
+def test_sampling_and_filters_take_memory_of_their_own() -> None:
+    """By the logit: laws and noise; sorted values and masses on top where a filter sorts."""
+    logits = BLOCK * TINY.vocab_size
+    greedy, sampled, filtered = (
+        plan_of(TINY, sampling=sampling)
+        for sampling in (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
+    )
+    assert greedy == plan_of(TINY)
+    assert sampled.logits_per_row - greedy.logits_per_row >= logits * (4 * 4 + 4 + 8)
+    assert filtered.logits_per_row - sampled.logits_per_row >= logits * (4 + 8 + 3 * 8)
+    assert sampled.activations - greedy.activations >= blocks_per_pass(torch.device("cpu")) * 4 * 8
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 1000])

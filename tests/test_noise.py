@@ -180,3 +180,12 @@ def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
     noise_of_rows = gumbel(one(2024), torch.arange(n), one(12), stream, len(p), dtype)
     counts = (p.log() + noise_of_rows).argmax(dim=-1).bincount(minlength=len(p))
     assert chi_square_p_value(counts, p.double() / p.double().sum() * n) > 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+def test_a_gpu_draws_the_bits_of_the_cpu():
+    keys = torch.tensor([[3], [2**62 + 1]]), torch.tensor([[0], [2**32 - 1]]), torch.arange(5)
+    on_gpu = [key.cuda() for key in keys]
+    assert torch.equal(uniform(*keys, Stream.ACCEPT, 1001), uniform(*on_gpu, Stream.ACCEPT, 1001).cpu())
+    here, there = (gumbel(*k, Stream.DRAFT, 1001, torch.float64) for k in (keys, on_gpu))
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-14, atol=1e-14)

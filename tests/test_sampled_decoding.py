@@ -186,6 +186,7 @@ def bad_calls():
     yield "share their random numbers", {"request_ids": [4, 4], "sampling": warm}
     yield "a request id is out of range", {"request_ids": [0, 2**32]}
     yield "a request id is out of range", {"request_ids": [-1, 0]}
+    yield "a request id is out of range", {"request_ids": [0.5, 1]}
 
 
 @pytest.mark.parametrize("message,change", list(bad_calls()))
@@ -194,6 +195,12 @@ def test_bad_calls_are_refused_before_anything_runs(model, message, change):
     with pytest.raises(ConfigError, match=message):
         generate(runner, [[1, 2], [3]], max_new_tokens=4, **change)
     assert int(runner.cache.positions.max()) == -1, "something ran"
+
+
+def test_greedy_requests_may_share_an_id(model):
+    runner = ModelRunner(model, full_cache(model, 2))
+    out = generate(runner, [[1, 2], [3]], max_new_tokens=4, request_ids=[0, 0])
+    assert all(len(row) == 4 for row in out.tokens)
 
 
 def test_one_id_under_two_seeds_is_two_requests(model):

@@ -167,16 +167,23 @@ def test_extreme_temperatures_and_logits_leave_a_law(temperature):
 @pytest.mark.parametrize(
     "field,values",
     [
-        ("temperature", [-1.0, 1e-6, math.inf, math.nan, -math.inf]),
-        ("top_k", [-1, 2**63]),
+        ("temperature", [-1.0, 1e-6, 1e39, math.inf, math.nan, -math.inf]),
+        ("top_k", [-1, 2**63, 2.5]),
         ("top_p", [0.0, -0.1, 1.01, math.nan]),
-        ("seed", [-1, 2**63]),
+        ("seed", [-1, 2**63, 1.7e9]),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field, values):
     for value in values:
         with pytest.raises(ConfigError, match=rf"{field} is out of range(.|\n)*--{field}"):
             SamplingParams(**{field: value})
+
+
+def test_top_p_is_not_rounded_to_float32():
+    """0.9 in float32 is less than 0.9, and would exclude the second id."""
+    p = torch.tensor([[0.89999999, 0.10000001]], dtype=torch.float64)
+    assert Law.of([SamplingParams(1.0, top_p=0.9)]).probs(p.log()).gt(0).all()
+    assert Law.of([SamplingParams(1.0, top_p=0.89999998)]).probs(p.log()).tolist() == [[1.0, 0.0]]
 
 
 def test_the_bounds_themselves_are_allowed():

@@ -11,18 +11,26 @@ from black_box import FAMILIES, law_pairs, random_laws, recovered_laws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_tools import chi_square_p_value
+from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.modes import CoupledRound, Drafts, GreedyRound, RejectionRound, Rows
+from engine import ModelRunner, NGram, SavedText, SelfSpeculation
+from engine.modes import CoupledRound, Drafts, GreedyRound, RejectionRound, Rows, start_round
 from engine.sampling import Law, SamplingParams, logits_to_probs
 from engine.verification import verify_coupled, verify_greedy, verify_rejection
+from kv_cache import StreamingKVCache
 
 PAIRS = int(os.environ.get("LAW_PAIRS", "3000"))
 PAIRS_PER_EXAMPLE = 64
 
 
-def exact_law_error(family: str, seed: int, vocab: int, n_drafts: int, ragged: bool, has_probs: bool) -> float:
-    """The largest |law - p| of a batch of pairs; the rows' other positions hold laws of the same family."""
+def exact_law_error(
+    family: str, seed: int, vocab: int, n_drafts: int, ragged: bool, has_probs: bool
+) -> tuple[float, int]:
+    """The largest |law - p| of a batch of pairs, and how many of them judge a draft: the rest is a bonus.
+
+    The rows' other positions hold laws of the same family.
+    """
     n, generator = PAIRS_PER_EXAMPLE, torch.Generator().manual_seed(seed)
     p, q = law_pairs(family, n * (n_drafts + 1), vocab, generator)
     p, q = p.reshape(n, n_drafts + 1, vocab), q.reshape(n, n_drafts + 1, vocab)[:, :-1]
@@ -36,14 +44,14 @@ def exact_law_error(family: str, seed: int, vocab: int, n_drafts: int, ragged: b
         q_here = q[rows, position.clamp(max=n_drafts - 1)]
         averaged = (q_here[..., None] * laws).sum(dim=1)
         laws = torch.where(is_bonus[:, None, None], laws, averaged[:, None])
-    return float((laws - wanted[:, None]).abs().max())
+    return float((laws - wanted[:, None]).abs().max()), int((~is_bonus).sum())
 
 
 @pytest.mark.parametrize("has_probs", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
     """Summed over the drafts that q draws; for a draft without probabilities, whichever it is."""
-    errors = []
+    errors, judged = [], []
 
     @settings(
         deadline=None,
@@ -53,12 +61,15 @@ def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
     )
     @given(st.integers(0, 2**31), st.integers(2, 8), st.integers(1, 3), st.booleans())
     def check(seed, vocab, n_drafts, ragged):
-        errors.append(exact_law_error(family, seed, vocab, n_drafts, ragged, has_probs))
+        error, n_judged = exact_law_error(family, seed, vocab, n_drafts, ragged, has_probs)
+        errors.append(error)
+        judged.append(n_judged)
         assert errors[-1] < 1e-12
 
     check()
     kind = "pairs (p, q)" if has_probs else "laws p, drafts without probabilities"
-    record_property(f"count: exact law, {kind}", len(errors) * PAIRS_PER_EXAMPLE)
+    record_property(f"count: exact law, {kind}, a draft judged", sum(judged))
+    record_property(f"count: exact law, {kind}, a bonus", len(errors) * PAIRS_PER_EXAMPLE - sum(judged))
     record_property(f"max: exact law, {kind}: error", max(errors))
 
 
@@ -248,6 +259,26 @@ class NoHostSync(TorchDispatchMode):
         boolean_index = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
         assert name not in self.READS and not boolean_index, f"{func} would wait for the device"
         return func(*args, **(kwargs or {}))
+
+
+def test_no_drafter_reads_a_value_back():
+    """Over rows of different lengths, in every mode; a host read in a drafter would stall every round."""
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 2))
+    prompts = random_prompts([7, 4])
+    lengths, extent = torch.tensor([len(prompt) for prompt in prompts]), max(map(len, prompts)) + 4
+    streaming = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 6, 1, dtype=torch.float64), 3)
+    rows = Rows.of([SamplingParams(1.0, top_p=0.9)] * 2, [0, 1], "cpu")
+    for drafter in (streaming, NGram(runner, 3), SavedText(runner, {0: [1, 2, 3], 1: [4]}, 3)):
+        for row, prompt in enumerate(prompts):
+            runner.prefill_row(row, prompt)
+            drafter.admit(row, row, prompt)
+        for mode in ("greedy", "rejection", "coupled"):
+            decision = start_round(mode, rows, lengths, 3, model)
+            with torch.inference_mode(), NoHostSync():
+                drafts = drafter.propose(torch.tensor([5, 6]), lengths, extent, decision)
+                drafter.rollback(lengths)
+            assert drafts.tokens.shape == (2, 3)
 
 
 def test_no_round_reads_a_value_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from scenarios import run_scenario
+from scenarios import run_scenarios
 from witness import WitnessModel, continue_plainly
 
 SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "600"))
@@ -19,7 +19,4 @@ class WitnessWorld:
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_speculation_equals_the_reference(batch: int, record_property) -> None:
-    seeds = range(batch, SCENARIOS, BATCHES)
-    for seed in seeds:
-        run_scenario(WitnessWorld(), seed)
-    record_property("count: witness scenarios without a mismatch", len(seeds))
+    run_scenarios(WitnessWorld(), range(batch, SCENARIOS, BATCHES), "witness", record_property)

@@ -58,8 +58,8 @@ def check_target(drafter: str, own: KVCache, given: KVCache) -> None:
         )
 
 
-def check_gamma(gamma: int, window: int) -> None:
-    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
+def require_gamma(gamma: int) -> None:
+    """Raise ConfigError if gamma is negative."""
     if gamma < 0:
         raise ConfigError(
             "gamma is negative",
@@ -68,6 +68,11 @@ def check_gamma(gamma: int, window: int) -> None:
             required=">= 0",
             fix="use 0 for plain decoding, 3 for a usual speculation",
         )
+
+
+def check_gamma(gamma: int, window: int) -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
+    require_gamma(gamma)
     if gamma + 1 > window:
         raise ConfigError(
             "the draft cache's window is smaller than one verification block",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.drafters.base import check_gamma, check_target
+from engine.drafters.base import check_target, require_gamma
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 from kv_cache import KVCache
@@ -25,7 +25,7 @@ class NGram:
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        check_gamma(gamma, runner.cache.max_block)
+        require_gamma(gamma)
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(
                 "the n-gram lengths are out of order",
@@ -77,7 +77,7 @@ def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ng
     last = lengths[:, None]
     matches = position < last
     matched = torch.zeros_like(text)
-    for back in range(max_ngram):
+    for back in range(min(max_ngram, text.shape[1])):
         wanted = text.gather(1, (last - back).clamp(min=0))
         same = torch.zeros_like(matches)
         same[:, back:] = text[:, : text.shape[1] - back] == wanted

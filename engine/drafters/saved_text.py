@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.drafters.base import check_gamma, check_target
+from engine.drafters.base import check_target, require_gamma
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 from kv_cache import KVCache
@@ -17,12 +17,13 @@ class SavedText:
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
     It goes by position alone: where the target has left the text, its drafts are simply judged. Behind
-    the end of a text, and for a request without one, it proposes nothing.
+    the end of a text, and for a request without one, it proposes nothing. In rejection mode a text must be
+    independent of the run's random numbers: not what that mode emitted for the same seed and request.
     Errors: ConfigError if gamma is negative.
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:
-        check_gamma(gamma, runner.cache.max_block)
+        require_gamma(gamma)
         self.gamma = gamma
         self._texts = texts
         self._target_cache = runner.cache
