@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.modes import Drafts, VerificationRound
+from engine.runner import ModelRunner
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.errors import ConfigError
 
@@ -46,13 +47,32 @@ class Drafter(Protocol):
         ...
 
 
+class TextDrafter:
+    """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
+
+    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+        require_gamma(gamma)
+        self.gamma = gamma
+        self._target_cache = runner.cache
+
+    @property
+    def verification_cache(self) -> KVCache:
+        return self._target_cache
+
+    def check(self, target_cache: KVCache, length: int) -> None:
+        check_target(type(self).__name__, self._target_cache, target_cache)
+
+    def rollback(self, lengths: Tensor) -> None:
+        pass
+
+
 def check_target(drafter: str, own: KVCache, given: KVCache) -> None:
     """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
     if given is not own:
         raise ConfigError(
             "the drafter was built on another runner",
             where="generate: drafter",
-            seen=f"{drafter} over another target cache",
+            seen=f"{drafter} over another target's cache",
             required="the cache of the runner that generates",
             fix="build the drafter from the runner that is passed to generate()",
         )

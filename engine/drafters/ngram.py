@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.drafters.base import check_target, require_gamma
+from engine.drafters.base import TextDrafter
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
-from kv_cache import KVCache
 from kv_cache.errors import ConfigError
 
 
-class NGram:
+class NGram(TextDrafter):
     """Proposes what followed the last tokens when they stood in the row before (Saxena, "Prompt Lookup
     Decoding", 2023).
 
@@ -25,7 +24,7 @@ class NGram:
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        require_gamma(gamma)
+        super().__init__(runner, gamma)
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(
                 "the n-gram lengths are out of order",
@@ -34,18 +33,9 @@ class NGram:
                 required="1 <= min_ngram <= max_ngram",
                 fix="use 1 and 3",
             )
-        self.gamma = gamma
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self._target_cache = runner.cache
         shape = (runner.cache.max_batch, runner.cache.capacity)
         self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
-
-    @property
-    def verification_cache(self) -> KVCache:
-        return self._target_cache
-
-    def check(self, target_cache: KVCache, length: int) -> None:
-        check_target("an NGram", self._target_cache, target_cache)
 
     def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
         self._text[row, : len(prompt)] = torch.tensor(prompt, device=self._text.device)
@@ -59,9 +49,6 @@ class NGram:
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
         text.scatter_(1, lengths[:, None] + ahead, tokens)
         return Drafts(tokens, lengths=n_tokens)
-
-    def rollback(self, lengths: Tensor) -> None:
-        pass
 
 
 def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ngram: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.drafters.base import check_target, require_gamma
+from engine.drafters.base import TextDrafter
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
-from kv_cache import KVCache
 
 
-class SavedText:
+class SavedText(TextDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
     It goes by position alone: where the target has left the text, its drafts are simply judged. Behind
@@ -23,21 +22,12 @@ class SavedText:
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:
-        require_gamma(gamma)
-        self.gamma = gamma
+        super().__init__(runner, gamma)
         self._texts = texts
-        self._target_cache = runner.cache
         n_rows, longest = runner.cache.max_batch, max(map(len, texts.values()), default=0)
         self._text = torch.zeros(n_rows, longest + gamma + 1, dtype=torch.int64, device=runner.device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._end = torch.zeros_like(self._start)
-
-    @property
-    def verification_cache(self) -> KVCache:
-        return self._target_cache
-
-    def check(self, target_cache: KVCache, length: int) -> None:
-        check_target("a SavedText", self._target_cache, target_cache)
 
     def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
         text = self._texts.get(request, ())
@@ -50,6 +40,3 @@ class SavedText:
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
         n_tokens = (self._end - following).clamp(min=0, max=self.gamma)
         return Drafts(self._text.gather(1, index), lengths=n_tokens)
-
-    def rollback(self, lengths: Tensor) -> None:
-        pass

@@ -45,7 +45,7 @@ class SelfSpeculation:
         return self._write_through
 
     def check(self, target_cache: KVCache, length: int) -> None:
-        check_target("a SelfSpeculation", self._target_cache, target_cache)
+        check_target("SelfSpeculation", self._target_cache, target_cache)
         if self.cache.max_length is not None and length > self.cache.max_length:
             raise ConfigError(
                 "prompt + new tokens + gamma + 1 exceeds the draft's KV cache",
