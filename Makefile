@@ -20,7 +20,7 @@ test: lint  ## checks and tests, slow ones left out
 	$(RUN) -m pytest
 
 test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
-	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=27000 LLAMA_SCENARIOS=700 LAW_PAIRS=42000 \
+	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=27000 LLAMA_SCENARIOS=700 LAW_PAIRS=46000 \
 		$(RUN) -m pytest -m "" -n auto --dist worksteal $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-dev  ## put bugs into the source; a test has to fail because of each
