@@ -27,6 +27,13 @@ DRAFT_FLAGS = {
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one: None means "not given"."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of every benchmark; the defaults run on the built-in model and book."""
     add = parser.add_argument
@@ -72,8 +79,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--verification",
         choices=MODES,
         default="auto",
-        help="rejection: speculative sampling, the target's distribution; coupled: the baseline's own samples, "
-        "token for token; auto: greedy at temperature 0, else rejection",
+        help="rejection: speculative sampling, the target's distribution; coupled: the samples of plain decoding "
+        "in that mode, token for token; auto: greedy at temperature 0, else rejection",
     )
 
 
@@ -182,8 +189,8 @@ def _refuse_without_effect(args: argparse.Namespace, draft: str) -> None:
                 "a draft flag has no effect on this draft",
                 where=f"--{flag}",
                 seen=f"{getattr(args, flag)} with draft {draft}",
-                required="one of "
-                + (", ".join(f"--{name}" for name in DRAFT_FLAGS[draft]) or "none of the draft's flags"),
+                required=f"draft {draft} takes only "
+                + ", ".join(f"--{name}" for name in ("gamma", *DRAFT_FLAGS[draft])),
                 fix=f"leave out --{flag}",
             )
 

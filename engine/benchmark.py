@@ -90,6 +90,8 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
 
     tokenizer, prompts = _prompts(args, config, n_prompts)
     say(f"loading {name} on {device} as {dtype_name(dtype)}, attention {select_backend(args.attention).name}")
+    if draft and draft.policy == "streaming" and draft.capacity >= args.prefix_len + args.gen_len:
+        say(f"note: a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     model = _load(args, config, device, dtype)
     # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
     draft_model = load_draft_model(args, config, device, draft, dtype) if draft else None

@@ -148,6 +148,7 @@ def make_record(
         "tensor_parallel": 1,
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
+        "judged": counts.judged if counts else None,
         "accepted": counts.accepted if counts else None,
         "emitted": counts.emitted if counts else None,
         "acceptance_rate": counts.acceptance_rate if counts else None,

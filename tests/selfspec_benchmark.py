@@ -15,7 +15,7 @@ from kv_cache.errors import exit_on_user_error
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
     arguments.add_common_arguments(parser)
     arguments.add_text_argument(parser)
     arguments.add_sampling_arguments(parser)
