@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -66,10 +66,23 @@ def require_appendable(path: str | None) -> None:
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
-    """Append one JSON line and force it to disk."""
+    """Append one JSON line and force it to disk; a line that a killed run left unfinished is dropped first."""
     if path is None:
         return
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    with open(path, "a+b") as file:
+        _end_with_a_whole_line(file)
+        file.write(json.dumps(record).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _end_with_a_whole_line(file: BinaryIO) -> None:
+    file.seek(0)
+    last = file.read().rpartition(b"\n")[2]
+    if not last:
+        return
+    try:
+        json.loads(last)
+        file.write(b"\n")
+    except ValueError:
+        file.truncate(file.tell() - len(last))
