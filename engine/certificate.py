@@ -23,7 +23,7 @@ from kv_cache import KVCache
 from kv_cache.errors import ConfigError, UserError
 from models import Transformer
 
-# Of calibrated positions, by the model's dtype; two to three times what the default model shows (docs/lossless.md).
+# Of calibrated positions, by the model's dtype; well above what the default model shows (docs/lossless.md).
 MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 
