@@ -1,7 +1,7 @@
 """The engine: runners, drafters, verification, and the one decode loop."""
 
 from engine.decoding import GenerateOutput, generate
-from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation
+from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
@@ -14,6 +14,7 @@ __all__ = [
     "SamplingParams",
     "SavedText",
     "SelfSpeculation",
+    "StandaloneDraft",
     "Verdict",
     "generate",
     "verify_coupled",

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from engine.distributed import local_rank, world_size
 from engine.drafters import check_gamma
 from engine.modes import MODES, resolve_mode
 from engine.sampling import SamplingParams
 from kv_cache.errors import ConfigError
 from kv_cache.streaming import check_budget
 from models.attention import BACKENDS
+from models.convert import parse_layers
 from models.default_model import DEFAULT_CHECKPOINT
 from models.packed_linear import can_pack
 
 DRAFTS = ("self", "ngram", "oracle")
 DEFAULT_BUDGET, DEFAULT_N_SINK = 512, 4
+POSITIONS = ("auto", "absolute", "cache")
+FULL_BUDGET = -1
 DRAFT_FLAGS = {
-    "self, streaming": ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype"),
-    "self, full": ("draft_policy", "draft_dtype"),
+    "self, streaming": ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype", "draft_layers"),
+    "self, full": ("draft_policy", "draft_dtype", "draft_layers"),
+    "standalone, streaming": ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype", "draft_positions"),
+    "standalone, full": ("draft_policy", "draft_dtype"),
     "ngram": ("max_ngram",),
     "oracle": (),
 }
+OPTIONAL_DRAFT_FLAGS = tuple(dict.fromkeys(flag for flags in DRAFT_FLAGS.values() for flag in flags))
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -34,10 +41,11 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+def add_common_arguments(parser: argparse.ArgumentParser, target_flag: str = "--model") -> None:
     """The flags of every benchmark; the defaults run on the built-in model and book."""
     add = parser.add_argument
-    add("--model", default=str(DEFAULT_CHECKPOINT / "model.pth"), help="converted checkpoint (model.pth)")
+    default = str(DEFAULT_CHECKPOINT / "model.pth")
+    add(target_flag, dest="model", default=default, help="the target's converted checkpoint (model.pth)")
     add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
     add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
     add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
@@ -54,11 +62,36 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     add("--attention", choices=BACKENDS, default="auto", help="attention backend")
     add("--output", help="append the JSON record to this file")
+    add("--save_rows", help="append each row to this file as it finishes: its tokens survive a run that does not")
 
 
 def add_text_argument(parser: argparse.ArgumentParser) -> None:
     """For scripts that end in `report.finish`."""
     parser.add_argument("--printoutput", action="store_true", help="print every row's generated text")
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """For scripts that torchrun may start on several ranks."""
+    add = parser.add_argument
+    add("--rank_group", type=int, nargs="+", help="ranks that share the target, in shard order (default: all)")
+    add("--compile", action="store_true", help="accepted for the reference's commands; without effect so far")
+    add("--check_ranks", action="store_true", help="compare a digest over ranks each round; stop if one differs")
+    add("--rank_timeout", type=float, default=600, help="seconds that a rank waits for another before it gives up")
+
+
+def add_standalone_arguments(parser: argparse.ArgumentParser) -> None:
+    """A draft model of its own."""
+    add = parser.add_argument
+    add("--model", dest="draft_model", required=True, help="the draft's converted checkpoint (model.pth)")
+    add("--draft_ranks", type=int, nargs="+", help="ranks that share the draft (default: those of --rank_group)")
+    add("--gamma", type=int, default=3, help="tokens drafted per round")
+    _add_cache_arguments(parser, "the draft's cache")
+    add(
+        "--draft_positions",
+        choices=POSITIONS,
+        help="streaming: rotary positions of the text (absolute) or of the slots (cache), which never pass the "
+        "budget; auto (the default): cache where the run is longer than the draft's trained context",
+    )
 
 
 def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +128,21 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         "oracle: the baseline's own output, which costs nothing to draft and shows the machinery's ceiling",
     )
     add("--gamma", type=int, default=3, help="tokens drafted per round")
-    # None: not given. A flag that is given where it has no effect is refused, see DRAFT_FLAGS.
-    add("--draft_policy", choices=["streaming", "full"], help="what self's cache keeps (default: streaming)")
-    add("--streamingllm_budget", type=int, help="streaming: KV entries per row, sinks included (default: 512)")
-    add("--n_sink", type=int, help="streaming: attention sinks among them (default: 4)")
+    _add_cache_arguments(parser, "self's cache")
+    add("--draft_layers", help="layers that self runs, such as 0-9,20-29: it skips the others (default: all)")
     add("--max_ngram", type=int, help="longest match that --draft ngram looks for (default: 3)")
+
+
+def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """None: not given. A flag that is given where it has no effect is refused, see DRAFT_FLAGS."""
+    add = parser.add_argument
+    add("--draft_policy", choices=["streaming", "full"], help=f"what {what} keeps (default: streaming)")
+    add(
+        "--streamingllm_budget",
+        type=int,
+        help="streaming: KV entries per row, sinks included (default: 512); -1 is --draft_policy full",
+    )
+    add("--n_sink", type=int, help="streaming: attention sinks among them (default: 4)")
     add(
         "--draft_dtype",
         choices=["auto", "same", *DTYPES],
@@ -126,7 +169,11 @@ GREEDY = Sampling(SamplingParams(), "greedy")
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What drafts. Only `self` has a KV cache: `capacity` entries a row, weights and cache in `dtype`."""
+    """What drafts. `self` and `standalone` have a KV cache: `capacity` entries a row, weights and cache in `dtype`.
+
+    positions: "absolute" or "cache", or "auto" until the draft's trained context is known. layers: those of
+    the target that `self` runs, None for all. model: where a standalone draft comes from.
+    """
 
     kind: str
     gamma: int
@@ -135,6 +182,9 @@ class DraftSettings:
     n_sink: int | None = None
     dtype: torch.dtype | None = None
     max_ngram: int | None = None
+    positions: str | None = None
+    layers: tuple[int, ...] | None = None
+    model: str | None = None
 
 
 def sampling_settings(args: argparse.Namespace) -> Sampling:
@@ -154,7 +204,7 @@ def sampling_settings(args: argparse.Namespace) -> Sampling:
 def draft_settings(args: argparse.Namespace) -> DraftSettings:
     """The draft flags, checked, with defaults, `auto` and the full policy's capacity resolved."""
     require_at_least("gamma", args.gamma, 0)
-    policy = args.draft_policy or "streaming"
+    policy = _draft_policy(args)
     _refuse_without_effect(args, f"{args.draft}, {policy}" if args.draft == "self" else args.draft)
     if args.draft == "ngram":
         max_ngram = 3 if args.max_ngram is None else args.max_ngram
@@ -170,21 +220,53 @@ def draft_settings(args: argparse.Namespace) -> DraftSettings:
                 fix="leave out --no_baseline",
             )
         return DraftSettings("oracle", args.gamma)
+    layers = None if args.draft_layers is None else tuple(parse_layers(args.draft_layers, "--draft_layers"))
+    return replace(_with_cache(args, "self", policy), layers=layers)
+
+
+def standalone_settings(args: argparse.Namespace) -> DraftSettings:
+    """The flags of a standalone draft, checked; its positions stay "auto" until its context is known."""
+    require_at_least("gamma", args.gamma, 0)
+    policy = _draft_policy(args)
+    _refuse_without_effect(args, f"standalone, {policy}")
+    positions = (args.draft_positions or "auto") if policy == "streaming" else "absolute"
+    return replace(_with_cache(args, "standalone", policy), positions=positions, model=args.draft_model)
+
+
+def _draft_policy(args: argparse.Namespace) -> str:
+    """`--draft_policy`, or what the budget says of it."""
+    if args.streamingllm_budget == FULL_BUDGET:
+        if args.draft_policy == "streaming":
+            raise ConfigError(
+                "a budget of -1 keeps everything",
+                where="--streamingllm_budget",
+                seen="-1 with --draft_policy streaming",
+                required="a budget of entries, or --draft_policy full",
+                fix="leave out --draft_policy",
+            )
+        return "full"
+    return args.draft_policy or "streaming"
+
+
+def _with_cache(args: argparse.Namespace, kind: str, policy: str) -> DraftSettings:
+    """A draft with a KV cache, its size and dtype checked."""
     dtype = resolve_draft_dtype(args, args.draft_dtype or "auto")
     if policy == "full":
         capacity = args.prefix_len + args.gen_len + args.gamma + 1
-        return DraftSettings("self", args.gamma, "full", capacity, dtype=dtype)
+        return DraftSettings(kind, args.gamma, "full", capacity, dtype=dtype)
     budget = DEFAULT_BUDGET if args.streamingllm_budget is None else args.streamingllm_budget
     n_sink = DEFAULT_N_SINK if args.n_sink is None else args.n_sink
     check_budget(budget, n_sink)
     check_gamma(args.gamma, budget - n_sink)
-    return DraftSettings("self", args.gamma, "streaming", budget, n_sink, dtype)
+    return DraftSettings(kind, args.gamma, "streaming", budget, n_sink, dtype)
 
 
 def _refuse_without_effect(args: argparse.Namespace, draft: str) -> None:
     """Raise ConfigError if a draft flag is given that this draft does not look at."""
-    for flag in ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype", "max_ngram"):
-        if getattr(args, flag) is not None and flag not in DRAFT_FLAGS[draft]:
+    for flag in OPTIONAL_DRAFT_FLAGS:
+        given = getattr(args, flag, None)
+        asks_for_all = flag == "streamingllm_budget" and given == FULL_BUDGET and draft.endswith("full")
+        if given is not None and flag not in DRAFT_FLAGS[draft] and not asks_for_all:
             raise ConfigError(
                 "a draft flag has no effect on this draft",
                 where=f"--{flag}",
@@ -222,8 +304,11 @@ def require_at_least(flag: str, value: int, minimum: int) -> None:
 
 
 def resolve_device(name: str) -> str:
+    own = f"cuda:{local_rank()}" if world_size() > 1 else "cuda"
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return own if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = own
     try:
         kind = torch.device(name).type
     except RuntimeError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.drafters import Drafter
 from engine.modes import Drafts, Rows, resolve_mode, start_round
@@ -20,10 +21,11 @@ from engine.stats import Round, Stats
 
 
 class Progress(Protocol):
-    """Told of tokens as they are prefilled and emitted."""
+    """Told of tokens as they are prefilled and emitted, and of every prompt that is done."""
 
     def prefilled(self, n_tokens: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...
+    def finished(self, request: Request) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def generate(
     mode = resolve_mode(verification, [request.sampling for request in requests])
     if drafter:
         longest = max((len(request.prompt) + request.limit for request in requests), default=0)
-        drafter.check(runner.cache, longest + gamma + 1)
+        drafter.check(runner, longest + gamma + 1)
     phase = phase or (lambda name: nullcontext())
     slots = [_Slot() for _ in range(runner.cache.max_batch)]
     for row in range(len(requests), len(slots)):
@@ -116,9 +118,11 @@ def generate(
 
         started = time.perf_counter()
         outcomes = _round(runner, drafter, mode, slots, rows, phase)
-        emitted = sum(
-            _commit(slot, slot.request, outcome) for slot, outcome in zip(slots, outcomes, strict=True) if slot.request
-        )
+        emitted = 0
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if request := slot.request:
+                emitted += _commit(slot, request, outcome)
+                _tell_if_finished(request, progress)
         lengths = torch.tensor([slot.length for slot in slots], device=runner.device)
         runner.cache.rollback(lengths)
         if drafter:
@@ -154,18 +158,29 @@ def _admit(
     slot.length, slot.sampling, slot.request_id = len(request.prompt), request.sampling, request.id
     if prefilled.bad_position is not None:
         request.fail(prefilled.bad_position)
+        _tell_if_finished(request, progress)
         return
     # The first token ends a round without drafts, whose last known token is the prompt's.
     last = torch.tensor([slot.length - 1], device=runner.device)
     first = start_round(mode, _rows([slot], runner.device), last, 0, runner.model)
-    token = int(first.judge(Drafts(last.new_empty(1, 0)), prefilled.logits[None, None]).next_token)
+
+    def next_token() -> Tensor:
+        return first.judge(Drafts(last.new_empty(1, 0)), prefilled.logits[None, None]).next_token
+
+    token = int(runner.ranks.decided(next_token, 1))
     request.extend([token])
     if progress:
         progress.emitted(1)
+    _tell_if_finished(request, progress)
     if request.finish_reason is None:
         slot.request, slot.current = request, token
         if drafter:
-            drafter.admit(row, request.id, request.prompt)
+            drafter.admit(row, request.id, request.prompt, progress.prefilled if progress else None)
+
+
+def _tell_if_finished(request: Request, progress: Progress | None) -> None:
+    if progress and request.finish_reason:
+        progress.finished(request)
 
 
 @dataclass(frozen=True)
@@ -201,11 +216,19 @@ def _round(
         positions = lengths[:, None] + torch.arange(gamma + 1, device=runner.device)
         cache = drafter.verification_cache if drafter else None
         logits = runner.step(block, positions, extent, cache)
-    with phase("accept"):
+
+    def decide() -> Tensor:
         verdict = verification.judge(drafts, logits)
         drafted = torch.full_like(lengths, gamma) if drafts.lengths is None else drafts.lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
-        packed = torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1).tolist()  # the round's one host sync
+        return torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1)
+
+    with phase("accept"):
+        decided = runner.ranks.decided(decide, len(slots), 3 + gamma + gamma + 1)
+        packed = decided.tolist()  # the round's one host sync
+    runner.ranks.require_same(
+        f"a round from positions {[slot.length for slot in slots]}", lambda: (lengths, block, decided)
+    )
     return [
         _Outcome(n_drafted, [*rest[:num_accepted], next_token], rest[gamma:])
         for n_drafted, num_accepted, next_token, *rest in packed

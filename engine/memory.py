@@ -41,25 +41,34 @@ class MemoryPlan:
         return max(0, (available - self.total(0)) // (self.total(1) - self.total(0)))
 
 
+@dataclass(frozen=True)
+class DraftFootprint:
+    """A draft model of that (shard's) configuration, its weights and `capacity` KV entries a row in `dtype`."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    capacity: int
+    shares_weights: bool
+
+
 def plan_memory(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
-    draft_dtype: torch.dtype | None = None,
+    draft: DraftFootprint | None = None,
     device: str,
     capacity: int,
-    draft_capacity: int,
     block: int,
     prefill_chunk: int,
     sampling: SamplingParams | None = None,
+    vocab_size: int | None = None,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
-    `draft_dtype` is that of the draft's own copy of the weights; None if it shares the target's.
-    `sampling` holds laws and noise beside the logits; None is greedy.
+    `sampling` holds laws and noise beside the logits; None is greedy. Of a sharded model, `config` is that of
+    the shard, and `vocab_size` that of the whole model, whose logits meet on one rank.
     """
     itemsize = dtype.itemsize
-    draft_itemsize = (draft_dtype or dtype).itemsize
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
     chunk_mask = prefill_chunk * capacity
     noise_pass = sampling_bytes = 0
@@ -67,14 +76,16 @@ def plan_memory(
         noise_pass = blocks_per_pass(torch.device(device)) * PASS_BYTES
         sampling_bytes = SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
     weights = _weight_bytes(config, dtype, device)
-    if draft_dtype not in (None, dtype):
-        weights += _weight_bytes(config, draft_dtype, device)
+    draft_kv_per_row = 0
+    if draft:
+        weights += 0 if draft.shares_weights else _weight_bytes(draft.config, draft.dtype, device)
+        draft_kv_per_row = draft.capacity * draft.config.kv_bytes_per_token(draft.dtype.itemsize)
     return MemoryPlan(
         weights=weights,
         target_kv_per_row=capacity * config.kv_bytes_per_token(itemsize),
-        draft_kv_per_row=draft_capacity * config.kv_bytes_per_token(draft_itemsize),
+        draft_kv_per_row=draft_kv_per_row,
         activations=(chunk_rows + 2 * chunk_mask) * itemsize + noise_pass,
-        logits_per_row=block * config.vocab_size * (2 * itemsize + sampling_bytes),
+        logits_per_row=block * (vocab_size or config.vocab_size) * (2 * itemsize + sampling_bytes),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -109,8 +110,16 @@ class CoupledRound:
 
     def __init__(self, rows: Rows, lengths: Tensor, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
         self._law = rows.law
-        positions = lengths[:, None] + 1 + torch.arange(gamma + 1, device=lengths.device)
-        self._noise = gumbel(rows.seed[:, None], rows.request[:, None], positions, Stream.COUPLED, vocab_size, dtype)
+        self._rows, self._lengths, self._gamma, self._vocab_size, self._dtype = rows, lengths, gamma, vocab_size, dtype
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        """`[B, gamma + 1, V]`, made when it is first needed: a rank that does not decide never needs it."""
+        rows, lengths = self._rows, self._lengths
+        positions = lengths[:, None] + 1 + torch.arange(self._gamma + 1, device=lengths.device)
+        return gumbel(
+            rows.seed[:, None], rows.request[:, None], positions, Stream.COUPLED, self._vocab_size, self._dtype
+        )
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
         return (self._law.logprobs(logits) + self._noise[:, i]).argmax(dim=-1), None

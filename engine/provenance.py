@@ -50,7 +50,7 @@ def _git(*args: str) -> str:
     return done.stdout.strip()
 
 
-def require_appendable(path: str | None) -> None:
+def require_appendable(path: str | None, flag: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
     if path is None:
         return
@@ -58,7 +58,7 @@ def require_appendable(path: str | None) -> None:
     if Path(path).is_dir() or not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
         raise ConfigError(
             "the results file cannot be written",
-            where="--output",
+            where=f"--{flag}",
             seen=path,
             required="a file in an existing, writable folder",
             fix=f"create {parent}, or choose another file",

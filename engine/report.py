@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from engine.arguments import DraftSettings
-from engine.benchmark import Setup, dtype_name
+from engine.benchmark import Passes
 from engine.decoding import GenerateOutput
 from engine.provenance import append_record, provenance
+from engine.say import dtype_name
+from engine.setup import Setup
 from engine.timing import PhaseTimer
 
 
@@ -104,18 +106,10 @@ def _number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def make_record(
-    benchmark: str,
-    setup: Setup,
-    *,
-    prefill_seconds: float,
-    baseline: GenerateOutput | None,
-    speculative: GenerateOutput | None = None,
-    timed: tuple[PhaseTimer, GenerateOutput] | None = None,
-) -> dict[str, Any]:
+def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
     """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
-    args = setup.args
-    real = args.load_format != "dummy"
+    args, baseline, speculative = setup.args, passes.baseline, passes.speculative
+    real = setup.target.has_text
     measured = speculative or baseline
     assert measured is not None
     counts = speculative.stats.counts if speculative and real else None
@@ -125,6 +119,7 @@ def make_record(
     params = setup.sampling.params
     gamma = setup.draft.gamma if setup.draft else 0
     step_ms = round_ms(baseline) if baseline else None
+    peaks = setup.ranks.gathered(peak_memory_bytes(setup.runner.device))
     record = {
         "benchmark": benchmark,
         "model": setup.name,
@@ -135,7 +130,7 @@ def make_record(
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
         "gamma": gamma,
-        **_draft_record(setup.draft),
+        **_draft_record(setup),
         "verification": setup.sampling.mode,
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -145,7 +140,7 @@ def make_record(
         "dtype": dtype_name(setup.dtype),
         "attention": setup.runner.model.backend.name,
         "compile": False,
-        "tensor_parallel": 1,
+        **_rank_record(setup),
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
         "judged": counts.judged if counts else None,
@@ -168,27 +163,41 @@ def make_record(
         else None,
         "sequences": len(measured.tokens),
         "tokens_sha256": tokens_sha256(measured.tokens),
-        "prefill_seconds": prefill_seconds,
+        "prefill_seconds": passes.prefill_seconds,
+        "draft_prefill_seconds": speculative.stats.prefill_seconds if speculative and setup.draft_source else None,
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
-        **_phase_times(timed, gamma),
-        "peak_memory_bytes": peak_memory_bytes(setup.runner.device),
+        **_phase_times(passes.timed, gamma),
+        "peak_memory_bytes": max(peaks),
+        "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(measured.tokens) if real else None,
         **provenance(),
     }
     return rounded(record)
 
 
-def _draft_record(draft: DraftSettings | None) -> dict[str, str | int | None]:
-    max_ngram = draft.max_ngram if draft else None
-    if draft is None or draft.dtype is None:
-        return dict.fromkeys(("draft_policy", "draft_budget", "n_sink", "draft_dtype")) | {"max_ngram": max_ngram}
+def _draft_record(setup: Setup) -> dict[str, Any]:
+    draft = setup.draft or DraftSettings("none", 0)
+    has_cache = draft.dtype is not None
     return {
+        "draft_model": setup.draft_source.name if setup.draft_source else None,
         "draft_policy": draft.policy,
-        "draft_budget": draft.capacity,
+        "draft_budget": draft.capacity if has_cache else None,
         "n_sink": draft.n_sink,
-        "draft_dtype": dtype_name(draft.dtype),
-        "max_ngram": max_ngram,
+        "draft_positions": draft.positions or ("absolute" if has_cache else None),
+        "draft_layers": None if draft.layers is None else list(draft.layers),
+        "draft_dtype": dtype_name(draft.dtype) if draft.dtype is not None else None,
+        "max_ngram": draft.max_ngram,
+    }
+
+
+def _rank_record(setup: Setup) -> dict[str, Any]:
+    return {
+        "tensor_parallel": len(setup.target_ranks.ranks),
+        "rank_group": list(setup.target_ranks.ranks),
+        "draft_ranks": list(setup.draft_ranks.ranks) if setup.draft_ranks else None,
+        "all_reduce": setup.target_ranks.reduce.name,
+        "check_ranks": setup.ranks.check,
     }
 
 
@@ -206,9 +215,13 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None, gamma: int) ->
     }
 
 
-def finish(setup: Setup, record: dict[str, Any], output: GenerateOutput) -> None:
-    """Print the texts asked for, the table, and last the record; append it to --output."""
-    args = setup.args
+def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
+    """Print the texts asked for, the table, and last the record; append it to --output. One rank does."""
+    record = make_record(benchmark, setup, passes)
+    if not setup.ranks.leads:
+        return
+    args, output = setup.args, passes.speculative or passes.baseline
+    assert output is not None
     if setup.tokenizer or args.printoutput:  # random weights have no tokenizer: their rows are shown as ids
         shown = output.tokens if args.printoutput else output.tokens[:1]
         for row, tokens in enumerate(shown):
@@ -230,4 +243,5 @@ def _drafting(setup: Setup) -> str:
         return ""
     if draft.dtype is None:
         return f", {draft.kind} draft"
-    return f", {dtype_name(draft.dtype)} draft, {draft.capacity} KV entries"
+    name = f" {setup.draft_source.name}" if setup.draft_source else ""
+    return f", {dtype_name(draft.dtype)} draft{name}, {draft.capacity} KV entries"

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.distributed import ALONE, ModelRanks, Ranks
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.errors import ConfigError
-from models import Transformer
+from models import ModelConfig, Transformer
+from models.tensor_parallel import vocab_widths
 
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small.
 PREFILL_CHUNK = 512
@@ -18,7 +20,10 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt in its row: the logits `[V]` after its last token, and its first position that is not finite."""
+    """A prompt in its row: the logits `[V]` after its last token, and its first position that is not finite.
+
+    Of a sharded model only the rank that decides has logits, the others an empty `[0]`.
+    """
 
     model: Transformer
     prompt: tuple[int, ...]
@@ -35,14 +40,18 @@ class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
     A row that still begins with the prompt asked for is rolled back to it instead of being run again,
-    so a baseline and a speculation decode from the same state.
+    so a baseline and a speculation decode from the same state. `ranks` are the processes that run the same
+    calls beside this one, where the model is sharded.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, prefill_chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(
+        self, model: Transformer, cache: KVCache, prefill_chunk: int = PREFILL_CHUNK, ranks: Ranks = ALONE
+    ) -> None:
         self.model = model
         self.cache = cache
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = min(prefill_chunk, cache.prefill_block)
+        self.ranks = ranks
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
         given = (keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
@@ -59,16 +68,45 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self.cache.device
 
+    @property
+    def max_batch(self) -> int:
+        return self.cache.max_batch
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
     def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> Prefilled:
-        """Fill one row with `prompt` in chunks; `on_tokens` is told of each chunk's length."""
+        """Fill one row with `prompt` unless it holds it; `on_tokens` is told of each chunk's length."""
         positions = torch.arange(len(prompt), device=self.device)[None]
         if self._holds(row, prompt, positions):
             self.cache.view(slice(row, row + 1)).rollback(positions[:, -1] + 1)
             held = self.cache.notes[row]
             assert isinstance(held, Prefilled)
             return held
+        hidden, finite = self.fill_row(row, prompt, on_tokens)
+        logits = self.model.logits(hidden)
+
+        def first_bad() -> Tensor:
+            """The first position that is not finite, `[1]`; the prompt's length if all are."""
+            ok = torch.cat([finite[:-1], finite[-1:] & finite_rows(logits)])
+            return torch.cat([~ok, ok.new_ones(1)]).to(torch.int64).argmax(dim=0, keepdim=True)
+
+        bad_position = int(self.ranks.decided(first_bad, 1))
+        done = Prefilled(self.model, tuple(prompt), logits, bad_position if bad_position < len(prompt) else None)
+        self.cache.notes[row] = done
+        return done
+
+    def fill_row(
+        self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run `prompt` into one row, in chunks; what the row held is forgotten.
+
+        Returns: the last token's hidden state `[dim]`, and which positions have finite ones, `[n]` bool.
+        """
         self.cache.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]
+        positions = torch.arange(len(prompt), device=self.device)[None]
         finite = []
         for start in range(0, len(prompt), self.prefill_chunk):
             end = min(start + self.prefill_chunk, len(prompt))
@@ -77,18 +115,17 @@ class ModelRunner:
             finite.append(finite_rows(hidden[0]))
             if on_tokens is not None:
                 on_tokens(end - start)
-        logits = self.model.logits(hidden[0, -1])
-        finite[-1][-1] &= finite_rows(logits)
-        bad = (~torch.cat(finite)).nonzero()
-        done = Prefilled(self.model, tuple(prompt), logits, int(bad[0]) if len(bad) else None)
-        self.cache.notes[row] = done
-        return done
+        return hidden[0, -1], torch.cat(finite)
 
     def _holds(self, row: int, prompt: Sequence[int], positions: Tensor) -> bool:
         held = self.cache.notes.get(row)
         if not isinstance(held, Prefilled) or held.model is not self.model or held.prompt != tuple(prompt):
             return False
         return torch.equal(self.cache.positions[row : row + 1, : len(prompt)], positions)
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Forget every token at a position >= `lengths [B]` int64."""
+        self.cache.rollback(lengths)
 
     def release_row(self, row: int) -> None:
         """No longer count on what a row holds: it is about to be written over."""
@@ -103,6 +140,38 @@ class ModelRunner:
     ) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`, all of them below `extent`.
 
-        `cache` stands in for the runner's own where a verification also writes to a draft's cache.
+        Of a sharded model they are on the rank that decides, and empty elsewhere. `cache` stands in for the
+        runner's own where a verification also writes to a draft's cache.
         """
         return self.model(tokens, positions, (cache or self.cache).view(extent=extent))
+
+    def last_logits(self, tokens: Tensor, positions: Tensor, extent: int) -> Tensor:
+        """As `step`, but only the logits `[B, V]` that follow the last of `tokens [B, T]`."""
+        return self.model.logits(self.model.hidden(tokens, positions, self.cache.view(extent=extent))[:, -1])
+
+
+class RemoteRunner:
+    """Stands for the ModelRunner of a model that other ranks hold: the same calls, no weights and no cache."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, max_batch: int, ranks: Ranks, holders: ModelRanks
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.max_batch = max_batch
+        self.ranks = ranks
+        self._dtype, self._holders = dtype, holders
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> None:
+        pass
+
+    def last_logits(self, tokens: Tensor, positions: Tensor, extent: int) -> Tensor:
+        """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
+        widths = vocab_widths(self.vocab_size, len(self._holders.ranks))
+        return self._holders.receive([len(tokens)], widths, self._dtype)
+
+    def rollback(self, lengths: Tensor) -> None:
+        pass

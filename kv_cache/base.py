@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -92,6 +93,11 @@ class KVCache(ABC):
         """The most tokens one forward may write into a row without overwriting its own entries."""
 
     @property
+    def prefill_block(self) -> int:
+        """The most tokens of a prompt that should run at once."""
+        return self.max_block
+
+    @property
     @abstractmethod
     def max_length(self) -> int | None:
         """The longest context that a row can follow; None if there is no bound."""
@@ -101,6 +107,13 @@ class KVCache(ABC):
         slots = self.slots(positions)
         self.positions.scatter_(1, slots, positions)
         return slots
+
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`.
+
+        Asked after `begin`. None for the slots: keys are stored already rotated, by the first.
+        """
+        return positions, None
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store one layer's `keys` and `values [B, T, n_kv_head, head_dim]` in `slots [B, T]`.
@@ -124,13 +137,17 @@ class KVCache(ABC):
         self.notes.pop(row, None)
         self.positions[row] = EMPTY
 
-    def fill_row(self, row: int, source: KVCache, length: int) -> None:
-        """Replace a row by what this policy keeps of `source`'s same row, a context of `length` tokens."""
+    def fill_row(self, row: int, source: KVCache, length: int, layers: Sequence[int] | None = None) -> None:
+        """Replace a row by what this policy keeps of `source`'s same row, a context of `length` tokens.
+
+        `layers` are those of the source that this cache has, in order; None if it has them all.
+        """
         kept = self.retained_positions(length).to(self.device)
         from_slots, to_slots = source.slots(kept), self.slots(kept)
         self.reset_row(row)
-        self.keys[:, row, :, to_slots] = source.keys[:, row, :, from_slots].to(self.keys.dtype)
-        self.values[:, row, :, to_slots] = source.values[:, row, :, from_slots].to(self.values.dtype)
+        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            kept_layers = theirs[:, row] if layers is None else theirs[list(layers), row]
+            own[:, row, :, to_slots] = kept_layers[:, :, from_slots].to(own.dtype)
         self.positions[row, to_slots] = kept
 
     def view(self, rows: slice = slice(None), extent: int | None = None) -> KVCache:

@@ -25,6 +25,10 @@ class DataError(UserError):
     """Text that is missing, unreadable, or too short for the prompts asked of it."""
 
 
+class RankError(UserError):
+    """Processes of one run that disagree, or that lost each other."""
+
+
 class OutOfMemoryError(UserError):
     """Weights and caches that would not fit, found before anything is allocated."""
 

@@ -12,8 +12,12 @@ from kv_cache.errors import ConfigError
 class StreamingKVCache(KVCache):
     """Keeps the first `n_sink` tokens and the last `budget - n_sink`; `budget` counts both.
 
-    Keys keep the rotation of their absolute position. A position `p >= n_sink` takes the ring slot
-    `n_sink + (p - n_sink) mod window`, so writing it evicts exactly the token `window` before it.
+    A position `p >= n_sink` takes the ring slot `n_sink + (p - n_sink) mod window`, so writing it evicts
+    exactly the token `window` before it; a block evicts what it needs before it attends.
+
+    Keys keep the rotation of their absolute position, or, with `rotate_on_read`, are stored un-rotated and
+    rotated at every read by their place *in the cache*, as StreamingLLM does (section 3.2): no query or key
+    then sits beyond `budget`, so a model whose trained context is short can follow a text of any length.
     Errors: ConfigError if the budget leaves no room for a window.
     """
 
@@ -25,15 +29,22 @@ class StreamingKVCache(KVCache):
         n_sink: int = 4,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        rotate_on_read: bool = False,
     ) -> None:
         check_budget(budget, n_sink)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink = n_sink
+        self.rotate_on_read = rotate_on_read
         self.window = budget - n_sink
 
     @property
     def max_block(self) -> int:
         return self.window
+
+    @property
+    def prefill_block(self) -> int:
+        """Half the window: a block evicts before it attends, and leaves its first token the other half."""
+        return max(1, self.window // 2)
 
     @property
     def max_length(self) -> None:
@@ -42,6 +53,18 @@ class StreamingKVCache(KVCache):
     def slots(self, positions: Tensor) -> Tensor:
         ring = self.n_sink + (positions - self.n_sink) % self.window
         return torch.where(positions < self.n_sink, positions, ring)
+
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.rotate_on_read:
+            return positions, None
+        in_window = self.positions >= self.n_sink
+        oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
+
+        def place(p: Tensor) -> Tensor:
+            """The window follows the sinks without a gap; an empty slot's place means nothing."""
+            return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
+
+        return place(positions), place(self.positions)
 
     def retained_positions(self, length: int) -> Tensor:
         sinks = torch.arange(min(self.n_sink, length))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kv_cache.base import KVCache
 
 
 class WriteThroughKVCache:
-    """Reads from `target`; writes to `target` and `draft`.
+    """Reads from `target`; writes to `target` and, of the `layers` that it has, to `draft` (None: all of them).
 
     Verifying through it replaces the approximate KV that a self-drafting model left behind by what
     the target has just computed for the same tokens, at the cost of one small extra write a layer.
     """
 
-    def __init__(self, target: KVCache, draft: KVCache) -> None:
-        self.target, self.draft = target, draft
+    def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
+        self.target, self.draft, self.layers = target, draft, layers
+        self._draft_layer = dict(zip(layers or range(len(draft.keys)), range(len(draft.keys)), strict=True))
 
     @property
     def positions(self) -> Tensor:
@@ -24,12 +27,16 @@ class WriteThroughKVCache:
     def begin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)
 
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.target.rotary_positions(positions)
+
     def write(self, layer: int, slots: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         self.target.write(layer, slots[0], keys, values)
-        self.draft.write(layer, slots[1], keys, values)
+        if layer in self._draft_layer:
+            self.draft.write(self._draft_layer[layer], slots[1], keys, values)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.target.read(layer)
 
     def view(self, rows: slice = slice(None), extent: int | None = None) -> WriteThroughKVCache:
-        return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent))
+        return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from models.llama import Transformer
 from models.manifest import atomic_path, check_files
 from models.packed_linear import pack_model
+from models.tensor_parallel import Exchange, check_count, parallelise, shard_config, shard_tensor
 from models.tokenizer import TOKENIZER_FILES
 
 WEIGHTS = "model.pth"
@@ -154,20 +155,28 @@ def load_model(
     config: ModelConfig | None = None,
     verify: bool = False,
     prepack: bool = True,
+    layers: Sequence[int] | None = None,
+    exchange: Exchange | None = None,
 ) -> Transformer:
     """A Transformer ready for inference, its weights `dtype` on `device`.
 
     `path`: a model.pth, or the folder that holds it. With load_format "dummy" no weights are read: the shape
     comes from `config`, else from a config.json at `path`, else from the preset named `path`.
     `prepack` repacks linear layers for the CPU, where it can: faster, but their weights no longer show up in
-    the state dict. Every check of `read_checkpoint` runs before a parameter exists. Raises CheckpointError
-    or ConfigError.
+    the state dict. `layers` loads only those. With an `exchange`, only this rank's shard is read from the file
+    and joined to those of the other ranks; ConfigError if the model has fewer KV heads than there are shards.
+    Every check of `read_checkpoint` runs before a parameter exists. Raises CheckpointError or ConfigError.
     """
     if load_format == "pth":
         config, state_dict = read_checkpoint(path, config=config, verify=verify)
+        if layers is not None:
+            dropped = set(range(config.n_layer)) - set(layers)
+            state_dict, config = drop_layers(state_dict, config, dropped)
     elif load_format == "dummy":
         config = config or _dummy_config(Path(path))
-        state_dict = dummy_state_dict(config, device=device, dtype=dtype)
+        if layers is not None:
+            config = replace(config, n_layer=len(layers))
+        state_dict = {}
     else:
         raise ConfigError(
             "unknown load format",
@@ -176,14 +185,24 @@ def load_model(
             required=" or ".join(LOAD_FORMATS),
             fix="use pth to read a checkpoint, dummy for random weights",
         )
+    own = config
+    if exchange is not None:
+        check_count(config, exchange.shard.count, f"tensor parallelism of {path}")
+        own = shard_config(config, exchange.shard)
+        # A copy, so that the mapped file can go: a strided part would hold on to all of it.
+        state_dict = {n: shard_tensor(n, t, config, exchange.shard).clone() for n, t in state_dict.items()}
+    if load_format == "dummy":
+        state_dict = dummy_state_dict(own, device=device, dtype=dtype)
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(own)
     model.load_state_dict(
         {name: state_dict.pop(name).to(device=device, dtype=dtype) for name in list(state_dict)}, assign=True
     )
     model.eval().requires_grad_(False)
     if prepack:
         pack_model(model)
+    if exchange is not None:
+        parallelise(model, config, exchange)
     return model
 
 

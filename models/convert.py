@@ -82,7 +82,7 @@ def output_bytes(matched: Iterable[tuple[SourceTensor, ...]], dtype: torch.dtype
     )
 
 
-def parse_layers(text: str) -> list[int]:
+def parse_layers(text: str, flag: str = "--drop_layers") -> list[int]:
     """Layer indices of a list such as "3,7,13-15" (both ends included). Raises ConfigError."""
     layers: set[int] = set()
     for item in text.split(","):
@@ -91,7 +91,7 @@ def parse_layers(text: str) -> list[int]:
         if first > last:
             raise ConfigError(
                 "the list of layers is not readable",
-                where="--drop_layers",
+                where=flag,
                 seen=repr(text),
                 required="indices and ascending ranges",
                 fix="write it like 3,7,13-15",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from models.attention import AttentionBackend, select_backend
 from models.config import ModelConfig
-from models.rope import inverse_frequencies, rotate, rotation
+from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
 
 class SlotCache(Protocol):
@@ -20,6 +22,7 @@ class SlotCache(Protocol):
     @property
     def positions(self) -> Tensor: ...
     def begin(self, positions: Tensor) -> Any: ...
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]: ...
     def write(self, layer: int, slots: Any, keys: Tensor, values: Tensor) -> None: ...
     def read(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
@@ -32,27 +35,29 @@ class Step:
     slots: Any
     backend: AttentionBackend
     visible: Any
-    cos: Tensor
-    signed_sin: Tensor
+    rotation: Rotation
+    slot_rotation: Rotation | None  # of keys that the cache stores un-rotated
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer = layer
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         n_qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         self.wqkv = nn.Linear(config.dim, n_qkv, bias=config.qkv_bias)
-        self.wo = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
+        self.wo: nn.Module = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
         batch, n_token, _ = x.shape
         heads = self.wqkv(x).view(batch, n_token, -1, self.head_dim)
-        rotated, v = heads.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
-        rotated = rotate(rotated, step.cos, step.signed_sin)
-        q, k = rotated.split([self.n_head, self.n_kv_head], dim=2)
-        step.cache.write(self.layer, step.slots, k, v)
-        keys, values = step.cache.read(self.layer)
+        q_and_k, v = heads.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
+        if step.slot_rotation is None:
+            q_and_k = rotate(q_and_k, step.rotation)
+        q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=2)
+        step.cache.write(layer, step.slots, k, v)
+        keys, values = step.cache.read(layer)
+        if step.slot_rotation is not None:
+            q, keys = rotate(q, step.rotation), rotate(keys, step.slot_rotation)
         y = step.backend.attend(q, keys, values, step.visible)
         return self.wo(y.reshape(batch, n_token, -1))
 
@@ -61,7 +66,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w2: nn.Module = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
@@ -69,15 +74,15 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), step)
+    def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), step, layer)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -92,7 +97,7 @@ class Transformer(nn.Module):
         self.config = config
         self.backend = attention or select_backend()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         # None: the head is the embedding's weight.
         self.output: nn.Module | None = None
@@ -113,13 +118,15 @@ class Transformer(nn.Module):
         """Normalised last hidden states `[B, T, dim]`; `logits` of a part of them is all a prefill needs."""
         x = self.tok_embeddings(tokens)
         self._frequencies = self._frequencies.to(x.device)
-        cos, signed_sin = rotation(positions, self._frequencies, x.dtype)
         slots = cache.begin(positions)
+        places, slot_places = cache.rotary_positions(positions)
+        turn = rotation(places, self._frequencies, x.dtype)
+        slot_turn = None if slot_places is None else rotation(slot_places, self._frequencies, x.dtype)
         config = self.config
         visible = self.backend.prepare(positions, cache.positions, config.group_size, config.sliding_window, x.dtype)
-        step = Step(cache, slots, self.backend, visible, cos, signed_sin)
-        for layer in self.layers:
-            x = layer(x, step)
+        step = Step(cache, slots, self.backend, visible, turn, slot_turn)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step, index)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -127,3 +134,13 @@ class Transformer(nn.Module):
         if self.output is None:
             return F.linear(hidden, self.tok_embeddings.weight)
         return self.output(hidden)
+
+
+def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
+    """A shallower Transformer of some of a model's layers, in the order given; weights are shared."""
+    shallower = copy.copy(model)
+    # A module's plain copy shares the dictionary of its submodules.
+    shallower._modules = dict(model._modules)
+    shallower.layers = nn.ModuleList(model.layers[layer] for layer in layers)
+    shallower.config = replace(model.config, n_layer=len(layers))
+    return shallower

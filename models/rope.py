@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig, RopeScaling
+
+
+class Rotation(NamedTuple):
+    """What turns heads to their positions: `cos` and `signed_sin [B, T, 1, head_dim]`, the first half negated."""
+
+    cos: Tensor
+    signed_sin: Tensor
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -30,17 +38,17 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine `[B, T, 1, head_dim]` in `dtype` for `positions [B, T]`.
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation in `dtype` that belongs to `positions [B, T]`.
 
-    Angles are taken in float32 or better. The first half of the sine is negated, which lets `rotate`
-    swap the halves instead of negating one.
+    Angles are taken in float32 or better. The negated half of the sine lets `rotate` swap the halves
+    instead of negating one.
     """
     angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1)[:, :, None].to(dtype), torch.cat([-sin, sin], -1)[:, :, None].to(dtype)
+    return Rotation(torch.cat([cos, cos], -1)[:, :, None].to(dtype), torch.cat([-sin, sin], -1)[:, :, None].to(dtype))
 
 
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def rotate(x: Tensor, by: Rotation) -> Tensor:
     """Rotate `x [B, T, H, head_dim]`: pair i is (x[i], x[i + head_dim / 2])."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+    return torch.addcmul(x * by.cos, x.roll(x.shape[-1] // 2, -1), by.signed_sin)

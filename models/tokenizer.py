@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, control tokens left out."""
 
+    def pieces(self) -> list[str | None]:
+        """What each id stands for, as the tokenizer's file writes it; None for an id without a token."""
+
 
 class JsonTokenizer:
     """A Hugging Face tokenizer.json; its post-processor is what adds BOS."""
@@ -45,6 +48,13 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
+    def pieces(self) -> list[str | None]:
+        by_token = self._backend.get_vocab(with_added_tokens=True)
+        pieces: list[str | None] = [None] * (max(by_token.values()) + 1)
+        for token, index in by_token.items():
+            pieces[index] = token
+        return pieces
+
 
 class SentencePieceTokenizer:
     """A SentencePiece tokenizer.model (Llama 2, Mistral); BOS is added where the model defines one."""
@@ -65,6 +75,9 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids)))
+
+    def pieces(self) -> list[str | None]:
+        return [self._backend.id_to_piece(index) for index in range(self.vocab_size)]
 
 
 def find_tokenizer(checkpoint_dir: str | Path) -> Path | None:

@@ -32,6 +32,9 @@ from engine import GenerateOutput, arguments, benchmark, report
 from engine.certificate import Calibration, Certificate, calibrate, certify, replay
 from engine.data import load_books, make_prompts
 from engine.provenance import append_record, provenance
+from engine.say import dtype_name, say
+from engine.setup import Setup, make_drafter
+from engine.setup import prepare as prepare_setup
 from kv_cache.errors import ConfigError, exit_on_user_error
 from models import ModelConfig
 from models.attention import BACKENDS
@@ -77,7 +80,7 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"unknown {flag}", where=f"--{flag}", seen=value, required=required, fix="use auto")
 
 
-def prepare(args: argparse.Namespace, gen_len: int, n_forced: int) -> tuple[benchmark.Setup, list[list[int]]]:
+def prepare(args: argparse.Namespace, gen_len: int, n_forced: int) -> tuple[Setup, list[list[int]]]:
     """The set-up of a run of `gen_len` tokens a row, and a text per row: its prompt and `n_forced` tokens more.
 
     The one place that knows how the benchmarks are wired; their flags that a certificate lacks keep their defaults.
@@ -90,7 +93,7 @@ def prepare(args: argparse.Namespace, gen_len: int, n_forced: int) -> tuple[benc
     given = argparse.Namespace(**vars(args), gen_len=max(gen_len, n_forced), verification=verification)
     wired = flags.parse_args([], namespace=given)
     require_context(wired)
-    setup = benchmark.prepare(wired, arguments.sampling_settings(wired), arguments.draft_settings(wired))
+    setup = prepare_setup(wired, arguments.sampling_settings(wired), arguments.draft_settings(wired))
     assert setup.tokenizer is not None
     books, length = load_books(args.dataset), args.prefix_len + n_forced
     wired.gen_len = gen_len
@@ -122,7 +125,7 @@ def cut(text: list[int], row: int, args: argparse.Namespace, n_forced: int) -> t
 
 
 def make_record(
-    setup: benchmark.Setup,
+    setup: Setup,
     output: GenerateOutput,
     calibration: Calibration,
     result: Certificate,
@@ -142,12 +145,12 @@ def make_record(
         "draft_policy": draft.policy,
         "draft_budget": draft.capacity,
         "n_sink": draft.n_sink,
-        "draft_dtype": benchmark.dtype_name(draft.dtype),
+        "draft_dtype": dtype_name(draft.dtype),
         "verification": sampling.mode,
         "temperature": sampling.params.temperature,
         "seed": None if sampling.params.greedy else sampling.params.seed,
         "device": str(setup.runner.device),
-        "dtype": benchmark.dtype_name(setup.dtype),
+        "dtype": dtype_name(setup.dtype),
         "attention": setup.runner.model.backend.name,
         "eps": calibration.eps,
         "eps_median": calibration.median,
@@ -206,11 +209,11 @@ def main() -> None:
     setup = dataclasses.replace(setup, prompts=prompts)
     runner, params = setup.runner, setup.sampling.params
 
-    benchmark.say(f"calibrating eps: {n_forced} forced tokens in each of {args.B} rows")
+    say(f"calibrating eps: {n_forced} forced tokens in each of {args.B} rows")
     forced = torch.tensor(following, device=runner.device)
     calibration = calibrate(runner.model, runner.cache, prompts, forced, block)
-    output = benchmark.decode(setup, "speculation", benchmark.make_drafter(setup, None))
-    benchmark.say("comparing with plain decoding, one token at a time")
+    output = benchmark.decode(setup, "speculation", make_drafter(setup, None))
+    say("comparing with plain decoding, one token at a time")
     emitted = torch.tensor(output.tokens, device=runner.device)
     seen = replay(runner.model, runner.cache, prompts, emitted, params)
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))

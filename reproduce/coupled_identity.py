@@ -24,12 +24,13 @@ from engine import (
     SavedText,
     SelfSpeculation,
     arguments,
-    benchmark,
     generate,
     report,
 )
 from engine.drafters import Drafter, check_gamma
 from engine.provenance import append_record, provenance
+from engine.say import dtype_name, say
+from engine.setup import Setup, prepare
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.errors import ConfigError, exit_on_user_error
 from kv_cache.streaming import check_budget
@@ -48,7 +49,7 @@ class Way:
     batch: int
 
 
-def ways(setup: benchmark.Setup, baseline: GenerateOutput, budgets: list[int]) -> list[Way]:
+def ways(setup: Setup, baseline: GenerateOutput, budgets: list[int]) -> list[Way]:
     """What has to give the baseline's tokens. A prompt's place is also its request id."""
     batch, given = setup.args.B, list(range(len(setup.prompts)))
 
@@ -82,7 +83,7 @@ def ways(setup: benchmark.Setup, baseline: GenerateOutput, budgets: list[int]) -
     ]
 
 
-def decode(setup: benchmark.Setup, runner: ModelRunner, drafter: Drafter | None, order: list[int]) -> GenerateOutput:
+def decode(setup: Setup, runner: ModelRunner, drafter: Drafter | None, order: list[int]) -> GenerateOutput:
     return generate(
         runner,
         [setup.prompts[i] for i in order],
@@ -95,7 +96,7 @@ def decode(setup: benchmark.Setup, runner: ModelRunner, drafter: Drafter | None,
     )
 
 
-def run_way(setup: benchmark.Setup, way: Way, baseline: GenerateOutput) -> dict[str, Any]:
+def run_way(setup: Setup, way: Way, baseline: GenerateOutput) -> dict[str, Any]:
     """Decode that way; the record of how it compares with the baseline."""
     runner = setup.runner
     if way.batch != runner.cache.max_batch:
@@ -107,7 +108,7 @@ def run_way(setup: benchmark.Setup, way: Way, baseline: GenerateOutput) -> dict[
     record = {
         "benchmark": "coupled_identity",
         "model": setup.name,
-        "dtype": benchmark.dtype_name(setup.dtype),
+        "dtype": dtype_name(setup.dtype),
         "way": way.name,
         "B": way.batch,
         "prompt_lengths": [len(prompt) for prompt in setup.prompts],
@@ -149,11 +150,11 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 512], help="KV budgets of the draft")
     parser.set_defaults(B=4, prefix_len=2000, temperature=0.6, seed=7, verification="coupled")
     args = parser.parse_args()
-    setup = benchmark.prepare(args, *settings(args))
+    setup = prepare(args, *settings(args))
     lengths = [max(2, args.prefix_len - SHORTER_BY * row) for row in range(len(setup.prompts))]
     prompts = [prompt[:length] for prompt, length in zip(setup.prompts, lengths, strict=True)]
     setup = dataclasses.replace(setup, prompts=prompts)
-    benchmark.say("plain decoding")
+    say("plain decoding")
     baseline = decode(setup, setup.runner, None, list(range(len(prompts))))
     print("| way | identical rows | acceptance | tokens per round |\n|---|---|---|---|")
     records = []

@@ -21,6 +21,7 @@ import torch
 
 from engine import arguments, benchmark, generate, report
 from engine.provenance import append_record, provenance
+from engine.setup import Setup, prepare
 from kv_cache.errors import exit_on_user_error
 from models.default_model import DEFAULT_CHECKPOINT
 
@@ -41,7 +42,7 @@ class Clock:
         return [1e3 * (b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
-def transformers_turn(model, cache, setup: benchmark.Setup, n_tokens: int) -> Turn:
+def transformers_turn(model, cache, setup: Setup, n_tokens: int) -> Turn:
     """A turn of `generate` over `cache`, which holds the KV of every token but the last."""
     state = {"tokens": torch.tensor(setup.prompts)}
 
@@ -62,7 +63,7 @@ def transformers_turn(model, cache, setup: benchmark.Setup, n_tokens: int) -> Tu
     return turn
 
 
-def foretoken_turn(setup: benchmark.Setup, n_tokens: int) -> Turn:
+def foretoken_turn(setup: Setup, n_tokens: int) -> Turn:
     """Ours: the same tokens from the rows' own KV, and like the peers with more context every turn."""
     state = {"done": 0}
 
@@ -75,7 +76,7 @@ def foretoken_turn(setup: benchmark.Setup, n_tokens: int) -> Turn:
     return turn
 
 
-def fill(cache, setup: benchmark.Setup) -> None:
+def fill(cache, setup: Setup) -> None:
     """Copy the prefilled prompts, less their last token, into a transformers cache."""
     kept = setup.args.prefix_len - 1
     ours = setup.runner.cache
@@ -98,7 +99,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers import __version__ as transformers_version
 
-    setup = benchmark.prepare(args)
+    setup = prepare(args)
     prefill_seconds = benchmark.prefill(setup)
     gguf = next(DEFAULT_CHECKPOINT.glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(

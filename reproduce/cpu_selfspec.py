@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import arguments, benchmark, report
 from engine.provenance import append_record, provenance
+from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
 
@@ -36,13 +37,13 @@ MEDIANS = (
 )
 
 
-def cell_setup(setup: benchmark.Setup, gamma: int, budget: int, draft_dtype: str) -> benchmark.Setup:
+def cell_setup(setup: Setup, gamma: int, budget: int, draft_dtype: str) -> Setup:
     """The same model, cache and prompts under another gamma, draft budget and draft dtype."""
-    args, runner = copy.copy(setup.args), setup.runner
+    args = copy.copy(setup.args)
     args.gamma, args.streamingllm_budget, args.draft_dtype = gamma, budget, draft_dtype
     draft, model = arguments.draft_settings(args), setup.draft_model
     if setup.draft is None or draft.dtype != setup.draft.dtype:
-        model = benchmark.load_draft_model(args, runner.model.config, str(runner.device), draft, setup.dtype)
+        model = load_draft_model(setup.runner.model, setup.target, setup.target_ranks, draft, args.attention)
     return dataclasses.replace(setup, draft=draft, draft_model=model)
 
 
@@ -88,24 +89,19 @@ def main() -> None:
 
     args.draft_dtype = draft_dtypes[-1]
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
-    setup = benchmark.prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
+    setup = prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
     cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets, draft_dtypes)]
     prefill_seconds = benchmark.prefill(setup)
     records: list[list[dict]] = [[] for _ in cells]
     for pair in range(args.pairs):
         baseline = benchmark.decode(setup, f"baseline {pair}")
         for cell, kept in zip(cells, records, strict=True):
-            drafter = benchmark.make_drafter(cell, baseline)
+            drafter = make_drafter(cell, baseline)
             timer = PhaseTimer(cell.runner.device)
             speculative = benchmark.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
-            record = report.make_record(
-                "cpu_selfspec",
-                cell,
-                prefill_seconds=prefill_seconds,
-                baseline=baseline,
-                speculative=speculative,
-                timed=(timer, speculative),  # on a CPU a phase needs no synchronisation, so timing it costs nothing
-            )
+            # On a CPU a phase needs no synchronisation, so timing it costs nothing.
+            passes = benchmark.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
+            record = report.make_record("cpu_selfspec", cell, passes)
             kept.append(record)
             append_record(args.output, record)
     for kept in records:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,8 +29,10 @@ class Guesses(SavedText):
         self.seed = torch.tensor(seed)
         self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
 
-    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
-        super().admit(row, request, prompt)
+    def admit(
+        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> None:
+        super().admit(row, request, prompt, on_tokens)
         self.requests[row] = request
 
     def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:

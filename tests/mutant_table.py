@@ -361,8 +361,8 @@ MUTANTS = (
     Mutant(
         "verification does not write through to the draft's cache",
         "kv_cache/write_through.py",
-        "        self.draft.write(layer, slots[1], keys, values)\n",
-        "",
+        "            self.draft.write(self._draft_layer[layer], slots[1], keys, values)\n",
+        "            pass\n",
         WITNESS,
     ),
     Mutant(

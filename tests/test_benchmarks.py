@@ -328,7 +328,8 @@ BAD_INPUT = {
     "results in a missing folder": Bad("--output missing/results.jsonl", ("--output", "missing/results.jsonl")),
     "results in a folder's place": Bad("--output .", ("--output", "seen:     .")),
     "no such preset": Bad("--load_format dummy --model_name org/unknown", ("org/unknown", "meta-llama/Llama-2-7b-hf")),
-    "two processes": Bad("", ("2 processes", "--nproc_per_node=1"), None, (("WORLD_SIZE", "2"),)),
+    "ranks that do not run": Bad("--rank_group 0 1", ("--rank_group", "seen:     0 1", "--nproc_per_node=2")),
+    "more ranks than KV heads": Bad("", ("2 KV heads, 3 ranks", "1 to 2 ranks"), None, (("WORLD_SIZE", "3"),)),
     "no model.pth": Bad("", ("model.pth", "no such file"), lambda d: (d / "model.pth").unlink()),
     "no folder": Bad("", ("there is no such checkpoint", "convert_hf_checkpoint.py"), shutil.rmtree),
     "no config": Bad("", ("config.json", "no such file"), lambda d: (d / "config.json").unlink()),
@@ -421,7 +422,7 @@ def test_the_batch_that_the_refusal_names_fits(
     checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 10 MB free; the next larger batch is refused again."""
-    monkeypatch.setattr("engine.benchmark.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("engine.setup.available_bytes", lambda device: 10_000_000)
     arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES | DRAFT)
     message = refusal("selfspec", [*arguments, "--B", "5000"], monkeypatch, capsys)
     largest = int(re.findall(r"use --B (\d+), the largest batch that fits", message)[0])
@@ -433,7 +434,7 @@ def test_the_batch_that_the_refusal_names_fits(
 def test_the_default_model_is_asked_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.benchmark.DEFAULT_CHECKPOINT", tmp_path / "default")
+    monkeypatch.setattr("engine.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
     message = refusal("baseline", ["--model", str(tmp_path / "default" / "model.pth")], monkeypatch, capsys)
     assert "make demo" in message
 

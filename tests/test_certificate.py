@@ -292,7 +292,7 @@ def engine_imports(name: str) -> set[str]:
 
 def test_the_certificate_reaches_no_speculation_code():
     assert engine_imports("engine.certificate") == {
-        f"engine.{module}" for module in ("certificate", "noise", "runner", "sampling")
+        f"engine.{module}" for module in ("all_reduce", "certificate", "distributed", "noise", "runner", "sampling")
     }
     assert "engine.drafters" in engine_imports("engine.decoding"), "the search finds what is there"
     assert list(inspect.signature(calibrate).parameters) == ["model", "cache", "prompts", "forced", "block"]
@@ -407,7 +407,7 @@ def test_the_script_certifies_the_coupled_mode(paths, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_the_script_ends_with_code_1_where_the_certificate_fails(paths, tmp_path, monkeypatch, capsys, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
-    monkeypatch.setattr("engine.benchmark.ModelRunner", Faulty)
+    monkeypatch.setattr("engine.setup.ModelRunner", Faulty)
     arguments = paths | SIZES | {"--dtype": "bfloat16", "--temperature": temperature}
     assert run_here(arguments, tmp_path, monkeypatch) == 1
     *lines, last = capsys.readouterr().out.splitlines()

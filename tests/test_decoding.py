@@ -11,6 +11,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from engine import ModelRunner, SavedText, SelfSpeculation, generate
+from engine.requests import Request
 from engine.runner import finite_rows
 from engine.verification import verify_greedy
 from kv_cache import FullKVCache, StreamingKVCache
@@ -274,6 +275,9 @@ class CountPrefill:
         self.tokens += n_tokens
 
     def emitted(self, n_tokens: int) -> None:
+        pass
+
+    def finished(self, request: Request) -> None:
         pass
 
 

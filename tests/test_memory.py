@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import TINY
 
-from engine.memory import MemoryPlan, available_bytes, plan_memory, require_memory
+from engine.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.noise import blocks_per_pass
 from engine.sampling import SamplingParams
 from kv_cache import FullKVCache, StreamingKVCache
@@ -28,8 +28,9 @@ CONFIGS = {
 
 
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
-    sizes = {"capacity": CAPACITY, "draft_capacity": BUDGET, "block": BLOCK, "prefill_chunk": 8} | changes
-    return plan_memory(config, dtype=dtype, device="cpu", **sizes)
+    sizes = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8} | changes
+    draft = DraftFootprint(config, dtype, sizes.pop("draft_capacity", BUDGET), shares_weights=True)
+    return plan_memory(config, dtype=dtype, device="cpu", **{"draft": draft} | sizes)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from engine.distributed import Ranks
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 from kv_cache import KVCache, WriteThroughKVCache
@@ -22,16 +24,21 @@ class Drafter(Protocol):
         ...
 
     @property
-    def verification_cache(self) -> KVCache | WriteThroughKVCache:
-        """The cache that the target verifies through."""
+    def verification_cache(self) -> KVCache | WriteThroughKVCache | None:
+        """The cache that the target verifies through; None for its own."""
         ...
 
-    def check(self, target_cache: KVCache, length: int) -> None:
-        """Raise ConfigError unless this drafts for that cache, in rows of up to `length` tokens."""
+    def check(self, target: ModelRunner, length: int) -> None:
+        """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
         ...
 
-    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
-        """The prompt of the request with that id has just been prefilled in the target's row."""
+    def admit(
+        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> None:
+        """The prompt of the request with that id has just been prefilled in the target's row.
+
+        A drafter that runs the prompt too tells `on_tokens` of the tokens that it has run.
+        """
         ...
 
     def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
@@ -47,6 +54,32 @@ class Drafter(Protocol):
         ...
 
 
+def draw_drafts(
+    gamma: int,
+    current: Tensor,
+    step: Callable[[int, Tensor], Tensor],
+    verification: VerificationRound,
+    ranks: Ranks,
+) -> Drafts:
+    """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft.
+
+    Where the model is sharded, the logits are on the rank that decides, which draws for all.
+    """
+    tokens, laws = [current], []
+    for i in range(gamma):
+        logits = step(i, tokens[-1])
+
+        def draw(logits: Tensor = logits, i: int = i) -> Tensor:
+            token, law = verification.draw(logits, i)
+            if law is not None:
+                laws.append(law)
+            return token
+
+        tokens.append(ranks.decided(draw, len(current)))
+    drafted = torch.stack(tokens, dim=1)[:, 1:]
+    return Drafts(drafted, torch.stack(laws, dim=1) if laws else None)
+
+
 class TextDrafter:
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
 
@@ -59,8 +92,8 @@ class TextDrafter:
     def verification_cache(self) -> KVCache:
         return self._target_cache
 
-    def check(self, target_cache: KVCache, length: int) -> None:
-        check_target(type(self).__name__, self._target_cache, target_cache)
+    def check(self, target: ModelRunner, length: int) -> None:
+        check_target(type(self).__name__, self._target_cache, target.cache)
 
     def rollback(self, lengths: Tensor) -> None:
         pass
@@ -75,6 +108,18 @@ def check_target(drafter: str, own: KVCache, given: KVCache) -> None:
             seen=f"{drafter} over another target's cache",
             required="the cache of the runner that generates",
             fix="build the drafter from the runner that is passed to generate()",
+        )
+
+
+def check_room(drafter: str, cache: KVCache, length: int) -> None:
+    """Raise ConfigError unless rows of the draft's cache can follow `length` tokens."""
+    if cache.max_length is not None and length > cache.max_length:
+        raise ConfigError(
+            "prompt + new tokens + gamma + 1 exceeds the draft's KV cache",
+            where=f"{drafter}: cache",
+            seen=f"{length} tokens",
+            required=f"<= {cache.max_length}",
+            fix="give the draft a longer cache, or a StreamingKVCache",
         )
 
 

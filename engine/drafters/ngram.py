@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ class NGram(TextDrafter):
         shape = (runner.cache.max_batch, runner.cache.capacity)
         self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
-    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
+    def admit(
+        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> None:
         self._text[row, : len(prompt)] = torch.tensor(prompt, device=self._text.device)
 
     def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ class SavedText(TextDrafter):
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._end = torch.zeros_like(self._start)
 
-    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
+    def admit(
+        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> None:
         text = self._texts.get(request, ())
         self._text[row, : len(text)] = torch.tensor(text, dtype=torch.int64, device=self._text.device)
         self._start[row], self._end[row] = len(prompt), len(text)

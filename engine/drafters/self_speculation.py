@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from engine.drafters.base import check_gamma, check_target
+from engine.drafters.base import check_gamma, check_room, check_target, draw_drafts
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
-from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.errors import ConfigError
 from models import Transformer
 
@@ -20,11 +19,19 @@ class SelfSpeculation:
 
     That cache is never prefilled: it is filled from the target's own KV when a row is admitted, and
     written through by every verification, so only tokens of the current round are ever approximate.
-    `model` may be a cheaper rendering of the same weights (another dtype); the target's is the default.
+    `model` may be a cheaper rendering of the same weights (another dtype); the target's is the default. With
+    `layers` it has only those of the target's layers (see `select_layers`), and so has its cache.
     Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
     """
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, gamma: int, model: Transformer | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: KVCache,
+        gamma: int,
+        model: Transformer | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
         check_gamma(gamma, cache.max_block)
         if cache.max_batch != runner.cache.max_batch:
             raise ConfigError(
@@ -34,39 +41,39 @@ class SelfSpeculation:
                 required=runner.cache.max_batch,
                 fix="build both caches with the same max_batch",
             )
+        if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
+            raise ConfigError(
+                "self-speculation copies the target's keys, which are rotated already",
+                where="SelfSpeculation: cache.rotate_on_read",
+                seen=True,
+                required=False,
+                fix="build the cache with rotate_on_read=False: the draft sees the target's own positions",
+            )
         self.gamma = gamma
         self.cache = cache
         self._target_cache = runner.cache
-        self._runner = ModelRunner(model or runner.model, cache)
-        self._write_through = WriteThroughKVCache(runner.cache, cache)
+        self._runner = ModelRunner(model or runner.model, cache, ranks=runner.ranks)
+        self._layers = layers
+        self._write_through = WriteThroughKVCache(runner.cache, cache, layers)
 
     @property
     def verification_cache(self) -> WriteThroughKVCache:
         return self._write_through
 
-    def check(self, target_cache: KVCache, length: int) -> None:
-        check_target("SelfSpeculation", self._target_cache, target_cache)
-        if self.cache.max_length is not None and length > self.cache.max_length:
-            raise ConfigError(
-                "prompt + new tokens + gamma + 1 exceeds the draft's KV cache",
-                where="SelfSpeculation: cache",
-                seen=f"{length} tokens",
-                required=f"<= {self.cache.max_length}",
-                fix="give the draft a longer cache, or a StreamingKVCache",
-            )
+    def check(self, target: ModelRunner, length: int) -> None:
+        check_target("SelfSpeculation", self._target_cache, target.cache)
+        check_room("SelfSpeculation", self.cache, length)
 
-    def admit(self, row: int, request: int, prompt: Sequence[int]) -> None:
-        self.cache.fill_row(row, self._target_cache, len(prompt))
+    def admit(
+        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> None:
+        self.cache.fill_row(row, self._target_cache, len(prompt), self._layers)
 
     def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
-        token, tokens, laws = current, [current.new_empty(len(current), 0)], []
-        for i in range(self.gamma):
-            logits = self._runner.step(token[:, None], lengths[:, None] + i, extent)
-            token, law = verification.draw(logits[:, 0], i)
-            tokens.append(token[:, None])
-            if law is not None:
-                laws.append(law)
-        return Drafts(torch.cat(tokens, dim=1), torch.stack(laws, dim=1) if laws else None)
+        def step(i: int, tokens: Tensor) -> Tensor:
+            return self._runner.last_logits(tokens[:, None], lengths[:, None] + i, extent)
+
+        return draw_drafts(self.gamma, current, step, verification, self._runner.ranks)
 
     def rollback(self, lengths: Tensor) -> None:
         self.cache.rollback(lengths)

@@ -1,0 +1,99 @@
+"""StandaloneDraft: a smaller model drafts, over a cache of its own that it fills itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.drafters.base import check_gamma, check_room, draw_drafts, require_gamma
+from engine.modes import Drafts, VerificationRound
+from engine.runner import ModelRunner, RemoteRunner
+from kv_cache.errors import ConfigError
+
+
+class StandaloneDraft:
+    """A smaller model with the target's vocabulary (Leviathan et al. 2023, arXiv 2211.17192, section 2.1).
+
+    Its cache may be full, or streaming in either position scheme. A round starts by running the last *two*
+    committed tokens of each row: the first of them is new to the cache where all drafts of the last round
+    were accepted, and is written over by itself elsewhere, so the step's shape never changes.
+
+    The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are
+    never proposed; one that only the target has is shown to the draft as its last id, which costs a draft
+    its quality, and no emitted token anything.
+    Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
+    """
+
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
+        require_gamma(gamma)
+        if isinstance(runner, ModelRunner):
+            check_gamma(gamma, runner.cache.max_block)
+        self.gamma = gamma
+        self._runner = runner
+        self._vocab_size = runner.vocab_size
+        n_rows = runner.max_batch
+        # The block that the target verifies, from position `start`: current tokens, then drafts.
+        self._block = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=runner.device)
+        self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
+        self._previous = torch.zeros_like(self._start)
+
+    @property
+    def verification_cache(self) -> None:
+        return None
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        """Also: the draft has a row for each of the target's, and vocabularies differ by a padded tail at most."""
+        if self._runner.max_batch != target.cache.max_batch:
+            raise ConfigError(
+                "the draft cache has another number of rows than the target's",
+                where="StandaloneDraft: cache.max_batch",
+                seen=self._runner.max_batch,
+                required=target.cache.max_batch,
+                fix="build both caches with the same max_batch",
+            )
+        if self._runner.ranks != target.ranks:
+            raise ConfigError(
+                "draft and target run on other ranks",
+                where="StandaloneDraft: runner.ranks",
+                seen=self._runner.ranks,
+                required=target.ranks,
+                fix="build both runners with the same ranks",
+            )
+        if isinstance(self._runner, ModelRunner):
+            check_room("StandaloneDraft", self._runner.cache, length)
+        self._vocab_size = target.vocab_size
+
+    def admit(
+        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    ) -> None:
+        known = [min(token, self._runner.vocab_size - 1) for token in prompt]
+        self._runner.fill_row(row, known, on_tokens)
+        self._previous[row] = prompt[-1]
+
+    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+        def step(i: int, tokens: Tensor) -> Tensor:
+            last, position = tokens[:, None], lengths[:, None] + i
+            if i == 0:
+                last, position = torch.cat([self._previous[:, None], last], 1), torch.cat([position - 1, position], 1)
+            # A row that was never admitted idles at position 0, with nothing before it.
+            logits = self._runner.last_logits(
+                last.clamp(max=self._runner.vocab_size - 1), position.clamp(min=0), extent
+            )
+            return _fit(logits, self._vocab_size)
+
+        drafts = draw_drafts(self.gamma, current, step, verification, self._runner.ranks)
+        self._block, self._start = torch.cat([current[:, None], drafts.tokens], dim=1), lengths
+        return drafts
+
+    def rollback(self, lengths: Tensor) -> None:
+        self._runner.rollback(lengths)
+        last = (lengths - 1 - self._start).clamp(min=0, max=self.gamma)
+        self._previous = self._block.gather(1, last[:, None]).squeeze(1)
+
+
+def _fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """The draft's `logits [B, Vd]` over the target's ids `[B, V]`: its own tail cut, one that it lacks impossible."""
+    return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))

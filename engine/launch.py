@@ -1,0 +1,111 @@
+"""Running a script's `main` so that every way to fail ends in one clear message and a non-zero exit code.
+
+Under torchrun several processes run it. Whichever fails tells torchrun, which ends the others; those that
+merely lose a peer wait for that, so that the rank that failed is the one that is named.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from engine.distributed import LEADER, is_leader, world_size
+from kv_cache.errors import RankError, UserError, exit_on_user_error
+
+# torchrun looks at its processes ten times a second; a launcher that does not gets an exit code after this.
+LINGER_SECONDS = 10
+USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
+_TOLD = "foretoken/user_error"
+
+
+def run_on_ranks(main: Callable[[], None]) -> None:
+    """Run `main` on this rank. Exit codes: 2 for a user error, 3 for a lost rank, 1 for a bug."""
+    if world_size() == 1:
+        exit_on_user_error(main)
+        return
+    try:
+        main()
+    except UserError as error:
+        _tell_user_error(error)
+        sys.exit(USER_ERROR_CODE)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:
+        if not _is_lost_rank(error):
+            _tell_torchrun(error)
+            raise
+        _report_lost_rank(error)
+        sys.exit(LOST_RANK_CODE)
+    except Exception as error:
+        _tell_torchrun(error)
+        raise
+    dist.destroy_process_group()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", LEADER))
+
+
+def _tell_user_error(error: UserError) -> None:
+    """The leader speaks for all ranks that found the same; a rank with an error of its own names itself."""
+    message = str(error)
+    if is_leader() or isinstance(error, RankError):
+        told = _store_get(_TOLD) if isinstance(error, RankError) else None
+        if told is None:
+            _store_set(_TOLD, message)
+            print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        deadline = time.monotonic() + 2
+        while (told := _store_get(_TOLD)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if told != message:
+            _store_set(_TOLD, message)
+            print(f"error on rank {_rank()}: {message}", file=sys.stderr, flush=True)
+    _tell_torchrun(error)
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Write the file from which torchrun's summary takes the failing rank's error."""
+    get_error_handler().record_exception(error)
+
+
+def _is_lost_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another process."""
+    if not dist.is_initialized():
+        return False
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Timed out")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
+def _report_lost_rank(error: RuntimeError) -> None:
+    """Say what was lost unless another rank has told why, then leave torchrun the time to name that rank."""
+    if _store_get(_TOLD) is None:
+        print(
+            f"error: rank {_rank()} lost another rank: it died, or it did not answer in time\n"
+            f"  seen:     {str(error).splitlines()[0]}\n"
+            f"  fix:      see which rank torchrun names as the first to fail, and why; rows that had finished are in "
+            f"--save_rows, if it was given",
+            file=sys.stderr,
+            flush=True,
+        )
+    time.sleep(LINGER_SECONDS)
+
+
+def _store_get(key: str) -> str | None:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(key).decode() if store.check([key]) else None
+    except (RuntimeError, ValueError):  # no process group yet, or its store went with the rank that kept it
+        return None
+
+
+def _store_set(key: str, value: str) -> None:
+    try:
+        dist.distributed_c10d._get_default_store().set(key, value)
+    except (RuntimeError, ValueError):
+        return

@@ -1,0 +1,113 @@
+"""Where a benchmark's models come from: a converted checkpoint, or a shape for random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kv_cache.errors import CheckpointError, ConfigError
+from models import ModelConfig, Transformer, load_model
+from models.attention import select_backend
+from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.presets import preset_config
+from models.tensor_parallel import Exchange
+from models.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded: its checkpoint (or what names its shape), its configuration, a name for records."""
+
+    path: str
+    load_format: str
+    config: ModelConfig
+    name: str
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it has learnt anything: random weights have no tokenizer and no acceptance."""
+        return self.load_format != "dummy"
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(_folder(self.path))
+
+    def load(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        attention: str,
+        layers: Sequence[int] | None = None,
+        exchange: Exchange | None = None,
+    ) -> Transformer:
+        """The model, or this rank's shard of it, over that attention backend."""
+        model = load_model(
+            self.path,
+            device=device,
+            dtype=dtype,
+            load_format=self.load_format,
+            config=None if self.has_text else self.config,
+            layers=layers,
+            exchange=exchange,
+        )
+        model.backend = select_backend(attention)
+        return model
+
+
+def find_model(path: str, load_format: str, name: str | None, flag: str) -> ModelSource:
+    """The model that `flag` names. Reads no weights. Errors: CheckpointError, ConfigError."""
+    folder = _folder(path)
+    is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
+    if load_format == "dummy" and (name or not folder.is_dir()):
+        return ModelSource(path, load_format, preset_config(name or path), name or path)
+    if is_default and not (folder / "model.pth").exists():
+        raise CheckpointError(
+            "the built-in default model has not been fetched and converted",
+            where=str(folder),
+            seen="no model.pth",
+            required="the converted default checkpoint",
+            fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
+        )
+    if not folder.is_dir():
+        raise CheckpointError(
+            "there is no such checkpoint",
+            where=flag,
+            seen=path,
+            required="a model.pth, or its folder",
+            fix="download it (download.py), then convert it (convert_hf_checkpoint.py --checkpoint_dir FOLDER)",
+        )
+    config = ModelConfig.from_json(folder / "config.json")
+    return ModelSource(path, load_format, config, name or (DEFAULT_NAME if is_default else folder.resolve().name))
+
+
+def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
+    """Compare what every token id means to both models; returns a remark where one of them has more ids.
+
+    Ids that only one of them has must come last: a padded tail. Models without text are compared by size.
+    Errors: ConfigError naming the first id that differs.
+    """
+    sizes = target.config.vocab_size, draft.config.vocab_size
+    if target.has_text and draft.has_text:
+        ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
+        for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
+            if mine != its:
+                raise ConfigError(
+                    "the draft has another vocabulary than the target",
+                    where=f"token id {token} of {draft.name} and {target.name}",
+                    seen=f"{its!r} and {mine!r}",
+                    required="the same token for every id",
+                    fix="use a draft of the target's family, or make one: convert_hf_checkpoint.py --drop_layers",
+                )
+        if len(ours) != len(theirs):
+            sizes = len(ours), len(theirs)
+    if sizes[0] == sizes[1]:
+        return None
+    fewer, more = min(sizes), max(sizes)
+    owner = target.name if sizes[0] > sizes[1] else draft.name
+    return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted"
+
+
+def _folder(path: str) -> Path:
+    return Path(path) if Path(path).is_dir() else Path(path).parent

@@ -1,0 +1,173 @@
+"""Tensor parallelism, applied from outside the model: which part of every weight a rank holds, and what it
+exchanges with the others (Megatron-LM, arXiv 1909.08053, section 3).
+
+A block's first linear layers are split by columns (heads; feed-forward units), its second ones by rows, so each
+half of a block ends in one all-reduce. Query groups stay with their KV head. Embedding and head are split by the
+vocabulary. Nothing has to divide evenly: sizes of parts differ by one head, unit or token id at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kv_cache.errors import ConfigError
+from models.config import ModelConfig
+from models.llama import Block, Transformer
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` of a model."""
+
+    index: int
+    count: int
+
+    def span(self, n: int) -> Span:
+        """This part's share of `n` things: first and behind-last index."""
+        return spans(n, self.count)[self.index]
+
+
+class Exchange(Protocol):
+    """What the ranks that hold one model do together (engine/distributed.py)."""
+
+    @property
+    def shard(self) -> Shard: ...
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, in place or not."""
+        ...
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
+        """The ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides;
+        an empty `[..., 0]` on the others."""
+        ...
+
+
+def spans(n: int, count: int) -> list[Span]:
+    """`n` things in `count` contiguous parts, the first `n % count` of them one larger."""
+    bounds = [part * (n // count) + min(part, n % count) for part in range(count + 1)]
+    return list(pairwise(bounds))
+
+
+def vocab_widths(vocab_size: int, count: int) -> list[int]:
+    """How many token ids each part of a vocabulary has."""
+    return [end - first for first, end in spans(vocab_size, count)]
+
+
+def check_count(config: ModelConfig, count: int, where: str) -> None:
+    """Raise ConfigError unless every one of `count` ranks gets a KV head."""
+    if count > config.n_kv_head:
+        raise ConfigError(
+            "the model has fewer KV heads than ranks",
+            where=where,
+            seen=f"{config.n_kv_head} KV heads, {count} ranks",
+            required=f"1 to {config.n_kv_head} ranks",
+            fix=f"use {config.n_kv_head} ranks or fewer for this model",
+        )
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The configuration of one part: its heads, feed-forward units and token ids; `dim` is that of the whole."""
+    first, end = shard.span(config.n_kv_head)
+    units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
+    return replace(
+        config,
+        n_head=(end - first) * config.group_size,
+        n_kv_head=end - first,
+        ffn_dim=units[1] - units[0],
+        vocab_size=ids[1] - ids[0],
+    )
+
+
+def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
+    """One part of the tensor of that name (see `checkpoint.expected_shapes`) of `config`'s model, a view where it
+    can be; norms are whole everywhere."""
+    head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
+    kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    first, end = shard.span(n_kv)
+    q = (first * group * head_dim, end * group * head_dim)
+    if kind == "wqkv":
+        k_start, v_start = config.n_head * head_dim, (config.n_head + n_kv) * head_dim
+        k, v = ((start + first * head_dim, start + end * head_dim) for start in (k_start, v_start))
+        return _take(tensor, 0, q, k, v)
+    if kind == "wo":
+        return _take(tensor, 1, q)
+    units = shard.span(config.ffn_dim)
+    if kind == "w13":
+        return _take(tensor, 0, units, (config.ffn_dim + units[0], config.ffn_dim + units[1]))
+    if kind == "w2":
+        return _take(tensor, 1, units)
+    if kind in ("tok_embeddings", "output"):
+        return _take(tensor, 0, shard.span(config.vocab_size))
+    return tensor
+
+
+def _take(tensor: Tensor, dim: int, *parts: Span) -> Tensor:
+    taken = [tensor.narrow(dim, start, end - start) for start, end in parts]
+    return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer over this rank's inputs, summed over ranks."""
+
+    def __init__(self, inner: nn.Module, exchange: Exchange) -> None:
+        super().__init__()
+        self.inner, self._exchange = inner, exchange
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._exchange.all_reduce(self.inner(x))
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Embeddings of this rank's token ids, 0 for all others, summed over ranks."""
+
+    def __init__(self, weight: Tensor, ids: Span, exchange: Exchange) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
+        self._exchange = exchange
+        self._first, self._end = ids
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        elsewhere = (tokens < self._first) | (tokens >= self._end)
+        embedded = F.embedding((tokens - self._first).masked_fill(elsewhere, 0), self.weight)
+        return self._exchange.all_reduce(embedded.masked_fill(elsewhere[..., None], 0))
+
+
+class VocabParallelHead(nn.Module):
+    """Logits of this rank's token ids, gathered on the rank that decides; empty on the others."""
+
+    def __init__(self, inner: nn.Module, widths: list[int], exchange: Exchange) -> None:
+        super().__init__()
+        self.inner, self._widths, self._exchange = inner, widths, exchange
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._exchange.gather(self.inner(hidden), self._widths)
+
+
+def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
+    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts.
+
+    Its `config` keeps the part's heads, which its caches are built from, and speaks of the whole vocabulary.
+    """
+    shard = exchange.shard
+    for layer in model.layers:
+        assert isinstance(layer, Block)
+        layer.attention.wo = RowParallelLinear(layer.attention.wo, exchange)
+        layer.feed_forward.w2 = RowParallelLinear(layer.feed_forward.w2, exchange)
+    weight = model.tok_embeddings.weight
+    head = model.output or _tied_head(weight)
+    model.output = VocabParallelHead(head, vocab_widths(config.vocab_size, shard.count), exchange)
+    model.tok_embeddings = VocabParallelEmbedding(weight, shard.span(config.vocab_size), exchange)
+    model.config = replace(model.config, vocab_size=config.vocab_size)
+
+
+def _tied_head(weight: Tensor) -> nn.Module:
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return head

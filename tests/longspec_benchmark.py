@@ -1,0 +1,28 @@
+"""A smaller model drafts over a cache of its own, and the target verifies."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engine import arguments, benchmark, report
+from engine.launch import run_on_ranks
+from engine.setup import prepare
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
+    arguments.add_common_arguments(parser, target_flag="--target")
+    arguments.add_text_argument(parser)
+    arguments.add_rank_arguments(parser)
+    arguments.add_sampling_arguments(parser)
+    arguments.add_standalone_arguments(parser)
+    arguments.add_pass_arguments(parser)
+    args = parser.parse_args()
+    setup = prepare(args, arguments.sampling_settings(args), arguments.standalone_settings(args))
+    report.finish("longspec", setup, benchmark.speculation_passes(setup))
+
+
+if __name__ == "__main__":
+    run_on_ranks(main)
