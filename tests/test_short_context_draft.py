@@ -1,0 +1,170 @@
+"""A draft with a short trained context behind a long prompt: positions inside its cache keep it useful."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine import ModelRunner, StandaloneDraft, generate
+from engine.decoding import GenerateOutput
+from kv_cache import FullKVCache, StreamingKVCache
+from models import ModelConfig, Transformer
+
+# A text opens with the id of its rule, then come words; the rule says which word follows which. Rotary attention
+# knows only distances, and those inside the window are short wherever it stands: what a long text takes out of a
+# draft's reach is what the sinks hold.
+N_RULE, N_WORD = 6, 18
+TRAINED = 128
+DRAFT = ModelConfig(
+    vocab_size=N_RULE + N_WORD,
+    n_layer=2,
+    dim=64,
+    n_head=4,
+    n_kv_head=4,
+    head_dim=16,
+    ffn_dim=128,
+    max_context=TRAINED,
+    rope_theta=625.0,  # 10,000 at 2,048 tokens (Llama), so the slowest pair turns as far within the trained context
+)
+LONG = [1990, 2003, 2017, 1999, 2010, 2024]
+N_NEW = 40
+
+
+def make_rules() -> Tensor:
+    """`[N_RULE, N_WORD]` ids: the successor of each word. Every rule is one cycle through all words."""
+    generator = torch.Generator().manual_seed(0)
+    successors = torch.empty(N_RULE, N_WORD, dtype=torch.int64)
+    for row in successors:
+        cycle = torch.randperm(N_WORD, generator=generator)
+        row[cycle] = cycle.roll(-1)
+    return successors + N_RULE
+
+
+RULES = make_rules()
+
+
+def following(rules: Tensor, tokens: Tensor) -> Tensor:
+    """The id that the rules have behind each token; a rule's id counts as the first word."""
+    return RULES[rules, (tokens - N_RULE).clamp(min=0)]
+
+
+def texts(rules: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """Random words `[B, length]` behind the rules `[B]`: they tell nothing of the rule, only the opening does."""
+    words = N_RULE + torch.randint(N_WORD, (len(rules), length - 1), generator=generator)
+    return torch.cat([rules[:, None], words], dim=1)
+
+
+class OneBlock:
+    """A cache for training: the whole text in one block, handed to attention with its gradients."""
+
+    def begin(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, None]:
+        return positions, None
+
+    def write(self, layer: int, slots: None, keys: Tensor, values: Tensor) -> None:
+        self._block = keys, values
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._block
+
+
+@pytest.fixture(scope="module")
+def draft() -> Transformer:
+    """Trained to name the successor of every word, at positions 0 to 127 under full attention."""
+    batch, n_step, peak = 16, 180, 5e-3
+    generator = torch.Generator().manual_seed(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Transformer(DRAFT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98))
+    positions = torch.arange(TRAINED).expand(batch, -1)
+    for step in range(n_step):
+        optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 20) * (1 - step / n_step)
+        rules = torch.randint(N_RULE, (batch,), generator=generator)
+        tokens = texts(rules, TRAINED, generator)
+        logits = model(tokens, positions, OneBlock())[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), following(rules[:, None], tokens[:, 1:]).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05, f"the draft did not learn its task: loss {loss:.3f}"
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    vocab_size: int = DRAFT.vocab_size
+    n_layer: int = 1
+    n_kv_head: int = 1
+    head_dim: int = 1
+    max_context: int = 4096
+
+
+class Target:
+    """Has the interface of a Transformer, and is always right: its cache holds the tokens, the rule in slot 0."""
+
+    config = TargetConfig()
+    dtype = torch.int64
+
+    def __call__(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
+        return self.logits(self.hidden(tokens, positions, cache))
+
+    def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
+        cache.write(0, cache.begin(positions), tokens[..., None, None], tokens[..., None, None])
+        opening = cache.read(0)[0][:, :1, 0, 0]
+        return following(opening, tokens)[..., None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.one_hot(hidden[..., 0], self.config.vocab_size).float()
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    """One prompt per length, each under a rule of its own."""
+    generator = torch.Generator().manual_seed(2)
+    return [texts(torch.tensor([rule]), n, generator)[0].tolist() for rule, n in enumerate(lengths)]
+
+
+def decode(prompts: list[list[int]], draft: Transformer | None = None, **cache_settings) -> GenerateOutput:
+    n_rows = len(prompts)
+    target = ModelRunner(Target(), FullKVCache(TargetConfig(), n_rows, 2100, dtype=torch.int64))
+    drafter = None
+    if draft:
+        cache = StreamingKVCache(DRAFT, n_rows, n_sink=4, **cache_settings)
+        drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=3)
+    return generate(target, prompts, max_new_tokens=N_NEW, drafter=drafter)
+
+
+def expected(prompt: list[int]) -> list[int]:
+    """The text's continuation, from its rule alone."""
+    words = [prompt[-1]]
+    for _ in range(N_NEW):
+        words.append(int(RULES[prompt[0], words[-1] - N_RULE]))
+    return words[1:]
+
+
+@pytest.mark.parametrize("budget", [64, 96])
+def test_a_short_context_draft_follows_a_long_text_by_positions_inside_its_cache(draft, budget):
+    prompts = prompts_of(LONG)
+    in_cache = decode(prompts, draft, budget=budget, rotate_on_read=True)
+    absolute = decode(prompts, draft, budget=budget, rotate_on_read=False)
+    # What a draft is worth never shows in the tokens.
+    assert in_cache.tokens == absolute.tokens == decode(prompts).tokens == [expected(prompt) for prompt in prompts]
+    rates = [out.stats.counts.acceptance_rate for out in (in_cache, absolute)]
+    assert rates[0] > 0.95 and rates[1] < 0.6
+    assert in_cache.stats.counts.rounds < absolute.stats.counts.rounds
+    assert len({row.accepted for row in absolute.stats.rows}) > 1, "rows have to differ"
+
+
+def test_within_the_trained_context_both_kinds_of_position_serve(draft):
+    """The control: where nothing is evicted they are the same, so distance is what the long text changes."""
+    prompts = prompts_of([9, 2, 20, 13, 5, 17])
+    in_cache, absolute = (decode(prompts, draft, budget=64, rotate_on_read=flag) for flag in (True, False))
+    assert in_cache.tokens == absolute.tokens == [expected(prompt) for prompt in prompts]
+    assert in_cache.stats.counts == absolute.stats.counts
+    assert in_cache.stats.counts.acceptance_rate > 0.95
