@@ -57,7 +57,7 @@ def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes held so far: allocated on a GPU, the resident set of the process on a CPU."""
+    """Peak bytes held so far: allocated on a GPU, the resident set of the process (its libraries too) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -173,10 +173,12 @@ def _require_memory(
     n_draft_shards: int,
 ) -> None:
     """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit."""
-    largest = shard_config(config, Shard(0, n_shards))
+    largest = shard_config(config, Shard(n_shards - 1, n_shards))
     footprint = None
     if draft and draft.dtype is not None:
-        draft_config = shard_config(draft_source.config, Shard(0, n_draft_shards)) if draft_source else largest
+        draft_config = (
+            shard_config(draft_source.config, Shard(n_draft_shards - 1, n_draft_shards)) if draft_source else largest
+        )
         if draft.layers is not None:
             draft_config = replace(draft_config, n_layer=len(draft.layers))
         shares_weights = draft_source is None and draft.dtype == dtype

@@ -14,8 +14,9 @@ from kv_cache.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
 from models.llama import Transformer
 from models.manifest import atomic_path, check_files
-from models.packed_linear import pack_model
-from models.tensor_parallel import Exchange, check_count, parallelise, shard_config, shard_tensor
+from models.mapped_file import copy_out
+from models.packed_linear import pack_linears, pack_model
+from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 from models.tokenizer import TOKENIZER_FILES
 
 WEIGHTS = "model.pth"
@@ -185,25 +186,40 @@ def load_model(
             required=" or ".join(LOAD_FORMATS),
             fix="use pth to read a checkpoint, dummy for random weights",
         )
-    own = config
-    if exchange is not None:
-        check_count(config, exchange.shard.count, f"tensor parallelism of {path}")
-        own = shard_config(config, exchange.shard)
-        # A copy, so that the mapped file can go: a strided part would hold on to all of it.
-        state_dict = {n: shard_tensor(n, t, config, exchange.shard).clone() for n, t in state_dict.items()}
+    shard = exchange.shard if exchange else WHOLE
+    check_count(config, shard.count, f"tensor parallelism of {path}")
+    own = shard_config(config, shard)
+    with torch.device("meta"):
+        model = Transformer(own).eval().requires_grad_(False)
     if load_format == "dummy":
         state_dict = dummy_state_dict(own, device=device, dtype=dtype)
-    with torch.device("meta"):
-        model = Transformer(own)
-    model.load_state_dict(
-        {name: state_dict.pop(name).to(device=device, dtype=dtype) for name in list(state_dict)}, assign=True
-    )
-    model.eval().requires_grad_(False)
+    # One block after the other, so that no more than a block is held twice.
+    for module, names in _blocks(state_dict):
+        block = model.get_submodule(module)
+        weights = {}
+        for name in names:
+            tensor = state_dict.pop(name)
+            if load_format == "pth":
+                tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
+            weights[name.removeprefix(f"{module}.")] = tensor
+        block.load_state_dict(weights, assign=True)
+        if prepack:
+            pack_linears(block)
     if prepack:
         pack_model(model)
     if exchange is not None:
         parallelise(model, config, exchange)
     return model
+
+
+def _blocks(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """The names of a state dict by the part of the model that they belong to: a whole layer, or what is not in one."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        module = ".".join(parts[:2] if parts[0] == "layers" else parts[:-1])
+        blocks.setdefault(module, []).append(name)
+    return list(blocks.items())
 
 
 def _weights_path(path: Path) -> Path:

@@ -39,13 +39,29 @@ class Step:
     slot_rotation: Rotation | None  # of keys that the cache stores un-rotated
 
 
+class Linear(nn.Linear):
+    """Not initialised while it waits for a checkpoint: doing so on the meta device imports 80 MB of Python."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    """As Linear."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         n_qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        self.wqkv = nn.Linear(config.dim, n_qkv, bias=config.qkv_bias)
-        self.wo: nn.Module = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
+        self.wqkv = Linear(config.dim, n_qkv, bias=config.qkv_bias)
+        self.wo: nn.Module = Linear(config.n_head * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
         batch, n_token, _ = x.shape
@@ -65,8 +81,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w2: nn.Module = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=False)
+        self.w2: nn.Module = Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
@@ -96,13 +112,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.backend = attention or select_backend()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         # None: the head is the embedding's weight.
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
-            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+            self.output = Linear(config.dim, config.vocab_size, bias=False)
         # Not a buffer: frequencies stay float32 whatever dtype the weights are cast to.
         self._frequencies = inverse_frequencies(config)
 

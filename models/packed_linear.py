@@ -44,15 +44,10 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def pack_model(model: Transformer) -> None:
-    """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays.
-
-    What is left is copied out of the file that it may be mapped from, so that the mapping can go.
-    """
+    """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
     embedding = model.tok_embeddings.weight
     if not can_pack(embedding.device, embedding.dtype):
         return
     if model.output is None:
         model.output = PackedLinear(embedding, None)
     pack_linears(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kv_cache.errors import ConfigError
 from models.config import ModelConfig
-from models.llama import Block, Transformer
+from models.llama import Block, Embedding, Linear, Transformer
 
 Span = tuple[int, int]
 
@@ -33,6 +33,9 @@ class Shard:
     def span(self, n: int) -> Span:
         """This part's share of `n` things: first and behind-last index."""
         return spans(n, self.count)[self.index]
+
+
+WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
@@ -51,9 +54,11 @@ class Exchange(Protocol):
 
 
 def spans(n: int, count: int) -> list[Span]:
-    """`n` things in `count` contiguous parts, the first `n % count` of them one larger."""
-    bounds = [part * (n // count) + min(part, n % count) for part in range(count + 1)]
-    return list(pairwise(bounds))
+    """`n` things in `count` contiguous parts, as even as can be.
+
+    The first part, whose rank also decides for all, is never larger than another; the last is never smaller.
+    """
+    return list(pairwise(part * n // count for part in range(count + 1)))
 
 
 def vocab_widths(vocab_size: int, count: int) -> list[int]:
@@ -89,6 +94,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
     """One part of the tensor of that name (see `checkpoint.expected_shapes`) of `config`'s model, a view where it
     can be; norms are whole everywhere."""
+    if shard.count == 1:
+        return tensor
     head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     first, end = shard.span(n_kv)
@@ -125,7 +132,7 @@ class RowParallelLinear(nn.Module):
         return self._exchange.all_reduce(self.inner(x))
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(Embedding):
     """Embeddings of this rank's token ids, 0 for all others, summed over ranks."""
 
     def __init__(self, weight: Tensor, ids: Span, exchange: Exchange) -> None:
@@ -168,6 +175,6 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
 
 
 def _tied_head(weight: Tensor) -> nn.Module:
-    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
     return head
