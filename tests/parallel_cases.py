@@ -1,0 +1,154 @@
+"""Tiny runs that a sharded model has to repeat token for token, and the program that torchrun runs them with."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch
+from tiny import TINY, tiny_model
+
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
+from engine.launch import run_on_ranks
+from engine.runner import RemoteRunner
+from kv_cache import FullKVCache, StreamingKVCache
+from models import ModelConfig, load_model
+from models.checkpoint import save_checkpoint
+from models.llama import select_layers
+
+GROUP_SIZES = (1, 3, 4, 7)
+MODES = ("greedy", "coupled", "rejection")
+DRAFTS = (
+    "none",
+    "self",
+    "self, some layers",
+    "ngram",
+    "standalone, full",
+    "standalone, streaming",
+    "standalone, cache",
+)
+N_ROWS, GAMMA, MAX_LEN = 3, 3, 80
+# 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
+DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab_size=64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards."""
+
+    group_size: int
+    mode: str
+    draft: str
+    subset: int
+    reverse: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}, groups of {self.group_size}, draft {self.draft}"
+
+    def draft_ranks(self, n_ranks: int) -> tuple[int, ...]:
+        """All ranks, the leader alone, or one or more without the leader."""
+        subsets = (range(n_ranks), (0,), (n_ranks - 1,), range(1, n_ranks))
+        return tuple(subsets[self.subset]) or (0,)
+
+    def config(self) -> ModelConfig:
+        n_head = 5 * self.group_size
+        varied = {"tie_embeddings": self.group_size == 3, "qkv_bias": self.group_size == 4}
+        return replace(TINY, n_head=n_head, n_kv_head=5, ffn_dim=50, **varied)
+
+
+def all_cases() -> list[Case]:
+    """Every group size in every mode with every drafter; subsets and orders of ranks take turns."""
+    rng = random.Random(0)
+    return [
+        Case(group_size, mode, draft, subset=rng.randrange(4), reverse=rng.random() < 0.3)
+        for group_size in GROUP_SIZES
+        for mode in MODES
+        for draft in DRAFTS
+    ]
+
+
+def write_checkpoints(folder: Path) -> None:
+    """A random model for each group size, and the draft, as model.pth files."""
+    configs = {str(size): Case(size, "", "", 0, False).config() for size in GROUP_SIZES} | {"draft": DRAFT_CONFIG}
+    for seed, (name, config) in enumerate(configs.items()):
+        (folder / name).mkdir()
+        state_dict = tiny_model(config, seed=seed).state_dict()
+        save_checkpoint(folder / name / "model.pth", config, state_dict)
+
+
+def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
+    """The tokens and counts of a case, by all ranks together."""
+    order = tuple(range(ranks.size))
+    holders = model_ranks(ranks, order[::-1] if case.reverse else order)
+    model = _load(folder / str(case.group_size), case.config(), holders)
+    runner = ModelRunner(model, _full(model.config), prefill_chunk=16, ranks=ranks)
+    rng = random.Random(case.name)
+    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    temperature = 0.0 if case.mode == "greedy" else 0.8
+    out = generate(
+        runner,
+        prompts,
+        max_new_tokens=[rng.randint(1, 14) for _ in prompts],
+        drafter=_drafter(case, folder, runner),
+        sampling=[SamplingParams(temperature, seed=seed) for seed in range(len(prompts))],
+        verification=case.mode,
+    )
+    return {"tokens": out.tokens, "counts": [asdict(row) for row in out.stats.rows]}
+
+
+def _drafter(case: Case, folder: Path, runner: ModelRunner):
+    kind, _, cache_kind = case.draft.partition(", ")
+    if kind == "none":
+        return None
+    if kind == "ngram":
+        return NGram(runner, GAMMA)
+    if kind == "self":
+        layers = [1] if cache_kind else None
+        draft = select_layers(runner.model, layers) if layers else runner.model
+        return SelfSpeculation(runner, _streaming(draft.config, False), GAMMA, draft, layers)
+    ranks = runner.ranks
+    holders = model_ranks(ranks, case.draft_ranks(ranks.size))
+    if not holders.holds:
+        return StandaloneDraft(RemoteRunner(DRAFT_CONFIG, torch.float64, N_ROWS, ranks, holders), GAMMA)
+    model = _load(folder / "draft", DRAFT_CONFIG, holders)
+    cache = _full(model.config) if cache_kind == "full" else _streaming(model.config, cache_kind == "cache")
+    return StandaloneDraft(ModelRunner(model, cache, ranks=ranks), GAMMA)
+
+
+def _load(path: Path, config: ModelConfig, holders: ModelRanks):
+    exchange = holders if len(holders.ranks) > 1 or holders.gather_group is not None else None
+    return load_model(path, config=config, dtype=torch.float64, exchange=exchange)
+
+
+def _full(config: ModelConfig) -> FullKVCache:
+    return FullKVCache(config, N_ROWS, MAX_LEN, dtype=torch.float64)
+
+
+def _streaming(config: ModelConfig, rotate_on_read: bool) -> StreamingKVCache:
+    return StreamingKVCache(config, N_ROWS, 12, 2, dtype=torch.float64, rotate_on_read=rotate_on_read)
+
+
+def main() -> None:
+    """`parallel_cases.py CHECKPOINTS OUTPUT EVERY`: each rank runs every so manieth case; the leader writes what
+    each of them got."""
+    folder, output, cases = Path(sys.argv[1]), Path(sys.argv[2]), all_cases()[:: int(sys.argv[3])]
+    torch.set_num_threads(1)
+    ranks = start_ranks("cpu", timeout_seconds=120)
+    # Comparing digests takes longer than the rest of so small a round.
+    checked = replace(ranks, check=True)
+    own = {case.name: run_case(case, folder, ranks if i % 4 else checked) for i, case in enumerate(cases)}
+    by_rank = ranks.gathered(own)
+    results = {name: [theirs[name] for theirs in by_rank] for name in own}
+    if ranks.leads:
+        output.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    run_on_ranks(main)

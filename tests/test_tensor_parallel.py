@@ -1,0 +1,144 @@
+"""A model split over processes: the same tokens as whole, whatever its shape, drafter, mode and ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import parallel_cases
+import pytest
+import torch
+from tiny import TINY, tiny_model
+
+from engine.distributed import ALONE, check_draft_ranks, check_rank_group
+from kv_cache.errors import ConfigError
+from models import load_model
+from models.checkpoint import expected_shapes, save_checkpoint
+from models.tensor_parallel import Shard, check_count, shard_config, shard_tensor, spans
+
+
+def torchrun(n_ranks: int, *arguments: object) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    parallel_cases.write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints: Path) -> dict[str, dict]:
+    return {case.name: parallel_cases.run_case(case, checkpoints, ALONE) for case in parallel_cases.all_cases()}
+
+
+@pytest.mark.parametrize(
+    "n_ranks,every", [(2, 2), (4, 5), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 4))]
+)
+def test_tokens_and_counts_are_those_of_one_process(n_ranks, every, checkpoints, alone, tmp_path, record_property):
+    """Also in rejection mode: it draws the same random numbers, from laws that differ by rounding."""
+    torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", every)
+    together = json.loads((tmp_path / "results.json").read_text())
+    assert list(together) == list(alone)[::every]
+    for name, by_rank in together.items():
+        assert by_rank == [alone[name]] * n_ranks, f"{name} on {n_ranks} ranks"
+    rows = [row for case in alone.values() for row in case["counts"] if row["drafted"]]
+    assert any(0 < sum(row["accepted_at"]) < sum(row["judged_at"]) for row in rows), "some drafts are right, some wrong"
+    record_property(f"count: float64 runs on {n_ranks} ranks equal to one process", len(together))
+
+
+def test_the_cases_cover_what_they_should():
+    cases = parallel_cases.all_cases()
+    standalone = [case for case in cases if case.draft.startswith("standalone")]
+    assert {case.draft_ranks(4) for case in standalone} == {(0, 1, 2, 3), (0,), (3,), (1, 2, 3)}
+    assert {case.reverse for case in cases} == {False, True}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("tie,bias", [(False, True), (True, False)])
+def test_shards_put_together_are_the_model(count, tie, bias):
+    config = replace(TINY, n_head=15, n_kv_head=5, ffn_dim=50, tie_embeddings=tie, qkv_bias=bias)
+    whole = tiny_model(config).state_dict()
+    shards = [Shard(index, count) for index in range(count)]
+    configs = [shard_config(config, shard) for shard in shards]
+    assert sum(part.n_kv_head for part in configs) == 5 and all(part.group_size == 3 for part in configs)
+    q, kv = (n * config.head_dim for n in (config.n_head, config.n_kv_head))
+    for name, tensor in whole.items():
+        parts = [shard_tensor(name, tensor, config, shard) for shard in shards]
+        for part, part_config in zip(parts, configs, strict=True):
+            assert tuple(part.shape) == expected_shapes(part_config)[name]
+        if "norm" in name:
+            together = parts[0]
+        elif "wqkv" in name:
+            widths = [[n * config.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)] for c in configs]
+            split = [part.split(width) for part, width in zip(parts, widths, strict=True)]
+            together = torch.cat([torch.cat(kind) for kind in zip(*split, strict=True)])
+            assert len(together) == q + 2 * kv
+        elif "w13" in name:
+            together = torch.cat([torch.cat(kind) for kind in zip(*(part.chunk(2) for part in parts), strict=True)])
+        else:
+            together = torch.cat(parts, dim=1 if "wo" in name or "w2" in name else 0)
+        torch.testing.assert_close(together, tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "n,count,sizes", [(3, 2, [1, 2]), (8, 8, [1] * 8), (10, 4, [2, 3, 2, 3]), (5, 4, [1, 1, 1, 2])]
+)
+def test_parts_are_as_even_as_can_be(n, count, sizes):
+    parts = spans(n, count)
+    assert [end - start for start, end in parts] == sizes
+    assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]] and parts[-1][1] == n
+
+
+def test_a_shard_holds_the_memory_of_a_shard(tmp_path):
+    """The weights that a rank keeps are its own: no view holds on to the file, no block is kept twice."""
+
+    class Part:
+        shard = Shard(1, 2)
+
+        def all_reduce(self, x):
+            return x
+
+        def gather(self, x, widths):
+            return x
+
+    config = replace(TINY, n_kv_head=4)
+    save_checkpoint(tmp_path / "model.pth", config, tiny_model(config).state_dict())
+    for prepack in (False, True):
+        model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=Part(), prepack=prepack)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        assert sum(storages.values()) == 8 * shard_config(config, Part.shard).n_parameters
+
+
+def test_more_ranks_than_kv_heads_are_refused():
+    with pytest.raises(ConfigError, match=r"2 KV heads, 3 ranks\n.*1 to 2 ranks"):
+        check_count(TINY, 3, "--rank_group")
+
+
+@pytest.mark.parametrize("group", [[0], [0, 0], [0, 2], [0, 1, 2]])
+def test_a_rank_group_is_all_ranks_that_run(group):
+    with pytest.raises(ConfigError, match="--rank_group"):
+        check_rank_group(group, 2)
+    assert check_rank_group([1, 0], 2) == (1, 0)
+    assert check_rank_group(None, 3) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("ranks", [[], [2], [0, 0]])
+def test_draft_ranks_are_ranks_of_the_target(ranks):
+    with pytest.raises(ConfigError, match="--draft_ranks"):
+        check_draft_ranks(ranks, (0, 1))
+    assert check_draft_ranks([1], (0, 1)) == (1,)
+    assert check_draft_ranks(None, (1, 0)) == (1, 0)
