@@ -199,11 +199,15 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
     if world_size() == 1:
         return Ranks(device=torch.device(device), check=check)
     where = torch.device(device)
-    if where.type == "cuda":
+    on_gpu = where.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(where)
-    backend = "nccl" if where.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=where if on_gpu else None,
+        )
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check)
 
 

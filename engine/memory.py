@@ -102,6 +102,13 @@ def available_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
+def used_bytes(device: str) -> int:
+    """Bytes that this process holds: its resident set on a CPU, what it has allocated on a GPU."""
+    if device == "cpu":
+        return psutil.Process().memory_info().rss
+    return torch.cuda.memory_allocated(torch.device(device))
+
+
 def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:
     """Raise OutOfMemoryError, itemised and with the largest batch that fits, if the plan does not."""
     needed = plan.total(batch)

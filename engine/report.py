@@ -170,6 +170,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         **_phase_times(passes.timed, gamma),
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
+        "startup_memory_bytes_per_rank": setup.ranks.gathered(setup.startup_bytes),
         "distinct_4gram_fraction": distinct_4gram_fraction(measured.tokens) if real else None,
         **provenance(),
     }

@@ -24,7 +24,7 @@ from engine.distributed import (
     world_size,
 )
 from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
-from engine.memory import DraftFootprint, available_bytes, plan_memory, require_memory
+from engine.memory import DraftFootprint, available_bytes, plan_memory, require_memory, used_bytes
 from engine.model_source import ModelSource, check_vocabulary, find_model
 from engine.provenance import require_appendable
 from engine.requests import check_prompt
@@ -43,7 +43,8 @@ from models.tokenizer import Tokenizer
 class Setup:
     """A loaded model over an empty cache, the prompts to run, and what to draft with, if anything.
 
-    On a rank that has no part of a standalone draft, `draft_model` is None.
+    On a rank that has no part of a standalone draft, `draft_model` is None. `startup_bytes`: what the process
+    held of its device's memory before anything was loaded, on a CPU mostly Python and PyTorch themselves.
     """
 
     args: argparse.Namespace
@@ -59,6 +60,7 @@ class Setup:
     draft_model: Transformer | None
     draft_source: ModelSource | None = None
     draft_ranks: ModelRanks | None = None
+    startup_bytes: int = 0
 
     @property
     def ranks(self) -> Ranks:
@@ -108,6 +110,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     ranks, group, draft_group = _join_ranks(args, device, config, draft_source)
     _require_memory(args, sampling, draft, config, draft_source, device, dtype, capacity, len(group), len(draft_group))
 
+    startup_bytes = used_bytes(device)
     target_ranks = model_ranks(ranks, group)
     draft_ranks = model_ranks(ranks, draft_group) if draft_source else None
     for remark in ranks.shared(lambda: _remarks(args, draft, target, draft_source)):
@@ -140,6 +143,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_model=draft_model,
         draft_source=draft_source,
         draft_ranks=draft_ranks,
+        startup_bytes=startup_bytes,
     )
 
 
@@ -210,6 +214,8 @@ def _remarks(
 ) -> list[str]:
     """What a user should know of the draft. Errors: ConfigError if its vocabulary is another."""
     remarks = []
+    if getattr(args, "compile", False):
+        remarks.append("--compile has no effect yet: this runs eagerly")
     if draft and draft.policy == "streaming" and draft.capacity >= args.prefix_len + args.gen_len:
         remarks.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from guesses import KINDS, Guesses
 from witness import cut
 
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, generate
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, KVCache, StreamingKVCache
 
 
 class World(Protocol):
@@ -46,7 +46,7 @@ class Scenario:
     @classmethod
     def random(cls, rng: random.Random, vocab_size: int) -> Scenario:
         mode = rng.choice(["greedy", "greedy", "coupled", "rejection"])
-        drafters = ["none", "streaming", "full", "ngram", *KINDS]
+        drafters = ["none", "streaming", "full", "ngram", "standalone, streaming", "standalone, full", *KINDS]
         n_prompts = rng.randint(1, 5)
         gamma, n_sink = rng.randint(0, 6), rng.randint(0, 4)
         return cls(
@@ -107,9 +107,14 @@ class Scenario:
             return Guesses(
                 runner, dict(zip(self.ids, futures, strict=True)), self.gamma, self.drafter, config.vocab_size
             )
-        if self.drafter == "full":
-            return SelfSpeculation(runner, FullKVCache(config, n_slots, room, dtype=dtype), self.gamma)
-        cache = StreamingKVCache(config, n_slots, self.budget, self.n_sink, dtype=dtype)
+        if self.drafter.endswith("full"):
+            cache: KVCache = FullKVCache(config, n_slots, room, dtype=dtype)
+        else:
+            in_cache = self.drafter.startswith("standalone") and self.spare_room > 0
+            cache = StreamingKVCache(config, n_slots, self.budget, self.n_sink, dtype=dtype, rotate_on_read=in_cache)
+        if self.drafter.startswith("standalone"):
+            # The target's own weights, over a cache that it has to fill itself.
+            return StandaloneDraft(ModelRunner(runner.model, cache, self.prefill_chunk), self.gamma)
         return SelfSpeculation(runner, cache, self.gamma)
 
 
@@ -132,7 +137,7 @@ def check_counts(scenario: Scenario, out: GenerateOutput) -> None:
     assert sum(r.emitted for r in out.stats.rounds) == sum(len(t) - 1 for t in out.tokens)
     assert out.stats.drafted == sum(row.drafted for row in out.stats.rows)
     # A draft that sees what the target sees is the target: nothing is ever rejected.
-    if scenario.drafter == "full" or (scenario.drafter == "oracle" and scenario.mode != "rejection"):
+    if scenario.drafter.endswith("full") or (scenario.drafter == "oracle" and scenario.mode != "rejection"):
         assert out.stats.counts.acceptance_rate in (None, 1.0)
 
 
