@@ -24,11 +24,17 @@ WITNESS = ("test_witness.py",)
 ENGINE = ("test_decoding.py",)
 SAMPLED = ("test_sampled_decoding.py",)
 CACHE = ("test_kv_cache.py",)
+PLACES = ("test_cache_positions.py",)
+DRAFT_MODELS = ("test_draft_models.py",)
+PARALLEL = ("test_tensor_parallel.py",)
 
 VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
 SAMPLING = "engine/sampling.py"
 DECODING = "engine/decoding.py"
+STANDALONE = "engine/drafters/standalone.py"
+STREAMING = "kv_cache/streaming.py"
+SHARDS = "models/tensor_parallel.py"
 
 MUTANTS = (
     # Randomness
@@ -378,5 +384,91 @@ MUTANTS = (
         "return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)",
         "return x",
         ENGINE,
+    ),
+    # Drafts of their own
+    Mutant(
+        "a standalone draft does not catch up with the last committed token but one",
+        STANDALONE,
+        "            if i == 0:\n",
+        "            if i < 0:\n",
+        WITNESS,
+    ),
+    Mutant(
+        "the catch-up takes the token behind the last committed one but one",
+        STANDALONE,
+        "last = (lengths - 1 - self._start)",
+        "last = (lengths - self._start)",
+        WITNESS,
+    ),
+    Mutant(
+        "a draft proposes ids that only it has",
+        STANDALONE,
+        "_fit(logits, self._vocab_size)",
+        "logits",
+        DRAFT_MODELS,
+    ),
+    Mutant(
+        "a draft of some layers is filled from the first layers",
+        "kv_cache/base.py",
+        "theirs[list(layers), row]",
+        "theirs[: len(layers), row]",
+        DRAFT_MODELS,
+    ),
+    Mutant(
+        "verification writes a skipped layer's KV to the draft",
+        "kv_cache/write_through.py",
+        "zip(layers or range(len(draft.keys)), range(",
+        "zip(range(len(draft.keys)), range(",
+        DRAFT_MODELS,
+    ),
+    Mutant(
+        "places in the cache leave a gap behind the sinks",
+        STREAMING,
+        "p - oldest + self.n_sink)",
+        "p - oldest + self.n_sink + 1)",
+        PLACES,
+    ),
+    Mutant(
+        "keys are rotated on read by the text's positions, queries by the cache's",
+        STREAMING,
+        "return place(positions), place(self.positions)",
+        "return place(positions), self.positions",
+        PLACES,
+    ),
+    Mutant(
+        "a prompt's block evicts the whole window before it attends",
+        STREAMING,
+        "return max(1, self.window // 2)",
+        "return self.window",
+        PLACES,
+    ),
+    # Sharded models
+    Mutant(
+        "half a block is not summed over ranks",
+        SHARDS,
+        "return self._exchange.all_reduce(self.inner(x))",
+        "return self.inner(x)",
+        PARALLEL,
+    ),
+    Mutant(
+        "every rank embeds an id that it does not have",
+        SHARDS,
+        "embedded.masked_fill(elsewhere[..., None], 0)",
+        "embedded",
+        PARALLEL,
+    ),
+    Mutant(
+        "a shard's query heads are not those of its KV heads",
+        SHARDS,
+        "    q = (first * group * head_dim, end * group * head_dim)\n",
+        "    q = ((n_kv - end) * group * head_dim, (n_kv - first) * group * head_dim)\n",
+        PARALLEL,
+    ),
+    Mutant(
+        "logits are joined in the order of ranks, not of shards",
+        "engine/distributed.py",
+        "by_shard = zip(self.ranks, widths, strict=True)",
+        "by_shard = zip(sorted(self.ranks), widths, strict=True)",
+        PARALLEL,
     ),
 )

@@ -1,0 +1,124 @@
+"""Drafts that are models: some of the target's layers, or a model of its own with a padded vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.distributed import Ranks
+from kv_cache import EMPTY, StreamingKVCache
+from kv_cache.errors import ConfigError
+from models import ModelConfig
+from models.llama import select_layers
+
+DEEP = replace(TINY, n_layer=4)
+LENGTHS = [1, 9, 30, 17]
+
+
+def standalone(config: ModelConfig, n_rows: int, gamma: int = 3, seed: int = 5) -> StandaloneDraft:
+    draft = tiny_model(config, seed=seed)
+    cache = StreamingKVCache(config, n_rows, budget=12, n_sink=2, dtype=torch.float64)
+    return StandaloneDraft(ModelRunner(draft, cache), gamma)
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 3], [2], [1, 2, 3]])
+def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
+    """What the target computed for committed tokens, in the prompt and behind it, is in the draft's cache."""
+    model, prompts = tiny_model(DEEP), random_prompts(LENGTHS)
+    runner, draft = ModelRunner(model, full_cache(model, len(prompts))), select_layers(model, layers)
+    cache = StreamingKVCache(draft.config, len(prompts), budget=12, n_sink=2, dtype=torch.float64)
+    drafter = SelfSpeculation(runner, cache, 3, draft, layers)
+    out = generate(runner, prompts, max_new_tokens=12, drafter=drafter)
+    assert out.tokens == [continue_by_recomputing(model, prompt, 12) for prompt in prompts]
+    compared = 0
+    for row in range(len(prompts)):
+        # A finished row idles, and its last block is not committed.
+        settled = len(prompts[row]) + 12 - 3 - 1
+        slots = [i for i, p in enumerate(cache.positions[row].tolist()) if p != EMPTY and p < settled]
+        at = cache.positions[row, slots]
+        for own, theirs in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
+            torch.testing.assert_close(own[:, row][:, :, slots], theirs[layers, row][:, :, at], rtol=0, atol=0)
+        compared += len(slots)
+    assert compared > 20
+
+
+def test_a_draft_of_all_layers_is_the_model():
+    model = tiny_model(DEEP)
+    tokens, positions = torch.tensor(random_prompts([9, 9])), torch.arange(9).expand(2, -1)
+    whole = model(tokens, positions, full_cache(model, 2))
+    for layers in ([0, 1, 2, 3], [1, 3]):
+        some = select_layers(model, layers)
+        logits = some(tokens, positions, full_cache(some, 2))
+        assert torch.equal(logits, whole) == (len(layers) == 4)
+    assert len(model.layers) == model.config.n_layer == 4, "the model itself is as it was"
+
+
+@pytest.mark.parametrize("mode,temperature", [("greedy", 0.0), ("coupled", 1.5)])
+@pytest.mark.parametrize("vocab_size", [50, TINY.vocab_size, 80])
+def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
+    """The draft may have ids that the target lacks, which it must not propose, and may lack ids of the target."""
+    target, prompts = tiny_model(), random_prompts(LENGTHS, TINY.vocab_size, seed=3)
+    assert any(token >= 50 for prompt in prompts for token in prompt)
+    sampling = SamplingParams(temperature, seed=4)
+    drafter = standalone(replace(TINY, vocab_size=vocab_size), 3)
+    proposed = []
+    propose = drafter.propose
+
+    def recording(*arguments):
+        drafts = propose(*arguments)
+        proposed.append(drafts.tokens)
+        return drafts
+
+    drafter.propose = recording
+    runner = ModelRunner(target, full_cache(target, 3))
+    out = generate(runner, prompts, max_new_tokens=10, drafter=drafter, sampling=sampling, verification=mode)
+    expected = [continue_by_recomputing(target, p, 10, sampling, request) for request, p in enumerate(prompts)]
+    assert out.tokens == expected
+    assert int(torch.cat(proposed).max()) < min(vocab_size, TINY.vocab_size)
+
+
+def test_a_draft_law_over_a_padded_vocabulary_verifies_in_rejection_mode():
+    target, prompts = tiny_model(), random_prompts(LENGTHS, 50)
+    for vocab_size in (50, 80):
+        drafter = standalone(replace(TINY, vocab_size=vocab_size), 4)
+        out = generate(
+            ModelRunner(target, full_cache(target, 4)),
+            prompts,
+            max_new_tokens=10,
+            drafter=drafter,
+            sampling=SamplingParams(1.5, top_p=0.9, seed=1),
+        )
+        assert all(len(tokens) == 10 and max(tokens) < TINY.vocab_size for tokens in out.tokens)
+        assert out.stats.accepted > 0
+
+
+def test_a_draft_whose_logits_are_not_finite_costs_no_token():
+    target, prompts = tiny_model(), random_prompts(LENGTHS)
+    for mode, temperature in (("greedy", 0.0), ("coupled", 1.0)):
+        drafter = standalone(TINY, 4)
+        drafter._runner.model.norm.weight.data.fill_(torch.nan)
+        sampling = SamplingParams(temperature, seed=2)
+        runner = ModelRunner(target, full_cache(target, 4))
+        out = generate(runner, prompts, max_new_tokens=6, drafter=drafter, sampling=sampling, verification=mode)
+        assert out.tokens == [continue_by_recomputing(target, p, 6, sampling, i) for i, p in enumerate(prompts)]
+
+
+def test_what_cannot_work_is_refused():
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 2))
+    with pytest.raises(ConfigError, match="another number of rows"):
+        generate(runner, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 3))
+    with pytest.raises(ConfigError, match="window is smaller"):
+        standalone(TINY, 2, gamma=10)
+    with pytest.raises(ConfigError, match="gamma is negative"):
+        standalone(TINY, 2, gamma=-1)
+    short = StandaloneDraft(ModelRunner(target, full_cache(target, 2, max_len=8)), 3)
+    with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
+        generate(runner, [[1] * 6, [2]], max_new_tokens=2, drafter=short)
+    elsewhere = ModelRunner(target, full_cache(target, 2), ranks=Ranks(0, 2))
+    with pytest.raises(ConfigError, match="other ranks"):
+        generate(elsewhere, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 2))
