@@ -1,41 +1,27 @@
-"""A run's set-up: checked flags, ranks, models, caches, prompts and drafter."""
+"""A run's set-up: ranks joined, models loaded, caches, prompts and drafter."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from engine.arguments import GREEDY, DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype
+from engine.arguments import GREEDY, DraftSettings, Sampling
 from engine.data import load_books, make_prompts
 from engine.decoding import GenerateOutput
-from engine.distributed import (
-    LEADER,
-    ModelRanks,
-    Ranks,
-    check_draft_ranks,
-    check_rank_group,
-    local_world_size,
-    model_ranks,
-    require_single_process,
-    start_ranks,
-    world_size,
-)
+from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
-from engine.memory import DraftFootprint, available_bytes, plan_memory, require_memory, used_bytes
-from engine.model_source import ModelSource, check_vocabulary, find_model
-from engine.provenance import require_appendable
+from engine.memory import used_bytes
+from engine.model_source import ModelSource
+from engine.plan import Plan, remarks, require_room, resolve
 from engine.requests import check_prompt
-from engine.runner import PREFILL_CHUNK, ModelRunner, RemoteRunner
+from engine.runner import ModelRunner, RemoteRunner
 from engine.say import dtype_name, say
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import select_layers
-from models.tensor_parallel import Shard, check_count, shard_config
 from models.tokenizer import Tokenizer
 
 
@@ -72,176 +58,59 @@ class Setup:
 
 
 def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftSettings | None = None) -> Setup:
-    """Check everything that can be wrong, cheapest first; then load the model and allocate its cache."""
-    gamma = draft.gamma if draft else 0
-    for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
-        require_at_least(flag, getattr(args, flag), minimum)
-    if draft and draft.kind == "oracle" and not sampling.reproducible:
-        raise ConfigError(
-            "an oracle drafts what the same random numbers emitted, which rejection must not be told",
-            where="--draft oracle",
-            seen=f"--verification {sampling.mode} at temperature {sampling.params.temperature}",
-            required="greedy or coupled verification",
-            fix="use --verification coupled",
-        )
-    n_prompts = args.B if args.num_prompts is None else args.num_prompts
-    require_at_least("num_prompts", n_prompts, args.B)
-    for flag in ("output", "save_rows"):
-        require_appendable(getattr(args, flag), flag)
-    device = resolve_device(args.device)
-    dtype = resolve_dtype(args, device)
-    target = find_model(args.model, args.load_format, args.model_name, "the target (--model, or --target)")
-    config = target.config
-    capacity = args.prefix_len + args.gen_len + gamma + 1
-    if capacity > config.max_context:
-        raise ConfigError(
-            "prompt + new tokens + gamma + 1 exceeds the model's context",
-            where=f"--prefix_len, --gen_len and --gamma on {target.name}",
-            seen=f"{args.prefix_len} + {args.gen_len} + {gamma} + 1 = {capacity} tokens",
-            required=f"<= {config.max_context}",
-            fix=f"use --prefix_len {max(1, config.max_context - capacity + args.prefix_len)} or less",
-        )
-    draft_source = None
-    if draft and draft.model is not None:
-        draft_source = find_model(draft.model, args.load_format, None, "--model")
-        draft = _resolve_positions(draft, draft_source.config.max_context, capacity)
-    elif draft and draft.layers is not None:
-        _check_layers(draft.layers, config.n_layer)
-    ranks, group, draft_group = _join_ranks(args, device, config, draft_source)
-    _require_memory(args, sampling, draft, config, draft_source, device, dtype, capacity, len(group), len(draft_group))
-
-    startup_bytes = used_bytes(device)
-    target_ranks = model_ranks(ranks, group)
-    draft_ranks = model_ranks(ranks, draft_group) if draft_source else None
-    for remark in ranks.shared(lambda: _remarks(args, draft, target, draft_source)):
+    """Check everything that can be wrong, cheapest first; then load the models and allocate the target's cache."""
+    plan = resolve(args, sampling, draft)
+    require_room(plan)
+    ranks = _join_ranks(plan)
+    startup_bytes = used_bytes(plan.device)
+    target_ranks = model_ranks(ranks, plan.group)
+    draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
+    for remark in ranks.shared(lambda: remarks(plan)):
         say(f"note: {remark}")
-    say(f"loading {target.name} on {device} as {dtype_name(dtype)}, attention {select_backend(args.attention).name}")
-    tokenizer = target.tokenizer() if target.has_text and ranks.leads else None
-    prompts = ranks.shared(lambda: _prompts(args, config, tokenizer, n_prompts))
-    model = target.load(device, dtype, args.attention, exchange=target_ranks if ranks.size > 1 else None)
+    attention = select_backend(args.attention).name
+    say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}, attention {attention}")
+    tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
+    prompts = ranks.shared(lambda: _prompts(plan, tokenizer))
+    model = _load(plan, plan.target, plan.dtype, target_ranks)
     # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
-    draft_model = load_draft_model(model, target, target_ranks, draft, args.attention) if draft else None
-    if draft_source and draft_ranks and draft_ranks.holds:
+    draft_model = None
+    if draft and draft_ranks is None:
+        draft_model = load_draft_model(model, plan.target, target_ranks, draft, args.attention)
+    elif plan.draft_source and draft_ranks and draft_ranks.holds:
         assert draft is not None and draft.dtype is not None
-        exchange = draft_ranks if ranks.size > 1 else None
-        draft_model = draft_source.load(device, draft.dtype, args.attention, exchange=exchange)
-    cache = FullKVCache(model.config, args.B, capacity, device=device, dtype=dtype)
+        draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks)
+    cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.dtype)
     runner = ModelRunner(model, cache, ranks=ranks)
     for index, prompt in enumerate(prompts):
-        check_prompt(runner, index, prompt, args.gen_len, gamma)
+        check_prompt(runner, index, prompt, args.gen_len, draft.gamma if draft else 0)
     return Setup(
         args=args,
         runner=runner,
         prompts=prompts,
-        stop_tokens=config.eos_tokens if args.stop_at_eos else (),
+        stop_tokens=plan.target.config.eos_tokens if args.stop_at_eos else (),
         tokenizer=tokenizer,
-        target=target,
+        target=plan.target,
         target_ranks=target_ranks,
-        dtype=dtype,
+        dtype=plan.dtype,
         sampling=sampling,
-        draft=draft,
+        draft=plan.draft,
         draft_model=draft_model,
-        draft_source=draft_source,
+        draft_source=plan.draft_source,
         draft_ranks=draft_ranks,
         startup_bytes=startup_bytes,
     )
 
 
-def _join_ranks(
-    args: argparse.Namespace, device: str, config: ModelConfig, draft_source: ModelSource | None
-) -> tuple[Ranks, tuple[int, ...], tuple[int, ...]]:
-    """The processes of this run, the ranks that hold the target, and those that hold a standalone draft."""
-    if "rank_group" not in args:
-        require_single_process()
-        return Ranks(device=torch.device(device)), (LEADER,), (LEADER,)
-    group = check_rank_group(args.rank_group, world_size())
-    check_count(config, len(group), "--rank_group")
-    draft_group = group
-    if draft_source:
-        draft_group = check_draft_ranks(args.draft_ranks, group)
-        check_count(draft_source.config, len(draft_group), "--draft_ranks")
-    ranks = start_ranks(device, check=args.check_ranks, timeout_seconds=args.rank_timeout)
-    return ranks, group, draft_group
+def _join_ranks(plan: Plan) -> Ranks:
+    if len(plan.group) == 1:
+        return Ranks(device=torch.device(plan.device))
+    return start_ranks(plan.device, check=plan.args.check_ranks, timeout_seconds=plan.args.rank_timeout)
 
 
-def _require_memory(
-    args: argparse.Namespace,
-    sampling: Sampling,
-    draft: DraftSettings | None,
-    config: ModelConfig,
-    draft_source: ModelSource | None,
-    device: str,
-    dtype: torch.dtype,
-    capacity: int,
-    n_shards: int,
-    n_draft_shards: int,
-) -> None:
-    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit."""
-    largest = shard_config(config, Shard(n_shards - 1, n_shards))
-    footprint = None
-    if draft and draft.dtype is not None:
-        draft_config = (
-            shard_config(draft_source.config, Shard(n_draft_shards - 1, n_draft_shards)) if draft_source else largest
-        )
-        if draft.layers is not None:
-            draft_config = replace(draft_config, n_layer=len(draft.layers))
-        shares_weights = draft_source is None and draft.dtype == dtype
-        footprint = DraftFootprint(draft_config, draft.dtype, draft.capacity, shares_weights)
-    plan = plan_memory(
-        largest,
-        dtype=dtype,
-        draft=footprint,
-        device=device,
-        capacity=capacity,
-        block=draft.gamma + 1 if draft else 1,
-        prefill_chunk=PREFILL_CHUNK,
-        sampling=sampling.params,
-        vocab_size=config.vocab_size,
-    )
-    sharers = local_world_size() if device == "cpu" else 1
-    require_memory(plan, args.B, available_bytes(device) // sharers, device)
-
-
-def _resolve_positions(draft: DraftSettings, trained_context: int, run_length: int) -> DraftSettings:
-    """`auto` is positions inside the cache where the run is longer than what the draft was trained on."""
-    if draft.positions != "auto":
-        return draft
-    return replace(draft, positions="cache" if trained_context < run_length else "absolute")
-
-
-def _remarks(
-    args: argparse.Namespace, draft: DraftSettings | None, target: ModelSource, draft_source: ModelSource | None
-) -> list[str]:
-    """What a user should know of the draft. Errors: ConfigError if its vocabulary is another."""
-    remarks = []
-    if getattr(args, "compile", False):
-        remarks.append("--compile has no effect yet: this runs eagerly")
-    if draft and draft.policy == "streaming" and draft.capacity >= args.prefix_len + args.gen_len:
-        remarks.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
-    if draft and draft.layers is not None:
-        remarks.append(f"the draft runs {len(draft.layers)} of {target.config.n_layer} layers ({args.draft_layers})")
-    if draft and draft_source:
-        tail = check_vocabulary(target, draft_source)
-        if tail:
-            remarks.append(tail)
-        context, longest = draft_source.config.max_context, args.prefix_len + args.gen_len + draft.gamma
-        reach = min(draft.capacity, longest) if draft.positions == "cache" else longest
-        if reach > context:
-            remarks.append(f"{draft_source.name} was trained on {context} positions, and is used up to {reach}")
-        elif draft.positions == "cache":
-            remarks.append(f"{draft_source.name} counts positions inside its cache (trained context: {context})")
-    return remarks
-
-
-def _check_layers(layers: Sequence[int], n_layer: int) -> None:
-    if max(layers) >= n_layer:
-        raise ConfigError(
-            "the draft's layers are not all layers of the model",
-            where="--draft_layers",
-            seen=f"layer {max(layers)}",
-            required=f"0 to {n_layer - 1}",
-            fix=f"name layers below {n_layer}, such as 0-{n_layer - 1}",
-        )
+def _load(plan: Plan, source: ModelSource, dtype: torch.dtype, holders: ModelRanks) -> Transformer:
+    """The model, or what this rank holds of it."""
+    exchange = holders if len(plan.group) > 1 else None
+    return source.load(plan.device, dtype, plan.args.attention, exchange=exchange)
 
 
 def make_drafter(setup: Setup, baseline: GenerateOutput | None) -> Drafter:
@@ -294,14 +163,12 @@ def load_draft_model(
     return None if draft.layers is None else select_layers(model, draft.layers)
 
 
-def _prompts(
-    args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None, n_prompts: int
-) -> list[list[int]]:
+def _prompts(plan: Plan, tokenizer: Tokenizer | None) -> list[list[int]]:
     """Stretches of the data set; random tokens for random weights, which have no tokenizer."""
+    prefix_len, dataset = plan.args.prefix_len, plan.args.dataset
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        shape = (n_prompts, args.prefix_len)
-        return torch.randint(config.vocab_size, shape, generator=generator).tolist()
-    say(f"tokenising {n_prompts} prompts of {args.prefix_len} tokens from {args.dataset}")
-    books = load_books(args.dataset)
-    return make_prompts(books, tokenizer, n_prompts=n_prompts, prefix_len=args.prefix_len)
+        shape = (plan.n_prompts, prefix_len)
+        return torch.randint(plan.target.config.vocab_size, shape, generator=generator).tolist()
+    say(f"tokenising {plan.n_prompts} prompts of {prefix_len} tokens from {dataset}")
+    return make_prompts(load_books(dataset), tokenizer, n_prompts=plan.n_prompts, prefix_len=prefix_len)

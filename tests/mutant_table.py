@@ -398,7 +398,7 @@ MUTANTS = (
         STANDALONE,
         "last = (lengths - 1 - self._start)",
         "last = (lengths - self._start)",
-        WITNESS,
+        PLACES,
     ),
     Mutant(
         "a draft proposes ids that only it has",

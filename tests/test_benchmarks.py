@@ -422,7 +422,7 @@ def test_the_batch_that_the_refusal_names_fits(
     checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 10 MB free; the next larger batch is refused again."""
-    monkeypatch.setattr("engine.setup.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 10_000_000)
     arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES | DRAFT)
     message = refusal("selfspec", [*arguments, "--B", "5000"], monkeypatch, capsys)
     largest = int(re.findall(r"use --B (\d+), the largest batch that fits", message)[0])

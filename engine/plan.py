@@ -1,0 +1,183 @@
+"""What a run's flags mean, checked before anything is loaded: models, sizes, ranks, memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.arguments import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype
+from engine.distributed import (
+    LEADER,
+    check_draft_ranks,
+    check_rank_group,
+    local_world_size,
+    require_single_process,
+    world_size,
+)
+from engine.memory import DraftFootprint, available_bytes, plan_memory, require_memory
+from engine.model_source import ModelSource, check_vocabulary, find_model
+from engine.provenance import require_appendable
+from engine.runner import PREFILL_CHUNK
+from kv_cache.errors import ConfigError
+from models import ModelConfig
+from models.tensor_parallel import Shard, check_count, shard_config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run's flags mean once they are checked, before anything is loaded. Ranks are in shard order."""
+
+    args: argparse.Namespace
+    sampling: Sampling
+    draft: DraftSettings | None
+    device: str
+    dtype: torch.dtype
+    target: ModelSource
+    draft_source: ModelSource | None
+    n_prompts: int
+    capacity: int
+    group: tuple[int, ...]
+    draft_group: tuple[int, ...]
+
+
+def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings | None) -> Plan:
+    """Check flags, files, contexts and ranks. Errors: UserError, the same on every rank."""
+    gamma = draft.gamma if draft else 0
+    for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
+        require_at_least(flag, getattr(args, flag), minimum)
+    if draft and draft.kind == "oracle" and not sampling.reproducible:
+        raise ConfigError(
+            "an oracle drafts what the same random numbers emitted, which rejection must not be told",
+            where="--draft oracle",
+            seen=f"--verification {sampling.mode} at temperature {sampling.params.temperature}",
+            required="greedy or coupled verification",
+            fix="use --verification coupled",
+        )
+    n_prompts = args.B if args.num_prompts is None else args.num_prompts
+    require_at_least("num_prompts", n_prompts, args.B)
+    for flag in ("output", "save_rows"):
+        require_appendable(getattr(args, flag), flag)
+    device = resolve_device(args.device)
+    target = find_model(args.model, args.load_format, args.model_name, "the target (--model, or --target)")
+    capacity = args.prefix_len + args.gen_len + gamma + 1
+    context = target.config.max_context
+    if capacity > context:
+        raise ConfigError(
+            "prompt + new tokens + gamma + 1 exceeds the model's context",
+            where=f"--prefix_len, --gen_len and --gamma on {target.name}",
+            seen=f"{args.prefix_len} + {args.gen_len} + {gamma} + 1 = {capacity} tokens",
+            required=f"<= {context}",
+            fix=f"use --prefix_len {max(1, context - capacity + args.prefix_len)} or less",
+        )
+    draft_source = None
+    if draft and draft.model is not None:
+        draft_source = find_model(draft.model, args.load_format, None, "--model")
+        draft = _resolve_positions(draft, draft_source.config.max_context, capacity)
+    elif draft and draft.layers is not None:
+        _check_layers(draft.layers, target.config.n_layer)
+    group, draft_group = _rank_groups(args, target, draft_source)
+    return Plan(
+        args=args,
+        sampling=sampling,
+        draft=draft,
+        device=device,
+        dtype=resolve_dtype(args, device),
+        target=target,
+        draft_source=draft_source,
+        n_prompts=n_prompts,
+        capacity=capacity,
+        group=group,
+        draft_group=draft_group,
+    )
+
+
+def _rank_groups(
+    args: argparse.Namespace, target: ModelSource, draft_source: ModelSource | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks that hold the target, and those that hold a standalone draft."""
+    if "rank_group" not in args:
+        require_single_process()
+        return (LEADER,), (LEADER,)
+    group = check_rank_group(args.rank_group, world_size())
+    check_count(target.config, len(group), "--rank_group")
+    if draft_source is None:
+        return group, group
+    draft_group = check_draft_ranks(args.draft_ranks, group)
+    check_count(draft_source.config, len(draft_group), "--draft_ranks")
+    return group, draft_group
+
+
+def require_room(plan: Plan) -> None:
+    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit."""
+    args, draft, config = plan.args, plan.draft, plan.target.config
+    largest = _largest_shard(config, len(plan.group))
+    footprint = None
+    if draft and draft.dtype is not None:
+        source = plan.draft_source
+        draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else largest
+        if draft.layers is not None:
+            draft_config = replace(draft_config, n_layer=len(draft.layers))
+        shares_weights = source is None and draft.dtype == plan.dtype
+        footprint = DraftFootprint(draft_config, draft.dtype, draft.capacity, shares_weights)
+    memory = plan_memory(
+        largest,
+        dtype=plan.dtype,
+        draft=footprint,
+        device=plan.device,
+        capacity=plan.capacity,
+        block=draft.gamma + 1 if draft else 1,
+        prefill_chunk=PREFILL_CHUNK,
+        sampling=plan.sampling.params,
+        vocab_size=config.vocab_size,
+    )
+    sharers = local_world_size() if plan.device == "cpu" else 1
+    require_memory(memory, args.B, available_bytes(plan.device) // sharers, plan.device)
+
+
+def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:
+    return shard_config(config, Shard(count - 1, count))
+
+
+def _resolve_positions(draft: DraftSettings, trained_context: int, run_length: int) -> DraftSettings:
+    """`auto` is positions inside the cache where the run is longer than what the draft was trained on."""
+    if draft.positions != "auto":
+        return draft
+    return replace(draft, positions="cache" if trained_context < run_length else "absolute")
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
+    args, draft, source = plan.args, plan.draft, plan.draft_source
+    said = []
+    if getattr(args, "compile", False):
+        said.append("--compile has no effect yet: this runs eagerly")
+    if draft and draft.policy == "streaming" and draft.capacity >= args.prefix_len + args.gen_len:
+        said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
+    if draft and draft.layers is not None:
+        n_layer = plan.target.config.n_layer
+        said.append(f"the draft runs {len(draft.layers)} of {n_layer} layers: {args.draft_layers}")
+    if draft and source:
+        tail = check_vocabulary(plan.target, source)
+        if tail:
+            said.append(tail)
+        context, longest = source.config.max_context, args.prefix_len + args.gen_len + draft.gamma
+        reach = min(draft.capacity, longest) if draft.positions == "cache" else longest
+        if reach > context:
+            said.append(f"{source.name} was trained on {context} positions, and is used up to {reach}")
+        elif draft.positions == "cache":
+            said.append(f"{source.name} counts positions inside its cache (trained context: {context})")
+    return said
+
+
+def _check_layers(layers: Sequence[int], n_layer: int) -> None:
+    if max(layers) >= n_layer:
+        raise ConfigError(
+            "the draft's layers are not all layers of the model",
+            where="--draft_layers",
+            seen=f"layer {max(layers)}",
+            required=f"0 to {n_layer - 1}",
+            fix=f"name layers below {n_layer}, such as 0-{n_layer - 1}",
+        )
