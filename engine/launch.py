@@ -52,21 +52,28 @@ def _rank() -> int:
 
 
 def _tell_user_error(error: UserError) -> None:
-    """The leader speaks for all ranks that found the same; a rank with an error of its own names itself."""
+    """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and a rank
+    with an error of its own names itself."""
     message = str(error)
-    if is_leader() or isinstance(error, RankError):
-        told = _store_get(_TOLD) if isinstance(error, RankError) else None
-        if told is None:
-            _store_set(_TOLD, message)
-            print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        deadline = time.monotonic() + 2
-        while (told := _store_get(_TOLD)) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if told != message:
-            _store_set(_TOLD, message)
-            print(f"error on rank {_rank()}: {message}", file=sys.stderr, flush=True)
-    _tell_torchrun(error)
+    if isinstance(error, RankError):
+        if _is_first():
+            print(f"\nerror: {message}", file=sys.stderr, flush=True)
+    elif is_leader():
+        _store_set(_TOLD, message)
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    elif not _leader_says(message):
+        _store_set(_TOLD, message)
+        print(f"\nerror on rank {_rank()}: {message}", file=sys.stderr, flush=True)
+    # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
+    _tell_torchrun(error.with_traceback(None))
+
+
+def _leader_says(message: str) -> bool:
+    """Whether the leader comes to the same error; it is given some time to."""
+    deadline = time.monotonic() + LINGER_SECONDS
+    while (told := _store_get(_TOLD)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return told == message
 
 
 def _tell_torchrun(error: Exception) -> None:
@@ -86,14 +93,23 @@ def _report_lost_rank(error: RuntimeError) -> None:
     """Say what was lost unless another rank has told why, then leave torchrun the time to name that rank."""
     if _store_get(_TOLD) is None:
         print(
-            f"error: rank {_rank()} lost another rank: it died, or it did not answer in time\n"
+            f"\nerror: rank {_rank()} lost another rank: it died, or it did not answer in time\n"
             f"  seen:     {str(error).splitlines()[0]}\n"
             f"  fix:      see which rank torchrun names as the first to fail, and why; rows that had finished are in "
             f"--save_rows, if it was given",
             file=sys.stderr,
             flush=True,
         )
-    time.sleep(LINGER_SECONDS)
+    if "timed out" not in str(error).lower():  # a rank that only hangs is nobody's to name
+        time.sleep(LINGER_SECONDS)
+
+
+def _is_first() -> bool:
+    """Whether no other rank has asked this before."""
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"{_TOLD}/count", 1) == 1
+    except (RuntimeError, ValueError):
+        return True
 
 
 def _store_get(key: str) -> str | None:

@@ -1,0 +1,78 @@
+"""Runs a benchmark script of which rank 1 is broken: `rank_script_cases.py FAULT SCRIPT ARGUMENTS...`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from engine.all_reduce import ProcessGroupAllReduce
+from engine.distributed import Ranks
+from engine.runner import ModelRunner
+from kv_cache.errors import CheckpointError
+from models import Transformer
+
+BROKEN_RANK = 1
+BUG = "a bug that only one rank has"
+DAMAGE = "a file that only one machine lacks"
+
+
+def raise_in_a_step() -> None:
+    """A bug: an exception in the middle of a pass."""
+    step, calls = ModelRunner.step, count()
+
+    def broken(self: ModelRunner, *args: object) -> Tensor:
+        if next(calls) == 3:
+            raise IndexError(BUG)
+        return step(self, *args)
+
+    ModelRunner.step = broken
+
+
+def refuse_the_checkpoint() -> None:
+    """A user error that the other ranks do not find."""
+
+    def refuse(*args: object, **kwargs: object) -> Transformer:
+        raise CheckpointError(DAMAGE, where="model.pth", seen="nothing", required="a file", fix="copy it there")
+
+    import engine.model_source
+
+    engine.model_source.load_model = refuse
+
+
+def change_a_decision() -> None:
+    """Another next token than the leader's in one round."""
+    decided, rounds = Ranks.decided, count()
+
+    def changed(self: Ranks, decide: Callable[[], Tensor], *shape: int) -> Tensor:
+        tensor = decided(self, decide, *shape)
+        if len(shape) == 2 and next(rounds) == 3:
+            tensor[:, 2] += 1
+        return tensor
+
+    Ranks.decided = changed
+
+
+def skew_sums() -> None:
+    """Sums that are one unit in the last place too large, as those of other hardware can be."""
+    exact = ProcessGroupAllReduce.__call__
+
+    def skewed(self: ProcessGroupAllReduce, x: Tensor) -> Tensor:
+        total = exact(self, x)
+        return torch.nextafter(total, torch.full_like(total, torch.inf))
+
+    ProcessGroupAllReduce.__call__ = skewed
+
+
+FAULTS = {fault.__name__: fault for fault in (raise_in_a_step, refuse_the_checkpoint, change_a_decision, skew_sums)}
+
+if __name__ == "__main__":
+    _, fault, *sys.argv = sys.argv
+    if int(os.environ["RANK"]) == BROKEN_RANK:
+        FAULTS[fault]()
+    runpy.run_path(sys.argv[0], run_name="__main__")
