@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.drafters import SavedText
-from engine.modes import Drafts
 from engine.noise import Stream, uniform
 
 KINDS = ("oracle", "reject", "upto", "ragged", "random")
@@ -35,17 +34,17 @@ class Guesses(SavedText):
         super().admit(row, request, prompt, on_tokens)
         self.requests[row] = request
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification) -> Drafts:
-        tokens, _, n_tokens = super().propose(current, lengths, extent, verification)
+    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+        tokens, n_tokens = super().guess(current, lengths, extent)
         if self.kind == "random":
-            return Drafts(self._below(self.vocab_size, lengths, self.gamma), lengths=n_tokens)
+            return self._below(self.vocab_size, lengths, self.gamma), n_tokens
         n_right = {"oracle": self.gamma, "reject": 0}.get(self.kind)
         right = self._below(self.gamma + 1, lengths, 1) if n_right is None else n_right
         wrong = (tokens + 1) % self.vocab_size
         tokens = torch.where(torch.arange(self.gamma) < right, tokens, wrong)
         if self.kind == "ragged":
             n_tokens = torch.minimum(n_tokens, self._below(self.gamma + 1, lengths + 1000, 1)[:, 0])
-        return Drafts(tokens, lengths=n_tokens)
+        return tokens, n_tokens
 
     def _below(self, bound: int, lengths: Tensor, n: int) -> Tensor:
         numbers = uniform(self.seed, self.requests, lengths, Stream.DRAFT, max(n, 1))[:, :n]

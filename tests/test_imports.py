@@ -16,11 +16,12 @@ LIBRARY = LAYERS[:3]
 SURFACE = """
 from models import load_model, ModelConfig
 from kv_cache import FullKVCache, StreamingKVCache
-from engine import ModelRunner, SelfSpeculation, SamplingParams, generate
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, SamplingParams, generate
 """
 SCRIPTS = (
     "tests/selfspec_benchmark.py",
     "tests/baseline_benchmark.py",
+    "tests/longspec_benchmark.py",
     "download.py",
     "convert_hf_checkpoint.py",
 )

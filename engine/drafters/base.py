@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -80,13 +81,26 @@ def draw_drafts(
     return Drafts(drafted, torch.stack(laws, dim=1) if laws else None)
 
 
-class TextDrafter:
+class TextDrafter(ABC):
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_gamma(gamma)
         self.gamma = gamma
         self._target_cache = runner.cache
+        self._ranks = runner.ranks
+
+    @abstractmethod
+    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+        """Tokens `[B, gamma]`, and how many of each row's are meant `[B]`; both int64. Only one rank is asked."""
+
+    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+        def decide() -> Tensor:
+            tokens, n_tokens = self.guess(current, lengths, extent)
+            return torch.cat([n_tokens[:, None], tokens], dim=1)
+
+        decided = self._ranks.decided(decide, len(current), 1 + self.gamma)
+        return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
     @property
     def verification_cache(self) -> KVCache:
@@ -96,7 +110,8 @@ class TextDrafter:
         check_target(type(self).__name__, self._target_cache, target.cache)
 
     def rollback(self, lengths: Tensor) -> None:
-        pass
+        """Text behind `lengths` is written over before it is looked at."""
+        return
 
 
 def check_target(drafter: str, own: KVCache, given: KVCache) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import TextDrafter
-from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 from kv_cache.errors import ConfigError
 
@@ -42,7 +41,7 @@ class NGram(TextDrafter):
     ) -> None:
         self._text[row, : len(prompt)] = torch.tensor(prompt, device=self._text.device)
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
         text = self._text[:, :extent]
         text.scatter_(1, lengths[:, None], current[:, None])
         place, n_tokens = find_ngram(text, lengths, self.gamma, self.max_ngram, self.min_ngram)
@@ -50,7 +49,7 @@ class NGram(TextDrafter):
         tokens = text.gather(1, (place[:, None] + ahead).clamp(max=extent - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
         text.scatter_(1, lengths[:, None] + ahead, tokens)
-        return Drafts(tokens, lengths=n_tokens)
+        return tokens, n_tokens
 
 
 def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ngram: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import TextDrafter
-from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 
 
@@ -36,9 +35,9 @@ class SavedText(TextDrafter):
         self._text[row, : len(text)] = torch.tensor(text, dtype=torch.int64, device=self._text.device)
         self._start[row], self._end[row] = len(prompt), len(text)
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
         following = lengths - self._start + 1
         ahead = torch.arange(self.gamma, device=lengths.device)
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
         n_tokens = (self._end - following).clamp(min=0, max=self.gamma)
-        return Drafts(self._text.gather(1, index), lengths=n_tokens)
+        return self._text.gather(1, index), n_tokens
