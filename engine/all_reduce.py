@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -46,19 +47,17 @@ class ProcessGroupAllReduce:
 class SymmetricAllReduce:
     """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other.
 
-    `ops` and `memory` are `torch.ops.symm_mem` and `torch.distributed._symmetric_memory`.
-    Errors: whatever those raise where the hardware or the build has no such thing.
+    `ops` are `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks have joined.
     """
 
     name = "symmetric memory"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, ops: Any, memory: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, workspace: Tensor, ops: Any) -> None:
         self._ops = ops
         self._group_name = group.group_name
         self._size = group.size()
         self._otherwise = ProcessGroupAllReduce(group)
-        self._workspace = memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        memory.rendezvous(self._workspace, self._group_name)
+        self._workspace = workspace
 
     def __call__(self, x: Tensor) -> Tensor:
         n_bytes = x.numel() * x.element_size()
@@ -88,18 +87,43 @@ def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> 
 def with_symmetric_memory(
     group: dist.ProcessGroup, device: torch.device, otherwise: AllReduce, ops: Any = None, memory: Any = None
 ) -> AllReduce:
-    """Try symmetric memory at both sizes; the ranks of `group` agree on whether it is used."""
-    works = torch.ones(1, device=device)
-    symmetric: AllReduce | None = None
-    try:
+    """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`.
+
+    They agree after every step, so that none waits in a step that another could not take.
+    """
+    reduce: list[SymmetricAllReduce] = []
+    workspace: list[Tensor] = []
+
+    def allocate() -> bool:
+        nonlocal memory, ops
         if memory is None:
             import torch.distributed._symmetric_memory as memory
-        symmetric = SymmetricAllReduce(group, device, ops or torch.ops.symm_mem, memory)
-        for n_bytes in (ONE_SHOT_BYTES, 2 * ONE_SHOT_BYTES):
-            ones = torch.ones(n_bytes // 4, device=device)
-            if not bool((symmetric(ones) == group.size()).all()):
-                works.zero_()
+        ops = ops or torch.ops.symm_mem
+        workspace.append(memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+        return True
+
+    def join() -> bool:
+        memory.rendezvous(workspace[0], group.group_name)
+        reduce.append(SymmetricAllReduce(group, workspace[0], ops))
+        return True
+
+    def sums_right(n_bytes: int) -> bool:
+        # Whole numbers that differ by rank and place, small enough for the sum to be exact.
+        own = (torch.arange(n_bytes // 4, device=device) % 1000 + group.rank()).float()
+        expected = own.clone()
+        dist.all_reduce(expected, group=group)
+        return torch.equal(reduce[0](own), expected)
+
+    steps = (allocate, join, lambda: sums_right(ONE_SHOT_BYTES), lambda: sums_right(2 * ONE_SHOT_BYTES))
+    return reduce[0] if all(_agreed(step, group, device) for step in steps) else otherwise
+
+
+def _agreed(step: Callable[[], bool], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the step worked on every rank."""
+    try:
+        worked = step()
     except Exception:  # an unsupported topology, driver or build: each says so in its own way
-        works.zero_()
-    dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
-    return symmetric if symmetric is not None and bool(works.item()) else otherwise
+        worked = False
+    everywhere = torch.tensor([float(worked)], device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+    return bool(everywhere.item())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 
-from engine.distributed import local_rank, world_size
+from engine.distributed import local_rank, local_world_size
 from engine.drafters import check_gamma
 from engine.modes import MODES, resolve_mode
 from engine.sampling import SamplingParams
@@ -34,6 +35,19 @@ OPTIONAL_DRAFT_FLAGS = tuple(dict.fromkeys(flag for flags in DRAFT_FLAGS.values(
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
+class Parser(argparse.ArgumentParser):
+    """Turns argparse's complaints into the errors that all others are, said once however many ranks there are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            "the command line cannot be read",
+            where=self.prog,
+            seen=message,
+            required="flags of this script",
+            fix="see --help",
+        )
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default where there is one: None means "not given"."""
 
@@ -45,7 +59,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, target_flag: str = "--
     """The flags of every benchmark; the defaults run on the built-in model and book."""
     add = parser.add_argument
     default = str(DEFAULT_CHECKPOINT / "model.pth")
-    add(target_flag, dest="model", default=default, help="the target's converted checkpoint (model.pth)")
+    add(target_flag, dest="model", metavar="MODEL", default=default, help="the target's converted checkpoint")
     add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
     add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
     add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
@@ -74,15 +88,15 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """For scripts that torchrun may start on several ranks."""
     add = parser.add_argument
     add("--rank_group", type=int, nargs="+", help="ranks that share the target, in shard order (default: all)")
-    add("--compile", action="store_true", help="accepted for the reference's commands; without effect so far")
+    add("--compile", action="store_true", help="accepted, so that MagicDec's commands run; without effect so far")
     add("--check_ranks", action="store_true", help="compare a digest over ranks each round; stop if one differs")
-    add("--rank_timeout", type=float, default=600, help="seconds that a rank waits for another before it gives up")
+    add("--rank_timeout", type=float, default=600, help="seconds that a rank waits for another, also to tokenise")
 
 
 def add_standalone_arguments(parser: argparse.ArgumentParser) -> None:
     """A draft model of its own."""
     add = parser.add_argument
-    add("--model", dest="draft_model", required=True, help="the draft's converted checkpoint (model.pth)")
+    add("--model", dest="draft_model", metavar="MODEL", required=True, help="the draft's converted checkpoint")
     add("--draft_ranks", type=int, nargs="+", help="ranks that share the draft (default: those of --rank_group)")
     add("--gamma", type=int, default=3, help="tokens drafted per round")
     _add_cache_arguments(parser, "the draft's cache")
@@ -146,7 +160,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     add(
         "--draft_dtype",
         choices=["auto", "same", *DTYPES],
-        help="dtype of the draft's weights and cache; same: the target's own weights; "
+        help="dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); "
         "auto (the default): bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
     )
 
@@ -304,11 +318,19 @@ def require_at_least(flag: str, value: int, minimum: int) -> None:
 
 
 def resolve_device(name: str) -> str:
-    own = f"cuda:{local_rank()}" if world_size() > 1 else "cuda"
+    n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
-        return own if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = own
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and n_gpus and n_processes > 1:
+        if name != "cuda" or n_processes > n_gpus:
+            raise ConfigError(
+                "every process needs a GPU of its own",
+                where="--device, torchrun --nproc_per_node",
+                seen=f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs",
+                required=f"--device cuda, and at most {n_gpus} processes",
+                fix=f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}",
+            )
+        return f"cuda:{local_rank()}"
     try:
         kind = torch.device(name).type
     except RuntimeError:

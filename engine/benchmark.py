@@ -74,7 +74,7 @@ def decode(setup: Setup, name: str, drafter: Drafter | None = None, timer: Phase
             sampling=setup.sampling.params,
             verification=setup.sampling.mode,
             stop_tokens=setup.stop_tokens,
-            progress=_DecodeProgress(bar, name, setup.args.save_rows if setup.ranks.leads else None),
+            progress=_DecodeProgress(bar, setup, name),
             phase=timer,
         )
     broken = [error for error in output.errors if error]
@@ -92,8 +92,8 @@ def decode(setup: Setup, name: str, drafter: Drafter | None = None, timer: Phase
 @dataclass(frozen=True)
 class _DecodeProgress:
     bar: tqdm
+    setup: Setup
     phase: str
-    save_rows: str | None
 
     def prefilled(self, n_tokens: int) -> None:
         self.bar.set_postfix_str("prefilling", refresh=True)
@@ -103,8 +103,10 @@ class _DecodeProgress:
         self.bar.update(n_tokens)
 
     def finished(self, request: Request) -> None:
-        row = {"pass": self.phase, "row": request.index, "finish_reason": request.finish_reason}
-        append_record(self.save_rows, row | {"tokens": request.tokens})
+        if self.setup.ranks.leads:
+            row = {"run": self.setup.run, "pass": self.phase, "row": request.index}
+            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens}
+            append_record(self.setup.args.save_rows, row)
 
 
 def _bar(name: str, total: int) -> tqdm:

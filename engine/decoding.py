@@ -101,14 +101,14 @@ def generate(
     waiting = deque(requests)
     rows = _rows(slots, runner.device)
     rounds: list[Round] = []
-    prefill_seconds = 0.0
+    prefill_seconds = draft_prefill_seconds = 0.0
 
     while True:
         started = time.perf_counter()
         n_waiting = len(waiting)
         for row, slot in enumerate(slots):
             while slot.request is None and waiting:
-                _admit(runner, drafter, mode, row, slot, waiting.popleft(), progress)
+                draft_prefill_seconds += _admit(runner, drafter, mode, row, slot, waiting.popleft(), progress)
         if len(waiting) < n_waiting:
             rows = _rows(slots, runner.device)
         busy = [slot for slot in slots if slot.request]
@@ -135,7 +135,9 @@ def generate(
         tokens=[request.tokens for request in requests],
         finish_reasons=[request.finish_reason for request in requests],
         errors=[request.error for request in requests],
-        stats=Stats(tuple(request.counts for request in requests), tuple(rounds), prefill_seconds),
+        stats=Stats(
+            tuple(request.counts for request in requests), tuple(rounds), prefill_seconds, draft_prefill_seconds
+        ),
     )
 
 
@@ -152,14 +154,17 @@ def _admit(
     slot: _Slot,
     request: Request,
     progress: Progress | None,
-) -> None:
-    """Prefill a prompt into a free slot and emit its first token; the slot stays free if that ends it."""
+) -> float:
+    """Prefill a prompt into a free slot and emit its first token; the slot stays free if that ends it.
+
+    Returns the seconds that the drafter took.
+    """
     prefilled = runner.prefill_row(row, request.prompt, progress.prefilled if progress else None)
     slot.length, slot.sampling, slot.request_id = len(request.prompt), request.sampling, request.id
     if prefilled.bad_position is not None:
         request.fail(prefilled.bad_position)
         _tell_if_finished(request, progress)
-        return
+        return 0.0
     # The first token ends a round without drafts, whose last known token is the prompt's.
     last = torch.tensor([slot.length - 1], device=runner.device)
     first = start_round(mode, _rows([slot], runner.device), last, 0, runner.model)
@@ -172,10 +177,13 @@ def _admit(
     if progress:
         progress.emitted(1)
     _tell_if_finished(request, progress)
-    if request.finish_reason is None:
-        slot.request, slot.current = request, token
-        if drafter:
-            drafter.admit(row, request.id, request.prompt, progress.prefilled if progress else None)
+    if request.finish_reason is not None:
+        return 0.0
+    slot.request, slot.current = request, token
+    started = time.perf_counter()
+    if drafter:
+        drafter.admit(row, request.id, request.prompt, progress.prefilled if progress else None)
+    return time.perf_counter() - started
 
 
 def _tell_if_finished(request: Request, progress: Progress | None) -> None:

@@ -22,6 +22,8 @@ from kv_cache.errors import ConfigError, RankError
 from models.tensor_parallel import Shard
 
 LEADER = 0
+# torchrun looks at its processes ten times a second: in this time it ends whoever only waits to be ended.
+LINGER_SECONDS = 10
 Value = TypeVar("Value")
 
 
@@ -232,7 +234,7 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
         raise ConfigError(
-            "the draft's ranks are not among the target's",
+            "the draft's ranks are not ranks of the target, each named once",
             where="--draft_ranks",
             seen=" ".join(map(str, draft_ranks)),
             required=f"some of {' '.join(map(str, group))}, each once",

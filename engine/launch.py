@@ -14,12 +14,21 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from engine.distributed import LEADER, is_leader, world_size
+from engine.distributed import LEADER, LINGER_SECONDS, is_leader, world_size
 from kv_cache.errors import RankError, UserError, exit_on_user_error
 
-# torchrun looks at its processes ten times a second; a launcher that does not gets an exit code after this.
-LINGER_SECONDS = 10
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
+# What gloo and NCCL say of a peer; any other error of theirs is this rank's own, and keeps its traceback.
+LOST_RANK_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "timed out",
+    "remote process exited",
+    "communicator was aborted",
+)
 _TOLD = "foretoken/user_error"
 
 
@@ -34,6 +43,8 @@ def run_on_ranks(main: Callable[[], None]) -> None:
         _tell_user_error(error)
         sys.exit(USER_ERROR_CODE)
     except KeyboardInterrupt:
+        if is_leader():
+            print("\ninterrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     except RuntimeError as error:
         if not _is_lost_rank(error):
@@ -85,22 +96,32 @@ def _is_lost_rank(error: RuntimeError) -> bool:
     """Whether a collective failed because of another process."""
     if not dist.is_initialized():
         return False
-    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Timed out")
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+    return any(sign in str(error).lower() for sign in LOST_RANK_SIGNS)
 
 
 def _report_lost_rank(error: RuntimeError) -> None:
-    """Say what was lost unless another rank has told why, then leave torchrun the time to name that rank."""
+    """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
+    hangs = "timed out" in str(error).lower()
     if _store_get(_TOLD) is None:
+        what = "did not answer in time (--rank_timeout)" if hangs else "died"
+        fix = "see which rank torchrun names as the first to fail, and why"
+        if hangs:
+            others = [rank for rank in range(world_size()) if rank != _rank()]
+            fix = (
+                f"look at what rank {' or '.join(map(str, others))} is doing; torchrun will name this one, which waited"
+            )
         print(
-            f"\nerror: rank {_rank()} lost another rank: it died, or it did not answer in time\n"
-            f"  seen:     {str(error).splitlines()[0]}\n"
-            f"  fix:      see which rank torchrun names as the first to fail, and why; rows that had finished are in "
-            f"--save_rows, if it was given",
+            f"\nerror: rank {_rank()} lost another rank, which {what}\n"
+            f"  where:    a collective of all ranks\n"
+            f"  seen:     {error}\n"
+            f"  required: an answer of every rank\n"
+            f"  fix:      {fix}; rows that had finished are in --save_rows, if it was given",
             file=sys.stderr,
             flush=True,
         )
-    if "timed out" not in str(error).lower():  # a rank that only hangs is nobody's to name
+    if hangs:
+        _tell_torchrun(error.with_traceback(None))
+    else:
         time.sleep(LINGER_SECONDS)
 
 

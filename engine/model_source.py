@@ -88,7 +88,7 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
     Ids that only one of them has must come last: a padded tail. Models without text are compared by size.
     Errors: ConfigError naming the first id that differs.
     """
-    sizes = target.config.vocab_size, draft.config.vocab_size
+    pieces = None
     if target.has_text and draft.has_text:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
@@ -100,13 +100,15 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
                     required="the same token for every id",
                     fix="use a draft of the target's family, or make one: convert_hf_checkpoint.py --drop_layers",
                 )
-        if len(ours) != len(theirs):
-            sizes = len(ours), len(theirs)
-    if sizes[0] == sizes[1]:
-        return None
-    fewer, more = min(sizes), max(sizes)
-    owner = target.name if sizes[0] > sizes[1] else draft.name
-    return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted"
+        pieces = len(ours), len(theirs)
+    for sizes, have, so in (
+        ((target.config.vocab_size, draft.config.vocab_size), "has the token ids", "which are never drafted"),
+        (pieces, "has tokens for the ids", "which are padding to the other"),
+    ):
+        if sizes and sizes[0] != sizes[1]:
+            owner = target.name if sizes[0] > sizes[1] else draft.name
+            return f"only {owner} {have} {min(sizes)} to {max(sizes) - 1}, {so}"
+    return None
 
 
 def _folder(path: str) -> Path:

@@ -60,8 +60,25 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
     require_at_least("num_prompts", n_prompts, args.B)
     for flag in ("output", "save_rows"):
         require_appendable(getattr(args, flag), flag)
+    if args.save_rows is not None and args.save_rows == args.output:
+        raise ConfigError(
+            "rows and records would be mixed",
+            where="--save_rows and --output",
+            seen=args.output,
+            required="two files",
+            fix="name another file for the rows",
+        )
+    if getattr(args, "rank_timeout", 1) <= 0:
+        raise ConfigError(
+            "no rank can answer in no time",
+            where="--rank_timeout",
+            seen=args.rank_timeout,
+            required="> 0 seconds",
+            fix="leave it out",
+        )
     device = resolve_device(args.device)
-    target = find_model(args.model, args.load_format, args.model_name, "the target (--model, or --target)")
+    target_flag = "--target" if draft and draft.kind == "standalone" else "--model"
+    target = find_model(args.model, args.load_format, args.model_name, target_flag)
     capacity = args.prefix_len + args.gen_len + gamma + 1
     context = target.config.max_context
     if capacity > context:
@@ -102,7 +119,7 @@ def _rank_groups(
         require_single_process()
         return (LEADER,), (LEADER,)
     group = check_rank_group(args.rank_group, world_size())
-    check_count(target.config, len(group), "--rank_group")
+    check_count(target.config, len(group), "--rank_group (all ranks that torchrun started, if not given)")
     if draft_source is None:
         return group, group
     draft_group = check_draft_ranks(args.draft_ranks, group)

@@ -55,9 +55,17 @@ def require_appendable(path: str | None, flag: str = "output") -> None:
     if path is None:
         return
     parent = Path(path).absolute().parent
-    if Path(path).is_dir() or not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
+    if Path(path).is_dir():
         raise ConfigError(
-            "the results file cannot be written",
+            "a folder cannot be appended to",
+            where=f"--{flag}",
+            seen=path,
+            required="a file",
+            fix=f"name a file in it, such as {Path(path) / 'results.jsonl'}",
+        )
+    if not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
+        raise ConfigError(
+            "a file cannot be written",
             where=f"--{flag}",
             seen=path,
             required="a file in an existing, writable folder",

@@ -122,6 +122,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
     peaks = setup.ranks.gathered(peak_memory_bytes(setup.runner.device))
     record = {
         "benchmark": benchmark,
+        "run": setup.run,
         "model": setup.name,
         "draft": setup.draft.kind if setup.draft else None,
         "load_format": args.load_format,
@@ -164,7 +165,9 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "sequences": len(measured.tokens),
         "tokens_sha256": tokens_sha256(measured.tokens),
         "prefill_seconds": passes.prefill_seconds,
-        "draft_prefill_seconds": speculative.stats.prefill_seconds if speculative and setup.draft_source else None,
+        "draft_prefill_seconds": speculative.stats.draft_prefill_seconds
+        if speculative and setup.draft_source
+        else None,
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
         **_phase_times(passes.timed, gamma),
@@ -229,7 +232,8 @@ def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
             text = setup.tokenizer.decode(tokens) if setup.tokenizer else tokens
             print(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
     print(
-        f"\n  {record['model']}, {record['device']}, {record['dtype']}{_drafting(setup)}: {args.B} rows at a time, "
+        f"\n  {record['model']}, {record['device']}, {record['dtype']}{_splitting(setup)}{_drafting(setup)}: "
+        f"{args.B} rows at a time, "
         f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
     )
@@ -245,4 +249,17 @@ def _drafting(setup: Setup) -> str:
     if draft.dtype is None:
         return f", {draft.kind} draft"
     name = f" {setup.draft_source.name}" if setup.draft_source else ""
-    return f", {dtype_name(draft.dtype)} draft{name}, {draft.capacity} KV entries"
+    if setup.draft_ranks and setup.ranks.size > 1:
+        name += f" on {_ranks(setup.draft_ranks.ranks)}"
+    if draft.layers is not None:
+        name += f" of {len(draft.layers)} layers"
+    where = " (positions inside the cache)" if draft.positions == "cache" else ""
+    return f", {dtype_name(draft.dtype)} draft{name}, {draft.capacity} KV entries{where}"
+
+
+def _splitting(setup: Setup) -> str:
+    return f" on {_ranks(setup.target_ranks.ranks)}" if setup.ranks.size > 1 else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,6 +32,7 @@ class Setup:
 
     On a rank that has no part of a standalone draft, `draft_model` is None. `startup_bytes`: what the process
     held of its device's memory before anything was loaded, on a CPU mostly Python and PyTorch themselves.
+    `run`: what the record and the saved rows of this run have in common.
     """
 
     args: argparse.Namespace
@@ -47,6 +49,7 @@ class Setup:
     draft_source: ModelSource | None = None
     draft_ranks: ModelRanks | None = None
     startup_bytes: int = 0
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @property
     def ranks(self) -> Ranks:

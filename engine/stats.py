@@ -87,11 +87,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Stats:
-    """A run's totals (`counts`), its rows (`rows`), and its rounds in order; prefill is timed apart."""
+    """A run's totals (`counts`), its rows (`rows`), and its rounds in order.
+
+    Prefill is timed apart; `draft_prefill_seconds` is the drafter's part of it.
+    """
 
     rows: tuple[Counts, ...]
     rounds: tuple[Round, ...]
     prefill_seconds: float
+    draft_prefill_seconds: float = 0.0
 
     @property
     def counts(self) -> Counts:

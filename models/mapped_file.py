@@ -26,7 +26,9 @@ def _give_back(mapped: Tensor) -> None:
     """Tell the kernel that these pages are not needed; read again, they would come from the file again."""
     if not hasattr(mmap, "MADV_DONTNEED"):  # a system without it keeps the pages until the file is unmapped
         return
-    first = -(-mapped.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (mapped.data_ptr() + mapped.numel() * mapped.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+    # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
+    storage = mapped.untyped_storage()
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > first:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

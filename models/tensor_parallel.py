@@ -74,7 +74,7 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
             where=where,
             seen=f"{config.n_kv_head} KV heads, {count} ranks",
             required=f"1 to {config.n_kv_head} ranks",
-            fix=f"use {config.n_kv_head} ranks or fewer for this model",
+            fix=f"use {config.n_kv_head} ranks or fewer for this model (torchrun --nproc_per_node)",
         )
 
 

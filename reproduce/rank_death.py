@@ -56,12 +56,16 @@ def kill_and_watch(rank: int, folder: Path) -> dict:
     command = [*launcher, str(ROOT / "tests" / "selfspec_benchmark.py"), *RUN.split(), "--save_rows", str(rows)]
     with said.open("w") as stderr:
         job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
-    wait_for_rows(job, rows, N_ROWS)
-    time.sleep(SECONDS_INTO_SPECULATION)
-    os.kill(pid_of_rank(psutil.Process(job.pid), rank), signal.SIGKILL)
-    killed = time.monotonic()
-    exit_code = job.wait(PATIENCE_SECONDS)
-    seconds = time.monotonic() - killed
+    try:
+        wait_for_rows(job, rows, N_ROWS)
+        time.sleep(SECONDS_INTO_SPECULATION)
+        os.kill(pid_of_rank(psutil.Process(job.pid), rank), signal.SIGKILL)
+        killed = time.monotonic()
+        exit_code = job.wait(PATIENCE_SECONDS)
+        seconds = time.monotonic() - killed
+    finally:
+        job.terminate()
+        job.wait()
     lines = [line for line in said.read_text().replace("\r", "\n").splitlines() if "tok/s" not in line]
     root_cause = lines[next((i for i, line in enumerate(lines) if "Root Cause" in line), len(lines)) :]
     print("\n".join(lines))

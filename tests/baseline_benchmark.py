@@ -1,6 +1,5 @@
 """Plain autoregressive decoding of long prompts: the speed that speculation has to beat."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from engine.setup import prepare
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
+    parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
     arguments.add_common_arguments(parser)
     arguments.add_text_argument(parser)
     arguments.add_rank_arguments(parser)

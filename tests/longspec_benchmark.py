@@ -1,6 +1,5 @@
 """A smaller model drafts over a cache of its own, and the target verifies."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from engine.setup import prepare
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
+    parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
     arguments.add_common_arguments(parser, target_flag="--target")
     arguments.add_text_argument(parser)
     arguments.add_rank_arguments(parser)

@@ -11,9 +11,12 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
+import torch.distributed as dist
+from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.all_reduce import ProcessGroupAllReduce, with_symmetric_memory
 from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.launch import run_on_ranks
 from engine.runner import RemoteRunner
@@ -145,9 +148,35 @@ def main() -> None:
     checked = replace(ranks, check=True)
     own = {case.name: run_case(case, folder, ranks if i % 4 else checked) for i, case in enumerate(cases)}
     by_rank = ranks.gathered(own)
-    results = {name: [theirs[name] for theirs in by_rank] for name in own}
+    results = {
+        "cases": {name: [theirs[name] for theirs in by_rank] for name in own},
+        "all_reduce": ranks.gathered(all_reduce_choices(ranks)),
+        "logits": {size: packed_logits(size, folder, model_ranks(ranks, range(ranks.size))) for size in GROUP_SIZES},
+    }
     if ranks.leads:
         output.write_text(json.dumps(results))
+
+
+def all_reduce_choices(ranks: Ranks) -> dict[str, str]:
+    """What is used where symmetric memory fails at each step, on the last rank alone; and where it does not."""
+    world = dist.group.WORLD
+    assert world is not None
+    chosen = {}
+    for step in ("", *STEPS):
+        fake = FakeSymmetricMemory(fails=step if ranks.rank == ranks.size - 1 else "")
+        plain = ProcessGroupAllReduce(world)
+        chosen[step] = with_symmetric_memory(world, ranks.device, plain, ops=fake, memory=fake).name
+    return chosen
+
+
+def packed_logits(group_size: int, folder: Path, holders: ModelRanks | None) -> list:
+    """Logits of a float32 model, whose linear layers are packed where the processor can; empty on other ranks."""
+    config = Case(group_size, "", "", 0, False).config()
+    model = load_model(folder / str(group_size), config=config, exchange=holders)
+    tokens = torch.arange(18).view(2, 9)
+    cache = FullKVCache(model.config, 2, 9)
+    with torch.inference_mode():
+        return model(tokens, torch.arange(9).expand(2, -1), cache).tolist()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Other drafters that need no second model run here too (--draft).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from engine.setup import prepare
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
+    parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
     arguments.add_common_arguments(parser)
     arguments.add_text_argument(parser)
     arguments.add_rank_arguments(parser)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 
 from engine.all_reduce import (
     ONE_SHOT_BYTES,
@@ -28,40 +29,6 @@ def group(tmp_path_factory: pytest.TempPathFactory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-class FakeSymmetricMemory:
-    """The documented calls: a workspace that is joined under the group's name, and sums over that group.
-
-    The sum over one rank is its own data; `error` is added to it.
-    """
-
-    def __init__(self, error: float = 0.0, raises: bool = False) -> None:
-        self.error, self.raises = error, raises
-        self.joined: list[tuple[torch.Tensor, str]] = []
-        self.calls: list[str] = []
-
-    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.raises:
-            raise RuntimeError("no multicast support")
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    def rendezvous(self, tensor: torch.Tensor, group_name: str) -> None:
-        self.joined.append((tensor, group_name))
-
-    def one_shot_all_reduce(self, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
-        self._check("one-shot", x, op, group_name)
-        return x + self.error
-
-    def two_shot_all_reduce_(self, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
-        self._check("two-shot", x, op, group_name)
-        return x.add_(self.error)
-
-    def _check(self, name: str, x: torch.Tensor, op: str, group_name: str) -> None:
-        (workspace, joined_under), *_ = self.joined
-        assert (op, group_name) == ("sum", joined_under)
-        assert x.untyped_storage().data_ptr() == workspace.untyped_storage().data_ptr(), "not in symmetric memory"
-        self.calls.append(name)
 
 
 def symmetric(group, fake: FakeSymmetricMemory):
@@ -101,9 +68,9 @@ def test_other_dtypes_go_through_the_process_group(group):
     assert fake.calls == []
 
 
-@pytest.mark.parametrize("fake", [FakeSymmetricMemory(raises=True), FakeSymmetricMemory(error=1.0)])
-def test_what_fails_or_sums_wrong_is_not_used(group, fake):
-    reduce, plain = symmetric(group, fake)
+@pytest.mark.parametrize("wrong", [*({"fails": step} for step in STEPS), {"error": 1.0}])
+def test_what_fails_or_sums_wrong_is_not_used(group, wrong):
+    reduce, plain = symmetric(group, FakeSymmetricMemory(**wrong))
     assert reduce is plain
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import parallel_cases
 import pytest
 import torch
+from fake_symmetric_memory import STEPS
 from tiny import TINY, tiny_model
 
 from engine.distributed import ALONE, check_draft_ranks, check_rank_group
@@ -51,12 +52,18 @@ def alone(checkpoints: Path) -> dict[str, dict]:
 def test_tokens_and_counts_are_those_of_one_process(n_ranks, every, checkpoints, alone, tmp_path, record_property):
     """Also in rejection mode: it draws the same random numbers, from laws that differ by rounding."""
     torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", every)
-    together = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "results.json").read_text())
+    together = results["cases"]
     assert list(together) == list(alone)[::every]
     for name, by_rank in together.items():
         assert by_rank == [alone[name]] * n_ranks, f"{name} on {n_ranks} ranks"
     rows = [row for case in alone.values() for row in case["counts"] if row["drafted"]]
     assert any(0 < sum(row["accepted_at"]) < sum(row["judged_at"]) for row in rows), "some drafts are right, some wrong"
+    for chosen in results["all_reduce"]:
+        assert chosen == {"": "symmetric memory"} | dict.fromkeys(STEPS, "gloo"), "all ranks agree, none waits"
+    for group_size, logits in results["logits"].items():
+        whole = parallel_cases.packed_logits(int(group_size), checkpoints, None)
+        torch.testing.assert_close(torch.tensor(logits), torch.tensor(whole), rtol=1e-4, atol=1e-4)
     record_property(f"count: float64 runs on {n_ranks} ranks equal to one process", len(together))
 
 
@@ -104,7 +111,7 @@ def test_parts_are_as_even_as_can_be(n, count, sizes):
 
 
 def test_a_shard_holds_the_memory_of_a_shard(tmp_path):
-    """The weights that a rank keeps are its own: no view holds on to the file, no block is kept twice."""
+    """The weights that a rank keeps are its own, packed or not: no view holds on to the file, none is kept twice."""
 
     class Part:
         shard = Shard(1, 2)
@@ -117,10 +124,25 @@ def test_a_shard_holds_the_memory_of_a_shard(tmp_path):
 
     config = replace(TINY, n_kv_head=4)
     save_checkpoint(tmp_path / "model.pth", config, tiny_model(config).state_dict())
-    for prepack in (False, True):
-        model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=Part(), prepack=prepack)
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-        assert sum(storages.values()) == 8 * shard_config(config, Part.shard).n_parameters
+    n_parameters = shard_config(config, Part.shard).n_parameters
+    model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=Part())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == 8 * n_parameters
+    packed = load_model(tmp_path, config=config, exchange=Part())
+    assert sum(tensor.numel() for tensor in (*packed.parameters(), *packed.buffers())) == n_parameters
+
+
+@pytest.mark.parametrize("name", ["tok_embeddings.weight", "output.weight", "norm.weight"])
+def test_giving_pages_back_leaves_other_memory_alone(tmp_path, name):
+    """A tensor with a stride of 0 claims far more than the file holds of it."""
+    config = replace(TINY, vocab_size=65536)
+    state_dict = dict(tiny_model(config).state_dict())
+    value = torch.full((1,) * state_dict[name].dim(), 0.25, dtype=torch.float64)
+    state_dict[name] = value.expand(state_dict[name].shape)
+    save_checkpoint(tmp_path / "model.pth", config, state_dict)
+    model = load_model(tmp_path, config=config, dtype=torch.float64)
+    for loaded, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, state_dict[loaded], rtol=0, atol=0)
 
 
 def test_more_ranks_than_kv_heads_are_refused():

@@ -21,6 +21,8 @@ class StandaloneDraft:
     committed tokens of each row: the first of them is new to the cache where all drafts of the last round
     were accepted, and is written over by itself elsewhere, so the step's shape never changes.
 
+    A draft whose trained context is shorter than the text wants a streaming cache with `rotate_on_read`.
+
     The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are
     never proposed; one that only the target has is shown to the draft as its last id, which costs a draft
     its quality, and no emitted token anything.

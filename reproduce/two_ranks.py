@@ -1,0 +1,77 @@
+"""One process against two ranks on the default model: the same tokens, and the memory of each.
+
+    python reproduce/two_ranks.py [--output reproduce/results/ranks.jsonl]
+
+Self-speculation, a standalone draft on one of the ranks, and the same with coupled samples; the draft is the
+model without four layers, converted if it is not there. About four minutes on two cores. Exit code 1 if any
+pair of runs differs.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engine.provenance import append_record, require_appendable
+from kv_cache.errors import UserError, exit_on_user_error
+from models.default_model import DEFAULT_CHECKPOINT, ROOT
+
+DRAFT = DEFAULT_CHECKPOINT.parent / "SmolLM2-draft"
+SIZE = "--B 2 --prefix_len 1000 --gen_len 32 --gamma 3 --streamingllm_budget 128".split()
+MODELS = ["--target", str(DEFAULT_CHECKPOINT / "model.pth"), "--model", str(DRAFT / "model.pth")]
+COUPLED = "--temperature 0.6 --verification coupled --seed 3".split()
+# Script, its flags, and those that only two ranks take.
+RUNS = (
+    ("selfspec", SIZE, []),
+    ("longspec", [*MODELS, *SIZE], ["--draft_ranks", "0"]),
+    ("longspec", [*MODELS, *SIZE, *COUPLED], ["--draft_ranks", "0"]),
+)
+
+
+def run(command: list[str]) -> str:
+    """The last line that a command prints; its processes get one CPU thread each."""
+    done = subprocess.run(
+        [sys.executable, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise UserError(
+            "a command failed",
+            where=" ".join(command),
+            seen=f"exit code {done.returncode}",
+            required="0",
+            fix="see what it said above",
+        )
+    return done.stdout.splitlines()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", help="append the runs' JSON records to this file")
+    args = parser.parse_args()
+    require_appendable(args.output)
+    run([str(ROOT / "convert_hf_checkpoint.py"), "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT)])
+    two_ranks = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    all_same = True
+    for script, flags, on_two in RUNS:
+        command = [str(ROOT / "tests" / f"{script}_benchmark.py"), *flags]
+        one = json.loads(run(command))
+        two = json.loads(run([*two_ranks, *command, "--rank_group", "0", "1", *on_two]))
+        same = one["tokens_sha256"] == two["tokens_sha256"]
+        all_same &= same
+        for record in (one, two):
+            append_record(args.output, record)
+        mib = [round(peak / 2**20) for record in (one, two) for peak in record["peak_memory_bytes_per_rank"]]
+        print(
+            f"{script}, {one['verification']}: {'the same tokens' if same else 'OTHER TOKENS'}; acceptance "
+            f"{one['acceptance_rate']} and {two['acceptance_rate']}; peak {mib[0]} MiB, on two ranks {mib[1:]} MiB"
+        )
+    if not all_same:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
