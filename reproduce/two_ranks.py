@@ -21,9 +21,9 @@ from kv_cache.errors import UserError, exit_on_user_error
 from models.default_model import DEFAULT_CHECKPOINT, ROOT
 
 DRAFT = DEFAULT_CHECKPOINT.parent / "SmolLM2-draft"
-SIZE = "--B 2 --prefix_len 1000 --gen_len 32 --gamma 3 --streamingllm_budget 128".split()
+SIZE = ["--B", "2", "--prefix_len", "1000", "--gen_len", "32", "--gamma", "3", "--streamingllm_budget", "128"]
 MODELS = ["--target", str(DEFAULT_CHECKPOINT / "model.pth"), "--model", str(DRAFT / "model.pth")]
-COUPLED = "--temperature 0.6 --verification coupled --seed 3".split()
+COUPLED = ["--temperature", "0.6", "--verification", "coupled", "--seed", "3"]
 # Script, its flags, and those that only two ranks take.
 RUNS = (
     ("selfspec", SIZE, []),
@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     require_appendable(args.output)
     run([str(ROOT / "convert_hf_checkpoint.py"), "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT)])
-    two_ranks = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    two_ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     all_same = True
     for script, flags, on_two in RUNS:
         command = [str(ROOT / "tests" / f"{script}_benchmark.py"), *flags]

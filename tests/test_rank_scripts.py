@@ -382,6 +382,7 @@ def read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     text = path.read_text() if path.exists() else ""
     assert text == "" or text.endswith("\n")
     rows = [json.loads(line) for line in text.splitlines()]
+    assert len({row.pop("run") for row in rows}) == 1, "rows of one run say which"
     assert all(set(row) == {"pass", "row", "finish_reason", "tokens"} for row in rows)
     assert len({(row["pass"], row["row"]) for row in rows}) == len(rows), "a row twice"
     return {(row["pass"], row["row"]): row for row in rows}
@@ -428,7 +429,7 @@ def test_rows_survive_a_rank_that_is_killed(
 
 @pytest.mark.slow
 def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path) -> None:
-    """It hangs: stopped, not dead. The other gives up, waits for torchrun to name a rank that died, and ends.
+    """It hangs: stopped, not dead. The other gives up and ends.
 
     Then torchrun's turn has come, whose SIGTERM a stopped process does not see. It would kill it 30 s later,
     which nobody here waits for.
@@ -438,7 +439,6 @@ def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         job.until(lambda: "rank 0 lost another rank" in job.err, "the message", 15)
-        assert job.rank(0) is not None and job.rank(1) is not None
         job.until(lambda: job.rank(0) is None, "the end of rank 0", 20)
         job.until(lambda: f"Sending process {pid} closing signal SIGTERM" in job.err, "torchrun's turn", 15)
         os.kill(pid, signal.SIGCONT)
