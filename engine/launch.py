@@ -93,10 +93,9 @@ def _tell_torchrun(error: Exception) -> None:
 
 
 def _is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another process."""
-    if not dist.is_initialized():
-        return False
-    return any(sign in str(error).lower() for sign in LOST_RANK_SIGNS)
+    """Whether a collective, or joining the others, failed because of another process."""
+    of_ranks = dist.is_initialized() or isinstance(error, dist.DistError)
+    return of_ranks and any(sign in str(error).lower() for sign in LOST_RANK_SIGNS)
 
 
 def _report_lost_rank(error: RuntimeError) -> None:
