@@ -284,7 +284,8 @@ def _refuse_without_effect(args: argparse.Namespace, draft: str) -> None:
             raise ConfigError(
                 "a draft flag has no effect on this draft",
                 where=f"--{flag}",
-                seen=f"{getattr(args, flag)} with draft {draft}",
+                seen=f"{getattr(args, flag)} with draft {draft}"
+                + (" (--streamingllm_budget -1)" if args.streamingllm_budget == FULL_BUDGET else ""),
                 required=f"draft {draft} takes only "
                 + ", ".join(f"--{name}" for name in ("gamma", *DRAFT_FLAGS[draft])),
                 fix=f"leave out --{flag}",

@@ -76,6 +76,7 @@ def rounded(record: dict[str, Any], digits: int = 4) -> dict[str, Any]:
 
 def table(record: dict[str, Any]) -> str:
     """The record's headline as a short table."""
+    one, unit = ("-", "-") if record["baseline_step_ms"] is None else ("1", "1.00")
     rows: list[tuple[str, str, str]] = [
         ("", "plain decoding", "speculation"),
         (
@@ -84,10 +85,10 @@ def table(record: dict[str, Any]) -> str:
             _number(record["decode_tokens_per_second"]),
         ),
         ("ms per step / round", _number(record["baseline_step_ms"]), _number(record["round_ms"])),
-        ("speedup (all rows busy)", "1.00", _number(record["speedup"], 2)),
-        ("speedup (to the last row)", "1.00", _number(record["wall_speedup"], 2)),
+        ("speedup (all rows busy)", unit, _number(record["speedup"], 2)),
+        ("speedup (to the last row)", unit, _number(record["wall_speedup"], 2)),
         ("acceptance rate", "-", _number(record["acceptance_rate"], 3)),
-        (f"tokens per round (of {record['gamma'] + 1})", "1", _number(record["mean_accepted_length"], 2)),
+        (f"tokens per round (of {record['gamma'] + 1})", one, _number(record["mean_accepted_length"], 2)),
         ("identical rows", "-", _identical(record)),
     ]
     if record["benchmark"] == "baseline":
