@@ -161,9 +161,14 @@ def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     )
 
 
+def own_rank() -> int:
+    """This process's rank, by what torchrun says."""
+    return int(os.environ.get("RANK", LEADER))
+
+
 def is_leader() -> bool:
-    """Whether this is the process that speaks for all, by what torchrun says."""
-    return int(os.environ.get("RANK", LEADER)) == LEADER
+    """Whether this is the process that speaks for all."""
+    return own_rank() == LEADER
 
 
 def require_single_process() -> None:

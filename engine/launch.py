@@ -6,7 +6,6 @@ merely lose a peer wait for that, so that the rank that failed is the one that i
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from engine.distributed import LEADER, LINGER_SECONDS, is_leader, world_size
+from engine.distributed import LINGER_SECONDS, is_leader, own_rank, world_size
 from kv_cache.errors import RankError, UserError, exit_on_user_error
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
@@ -58,10 +57,6 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     dist.destroy_process_group()
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", LEADER))
-
-
 def _tell_user_error(error: UserError) -> None:
     """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and a rank
     with an error of its own names itself."""
@@ -74,7 +69,7 @@ def _tell_user_error(error: UserError) -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
     elif not _leader_says(message):
         _store_set(_TOLD, message)
-        print(f"\nerror on rank {_rank()}: {message}", file=sys.stderr, flush=True)
+        print(f"\nerror on rank {own_rank()}: {message}", file=sys.stderr, flush=True)
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
     _tell_torchrun(error.with_traceback(None))
 
@@ -105,12 +100,12 @@ def _report_lost_rank(error: RuntimeError) -> None:
         what = "did not answer in time (--rank_timeout)" if hangs else "died"
         fix = "see which rank torchrun names as the first to fail, and why"
         if hangs:
-            others = [rank for rank in range(world_size()) if rank != _rank()]
+            others = [rank for rank in range(world_size()) if rank != own_rank()]
             fix = (
                 f"look at what rank {' or '.join(map(str, others))} is doing; torchrun will name this one, which waited"
             )
         print(
-            f"\nerror: rank {_rank()} lost another rank, which {what}\n"
+            f"\nerror: rank {own_rank()} lost another rank, which {what}\n"
             f"  where:    a collective of all ranks\n"
             f"  seen:     {error}\n"
             f"  required: an answer of every rank\n"
