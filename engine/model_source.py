@@ -10,7 +10,6 @@ import torch
 
 from kv_cache.errors import CheckpointError, ConfigError
 from models import ModelConfig, Transformer, load_model
-from models.attention import select_backend
 from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.presets import preset_config
 from models.tensor_parallel import Exchange
@@ -43,7 +42,7 @@ class ModelSource:
         exchange: Exchange | None = None,
     ) -> Transformer:
         """The model, or this rank's shard of it, over that attention backend."""
-        model = load_model(
+        return load_model(
             self.path,
             device=device,
             dtype=dtype,
@@ -51,9 +50,8 @@ class ModelSource:
             config=None if self.has_text else self.config,
             layers=layers,
             exchange=exchange,
+            attention=attention,
         )
-        model.backend = select_backend(attention)
-        return model
 
 
 def find_model(path: str, load_format: str, name: str | None, flag: str) -> ModelSource:

@@ -22,7 +22,7 @@ from engine.say import dtype_name, say
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
-from models.llama import select_layers
+from models.llama import attention_spec, select_layers
 from models.tokenizer import Tokenizer
 
 
@@ -70,8 +70,9 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
     for remark in ranks.shared(lambda: remarks(plan)):
         say(f"note: {remark}")
-    attention = select_backend(args.attention).name
-    say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}, attention {attention}")
+    attention = select_backend(args.attention, plan.device, attention_spec(plan.target.config, plan.dtype))
+    say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
+    say(f"attention: {attention.backend.name} ({attention.why})")
     tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
     prompts = ranks.shared(lambda: _prompts(plan, tokenizer))
     model = _load(plan, plan.target, plan.dtype, target_ranks)

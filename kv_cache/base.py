@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kv_cache.entries import KV, LARGEST, dequantize, quantize
 from kv_cache.errors import ConfigError
 
 EMPTY = -1
@@ -34,10 +35,16 @@ class KVShape(Protocol):
 class KVCache(ABC):
     """Keys and values `[n_layer, max_batch, n_kv_head, capacity, head_dim]` in `dtype`.
 
+    int8 and float8_e4m3fn take scales beside them, `[n_layer, max_batch, n_kv_head, capacity]` float32.
     `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty.
     Stored head-major because a CPU reads one head's keys as one stream; handed out as
     `[B, C, n_kv_head, head_dim]` views, the shape that every attention backend takes.
     """
+
+    # Whether slot i holds position i or nothing, with no gap below a query: visibility is then a length.
+    in_order = False
+    # Of a view: whether a block that is run over it takes its last slots, in order, in every row.
+    block_ends_view = False
 
     def __init__(
         self,
@@ -61,6 +68,10 @@ class KVCache(ABC):
         # Zeros, not empty, for the same reason that `write` stores only what is finite.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.key_scales = self.value_scales = None
+        if dtype in LARGEST:
+            self.key_scales = torch.zeros(shape[:-1], device=device)
+            self.value_scales = torch.zeros(shape[:-1], device=device)
         self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
         # Whatever a runner notes of a row's content; resetting the row forgets it.
@@ -76,8 +87,9 @@ class KVCache(ABC):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that keys and values take."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        """Bytes that keys, values and their scales take."""
+        stored = (self.keys, self.values, self.key_scales, self.value_scales)
+        return sum(x.numel() * x.element_size() for x in stored if x is not None)
 
     @abstractmethod
     def slots(self, positions: Tensor) -> Tensor:
@@ -121,12 +133,25 @@ class KVCache(ABC):
         What is not finite is stored as 0: a masked slot has weight 0, and 0 * NaN would spread a token
         that overflows to queries that must not see it. Such a token's own logits stay NaN.
         """
-        self.keys[layer][self._rows, :, slots] = _finite(keys.to(self.keys.dtype))
-        self.values[layer][self._rows, :, slots] = _finite(values.to(self.values.dtype))
+        for storage, scales, x in (
+            (self.keys, self.key_scales, keys),
+            (self.values, self.value_scales, values),
+        ):
+            if scales is None:
+                storage[layer][self._rows, :, slots] = _finite(x.to(storage.dtype))
+            else:
+                stored, scale = quantize(_finite(x), storage.dtype)
+                storage[layer][self._rows, :, slots] = stored
+                scales[layer][self._rows, :, slots] = scale
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values as views `[B, C, n_kv_head, head_dim]`."""
-        return self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
+    def read(self, layer: int) -> KV:
+        """One layer's entries as views."""
+        return KV(
+            self.keys[layer].transpose(1, 2),
+            self.values[layer].transpose(1, 2),
+            None if self.key_scales is None else self.key_scales[layer].transpose(1, 2),
+            None if self.value_scales is None else self.value_scales[layer].transpose(1, 2),
+        )
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
@@ -145,22 +170,36 @@ class KVCache(ABC):
         kept = self.retained_positions(length).to(self.device)
         from_slots, to_slots = source.slots(kept), self.slots(kept)
         self.reset_row(row)
-        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
-            kept_layers = theirs[:, row] if layers is None else theirs[list(layers), row]
-            own[:, row, :, to_slots] = kept_layers[:, :, from_slots].to(own.dtype)
+        which = slice(None) if layers is None else list(layers)
+        for own, own_scales, theirs, their_scales in (
+            (self.keys, self.key_scales, source.keys, source.key_scales),
+            (self.values, self.value_scales, source.values, source.value_scales),
+        ):
+            entries = theirs[which, row][:, :, from_slots]
+            if their_scales is not None:
+                entries = dequantize(entries, their_scales[which, row][:, :, from_slots], torch.float32)
+            if own_scales is None:
+                own[:, row, :, to_slots] = entries.to(own.dtype)
+            else:
+                own[:, row, :, to_slots], own_scales[:, row, :, to_slots] = quantize(entries, own.dtype)
         self.positions[row, to_slots] = kept
 
-    def view(self, rows: slice = slice(None), extent: int | None = None) -> KVCache:
+    def view(self, rows: slice = slice(None), extent: int | None = None, block_at_end: bool = False) -> KVCache:
         """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
 
         Narrowing by `extent` keeps a backend without per-row early exit from reading empty capacity.
+        `block_at_end` promises that the block to be run takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)
         narrowed.keys = self.keys[:, rows, :, :extent]
         narrowed.values = self.values[:, rows, :, :extent]
+        if self.key_scales is not None and self.value_scales is not None:
+            narrowed.key_scales = self.key_scales[:, rows, :, :extent]
+            narrowed.value_scales = self.value_scales[:, rows, :, :extent]
         narrowed.positions = self.positions[rows, :extent]
         narrowed._rows = self._rows[: narrowed.positions.shape[0]]
+        narrowed.block_ends_view = block_at_end and self.in_order
         return narrowed
 
 

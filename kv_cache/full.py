@@ -21,6 +21,8 @@ class FullKVCache(KVCache):
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
 
+    in_order = True
+
     @property
     def max_block(self) -> int:
         return self.capacity

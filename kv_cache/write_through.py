@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kv_cache.base import KVCache
+from kv_cache.entries import KV
 
 
 class WriteThroughKVCache:
@@ -24,6 +25,14 @@ class WriteThroughKVCache:
     def positions(self) -> Tensor:
         return self.target.positions
 
+    @property
+    def in_order(self) -> bool:
+        return self.target.in_order
+
+    @property
+    def block_ends_view(self) -> bool:
+        return self.target.block_ends_view
+
     def begin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)
 
@@ -35,7 +44,7 @@ class WriteThroughKVCache:
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], keys, values)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int) -> KV:
         return self.target.read(layer)
 
     def view(self, rows: slice = slice(None), extent: int | None = None) -> WriteThroughKVCache:

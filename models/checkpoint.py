@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kv_cache.errors import CheckpointError, ConfigError
+from models.attention import select_backend
 from models.config import ModelConfig
-from models.llama import Transformer
+from models.llama import Transformer, attention_spec
 from models.manifest import atomic_path, check_files
 from models.mapped_file import copy_out
 from models.packed_linear import pack_linears, pack_model
@@ -158,6 +159,7 @@ def load_model(
     prepack: bool = True,
     layers: Sequence[int] | None = None,
     exchange: Exchange | None = None,
+    attention: str = "auto",
 ) -> Transformer:
     """A Transformer ready for inference, its weights `dtype` on `device`.
 
@@ -166,6 +168,7 @@ def load_model(
     `prepack` repacks linear layers for the CPU, where it can: faster, but their weights no longer show up in
     the state dict. `layers` loads only those. With an `exchange`, only this rank's shard is read from the file
     and joined to those of the other ranks; ConfigError if the model has fewer KV heads than there are shards.
+    `attention` names the backend, see `select_backend`.
     Every check of `read_checkpoint` runs before a parameter exists. Raises CheckpointError or ConfigError.
     """
     if load_format == "pth":
@@ -189,8 +192,10 @@ def load_model(
     shard = exchange.shard if exchange else WHOLE
     check_count(config, shard.count, f"tensor parallelism of {path}")
     own = shard_config(config, shard)
+    backend = select_backend(attention, device, attention_spec(own, dtype)).backend
     with torch.device("meta"):
         model = Transformer(own).eval().requires_grad_(False)
+    model.backend = backend
     if load_format == "dummy":
         state_dict = dummy_state_dict(own, device=device, dtype=dtype)
     # One block after the other, so that no more than a block is held twice.

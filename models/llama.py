@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import AttentionBackend, select_backend
+from kv_cache.entries import KV
+from models.attention import AttentionBackend, AttentionSpec, TorchAttention
 from models.config import ModelConfig
 from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
@@ -21,10 +22,14 @@ class SlotCache(Protocol):
 
     @property
     def positions(self) -> Tensor: ...
+    @property
+    def in_order(self) -> bool: ...
+    @property
+    def block_ends_view(self) -> bool: ...
     def begin(self, positions: Tensor) -> Any: ...
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]: ...
     def write(self, layer: int, slots: Any, keys: Tensor, values: Tensor) -> None: ...
-    def read(self, layer: int) -> tuple[Tensor, Tensor]: ...
+    def read(self, layer: int) -> KV: ...
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,11 @@ class Attention(nn.Module):
             q_and_k = rotate(q_and_k, step.rotation)
         q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=2)
         step.cache.write(layer, step.slots, k, v)
-        keys, values = step.cache.read(layer)
+        kv = step.cache.read(layer)
         if step.slot_rotation is not None:
-            q, keys = rotate(q, step.rotation), rotate(keys, step.slot_rotation)
-        y = step.backend.attend(q, keys, values, step.visible)
+            keys, values = kv.dequantized(q.dtype)
+            q, kv = rotate(q, step.rotation), KV(rotate(keys, step.slot_rotation), values)
+        y = step.backend.attend(q, kv, step.visible)
         return self.wo(y.reshape(batch, n_token, -1))
 
 
@@ -108,10 +114,10 @@ class Transformer(nn.Module):
     Tokens are written to the cache at their positions and see what the cache's rule shows them.
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionBackend | None = None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.backend = attention or select_backend()
+        self.backend: AttentionBackend = TorchAttention()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -138,8 +144,7 @@ class Transformer(nn.Module):
         places, slot_places = cache.rotary_positions(positions)
         turn = rotation(places, self._frequencies, x.dtype)
         slot_turn = None if slot_places is None else rotation(slot_places, self._frequencies, x.dtype)
-        config = self.config
-        visible = self.backend.prepare(positions, cache.positions, config.group_size, config.sliding_window, x.dtype)
+        visible = self.backend.prepare(attention_spec(self.config, x.dtype), positions, cache)
         step = Step(cache, slots, self.backend, visible, turn, slot_turn)
         for index, layer in enumerate(self.layers):
             x = layer(x, step, index)
@@ -150,6 +155,11 @@ class Transformer(nn.Module):
         if self.output is None:
             return F.linear(hidden, self.tok_embeddings.weight)
         return self.output(hidden)
+
+
+def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
+    """What attention backends need to know of a model."""
+    return AttentionSpec(config.n_head, config.n_kv_head, config.head_dim, config.sliding_window, dtype)
 
 
 def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:

@@ -24,6 +24,7 @@ WITNESS = ("test_witness.py",)
 ENGINE = ("test_decoding.py",)
 SAMPLED = ("test_sampled_decoding.py",)
 CACHE = ("test_kv_cache.py",)
+CPP = ("test_cpp_attention.py",)
 PLACES = ("test_cache_positions.py",)
 DRAFT_MODELS = ("test_draft_models.py",)
 PARALLEL = ("test_tensor_parallel.py",)
@@ -358,6 +359,34 @@ MUTANTS = (
         ENGINE,
     ),
     Mutant(
+        "the CPU kernel shows a query the future",
+        "models/attention/cpp_kernel.cpp",
+        "slots[start + s] > queries[m]",
+        "slots[start + s] > queries[m] + 1",
+        CPP,
+    ),
+    Mutant(
+        "the CPU kernel forgets to shrink what it has summed",
+        "models/attention/cpp_kernel.cpp",
+        "mass[m] *= shrink;",
+        "",
+        CPP,
+    ),
+    Mutant(
+        "the CPU kernel cuts a row's slots by the batch",
+        "models/attention/cpp_backend.py",
+        "*strides, PART]",
+        "*strides, PART // batch // 64 * 64]",
+        CPP,
+    ),
+    Mutant(
+        "8-bit values are copied without their scales",
+        "kv_cache/base.py",
+        "if their_scales is not None:",
+        "if False:",
+        CACHE,
+    ),
+    Mutant(
         "the ring evicts a sink",
         "kv_cache/streaming.py",
         "return torch.where(positions < self.n_sink, positions, ring)",
@@ -410,8 +439,8 @@ MUTANTS = (
     Mutant(
         "a draft of some layers is filled from the first layers",
         "kv_cache/base.py",
-        "theirs[list(layers), row]",
-        "theirs[: len(layers), row]",
+        "else list(layers)",
+        "else slice(len(layers))",
         DRAFT_MODELS,
     ),
     Mutant(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import FakeSlots
 
-from models.attention.torch_backend import MAX_PACKED_TOKENS, TorchAttention
+from kv_cache import KV
+from models.attention import MAX_BLOCK, AttentionSpec, TorchAttention
 
 
 def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
@@ -22,7 +24,7 @@ def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
 
 
 @pytest.mark.parametrize("n_head,n_kv_head", [(2, 2), (6, 2), (4, 1), (7, 1)])
-@pytest.mark.parametrize("n_token", [1, 4, MAX_PACKED_TOKENS, MAX_PACKED_TOKENS + 1, 40])
+@pytest.mark.parametrize("n_token", [1, 4, MAX_BLOCK, MAX_BLOCK + 1, 40])
 @pytest.mark.parametrize("sliding_window", [None, 5])
 def test_equals_attention_by_hand(n_head, n_kv_head, n_token, sliding_window):
     """Ragged rows whose slots are a shuffled ring with holes, as after evictions and rollbacks."""
@@ -45,8 +47,9 @@ def test_equals_attention_by_hand(n_head, n_kv_head, n_token, sliding_window):
     slot_positions[1, (slot_positions[1] >= 2) & (slot_positions[1] < 4)] = -1
 
     backend = TorchAttention()
-    prepared = backend.prepare(query_positions, slot_positions, n_head // n_kv_head, sliding_window, torch.float64)
-    out = backend.attend(q, k, v, prepared)
+    spec = AttentionSpec(n_head, n_kv_head, head_dim, sliding_window, torch.float64)
+    prepared = backend.prepare(spec, query_positions, FakeSlots(slot_positions))
+    out = backend.attend(q, KV(k, v), prepared)
     wanted = by_hand(q, k, v, query_positions, slot_positions, sliding_window)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
 

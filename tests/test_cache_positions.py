@@ -375,12 +375,12 @@ class CountingAttention(TorchAttention):
     def __init__(self) -> None:
         self.shown: list[tuple[int, list[int]]] = []
 
-    def prepare(self, query_positions, slot_positions, group_size, sliding_window, dtype):
-        visible = visibility(query_positions, slot_positions, sliding_window)
-        for row, queries in enumerate(query_positions.tolist()):
-            for i, position in enumerate(queries):
-                self.shown.append((position, sorted(slot_positions[row, visible[row, i]].tolist())))
-        return super().prepare(query_positions, slot_positions, group_size, sliding_window, dtype)
+    def prepare(self, spec, queries, slots):
+        visible = visibility(queries, slots.positions, spec.sliding_window)
+        for row, positions in enumerate(queries.tolist()):
+            for i, position in enumerate(positions):
+                self.shown.append((position, sorted(slots.positions[row, visible[row, i]].tolist())))
+        return super().prepare(spec, queries, slots)
 
 
 @pytest.mark.parametrize("rotate_on_read", [False, True])

@@ -56,7 +56,7 @@ class TableModel:
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         slots = cache.begin(positions)
         cache.write(0, slots, tokens[..., None, None], positions[..., None, None])
-        held, at = (x[:, :, 0, 0].long() for x in cache.read(0))
+        held, at = (x[:, :, 0, 0].long() for x in cache.read(0)[:2])
         slot_positions = cache.positions[:, None]
         visible = (slot_positions >= 0) & (slot_positions <= positions[..., None])
         return (self.codes[at, held][:, None] * visible).sum(-1, keepdim=True) % len(self.table)

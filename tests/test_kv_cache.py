@@ -130,7 +130,7 @@ def test_write_through_reaches_both_caches_and_reads_the_target():
     keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 2, 8)
     both.write(1, slots, keys, values)
     for cache in (target, draft):
-        stored_keys, stored_values = cache.read(1)
+        stored_keys, stored_values = cache.read(1)[:2]
         rows = torch.arange(2)[:, None]
         assert torch.equal(stored_keys[rows, cache.slots(positions)], keys)
         assert torch.equal(stored_values[rows, cache.slots(positions)], values)
@@ -164,3 +164,26 @@ def test_sizes_below_one_are_refused():
 def test_bytes_are_those_of_the_tensors():
     cache = FullKVCache(TINY, 3, 50, dtype=torch.bfloat16)
     assert cache.n_bytes == cache.keys.nbytes + cache.values.nbytes == 3 * 50 * TINY.kv_bytes_per_token(2)
+
+
+@pytest.mark.parametrize("dtype,error", [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 0.04)])
+def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
+    """Whatever the magnitudes: each token and head has a scale of its own. A zero stays zero."""
+    target, draft = FullKVCache(TINY, 2, 20, dtype=dtype), StreamingKVCache(TINY, 2, 6, 2, dtype=dtype)
+    positions = torch.arange(9).expand(2, 9)
+    keys = torch.randn(2, 9, 2, 8) * torch.logspace(-3, 3, 9)[:, None, None]
+    keys[0, 4] = 0
+    for layer in range(TINY.n_layer):
+        target.write(layer, target.begin(positions), keys, -keys)
+    stored_keys, stored_values = target.read(1).dequantized(torch.float32)
+    largest = keys.abs().amax(-1, keepdim=True)
+    assert ((stored_keys[:, :9] - keys).abs() <= 1.01 * error * largest).all()
+    assert torch.equal(stored_values, -stored_keys)
+    draft.fill_row(1, target, 9)
+    kept = draft.retained_positions(9)
+    copied = draft.read(1).dequantized(torch.float32)[0][1, draft.slots(kept)]
+    torch.testing.assert_close(copied, stored_keys[1, kept], rtol=1e-5 if dtype == torch.int8 else 0.04, atol=1e-9)
+    plain = StreamingKVCache(TINY, 2, 6, 2)
+    plain.fill_row(1, target, 9)
+    assert torch.equal(plain.read(1).keys[1, plain.slots(kept)], stored_keys[1, kept])
+    assert target.n_bytes == 2 * 2 * 2 * 20 * 2 * (8 + 4)

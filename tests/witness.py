@@ -53,7 +53,7 @@ class WitnessModel:
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         slots = cache.begin(positions)
         cache.write(0, slots, tokens[..., None, None], positions[..., None, None])
-        keys, values = cache.read(0)
+        keys, values = cache.read(0)[:2]
         held, at = keys[:, :, 0, 0][:, None], values[:, :, 0, 0][:, None]
         slot_positions, queries = cache.positions[:, None], positions[..., None]
         visible = (slot_positions >= 0) & (slot_positions <= queries)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-# Beyond this many tokens a block is a prefill chunk: its mask is worth sharing among the group's heads.
-MAX_PACKED_TOKENS = 16
+from kv_cache.entries import KV
+from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 
 
 def visibility(query_positions: Tensor, slot_positions: Tensor, sliding_window: int | None = None) -> Tensor:
@@ -28,25 +29,23 @@ class TorchAttention:
 
     name = "torch"
 
-    def prepare(
-        self,
-        query_positions: Tensor,
-        slot_positions: Tensor,
-        group_size: int,
-        sliding_window: int | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """An additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks."""
-        visible = visibility(query_positions, slot_positions, sliding_window)
-        bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        bias.masked_fill_(~visible, float("-inf"))
-        if query_positions.shape[1] <= MAX_PACKED_TOKENS:
-            bias = bias.repeat(1, group_size, 1)
-        return bias[:, None]
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:
+        """An additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks.
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Tensor) -> Tensor:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if q.shape[1] > MAX_PACKED_TOKENS:
+        On CUDA a chunk that ends its view needs none: there the fused kernels know that mask by its shape.
+        """
+        n_token, n_slot = queries.shape[1], slots.positions.shape[1]
+        is_chunk = n_token > MAX_BLOCK
+        if is_chunk and queries.is_cuda and slots.block_ends_view and spec.sliding_window is None:
+            return causal_lower_right(n_token, n_slot)
+        visible = visibility(queries, slots.positions, spec.sliding_window)
+        bias = torch.zeros(visible.shape, dtype=spec.dtype, device=visible.device)
+        bias.masked_fill_(~visible, float("-inf"))
+        return bias[:, None] if is_chunk else bias.repeat(1, spec.group_size, 1)[:, None]
+
+    def attend(self, q: Tensor, kv: KV, prepared: Tensor | CausalBias) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in kv.dequantized(q.dtype))
+        if q.shape[1] > MAX_BLOCK:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=prepared, enable_gqa=True)
             return out.transpose(1, 2)
         batch, n_token, n_head, head_dim = q.shape

@@ -1,0 +1,48 @@
+"""What a cache hands to attention: one layer's keys and values, and their scales where they are stored in 8 bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The largest magnitude that each 8-bit storage holds.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# Keeps the scale of an all-zero vector from dividing by zero.
+SMALLEST_SCALE = 1e-12
+
+
+class KV(NamedTuple):
+    """Keys and values `[B, C, n_kv_head, head_dim]`, the last stride 1.
+
+    Of int8 or float8_e4m3fn entries the value is `stored * scale`, with one scale per token and head,
+    `[B, C, n_kv_head]` float32; None where the entries are the values.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values in `dtype`; the entries themselves where they are stored in it."""
+        return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`x [..., head_dim]` in 8 bits: entries of `dtype` (a key of LARGEST), and scales `[...]` float32.
+
+    Symmetric, one scale per vector: the largest magnitude of each becomes the largest that `dtype` holds.
+    """
+    x = x.float()
+    scale = (x.abs().amax(dim=-1) / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
+    scaled = x / scale[..., None]
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+def dequantize(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values `[..., head_dim]` in `dtype` of entries with scales `[...]`, or of entries that are the values."""
+    if scale is None:
+        return stored.to(dtype)
+    return (stored.float() * scale[..., None]).to(dtype)

@@ -1,0 +1,60 @@
+"""The protocol that every attention backend follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kv_cache.entries import KV
+
+# Tokens per row up to which a block is decoded, drafted or verified; a longer one is a prefill chunk.
+MAX_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What all layers of a model, or of its shard, have in common."""
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    sliding_window: int | None
+    dtype: torch.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.n_head // self.n_kv_head
+
+
+class Slots(Protocol):
+    """What a backend needs of a cache; see `KVCache`."""
+
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def in_order(self) -> bool: ...
+    @property
+    def block_ends_view(self) -> bool: ...
+
+
+class AttentionBackend(Protocol):
+    """Two calls: `prepare` once per forward, `attend` once per layer.
+
+    A query at position p sees a slot iff `0 <= slot position <= p`, and with a sliding window w only
+    those beyond `p - w`. Neither call reads a tensor's content on the host, so both can be captured in a
+    CUDA graph that stays valid whatever the rows' lengths become.
+    """
+
+    name: str
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
+        """Whatever the backend derives from the queries' positions `[B, T]` int64 and the slots of a cache."""
+        ...
+
+    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
+        """`q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by `D ** -0.5`."""
+        ...

@@ -1,0 +1,97 @@
+"""The `cpp` backend: a kernel of our own for CPUs, which reads every key and value once."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kv_cache.entries import KV
+from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
+from models.attention.cpp_build import load_kernel
+
+HEAD_DIMS = (64, 128)
+ENTRIES = (torch.float32, torch.bfloat16, torch.int8)
+# Slots per task. A constant, not a share of the capacity: sums over a row's slots are then cut in the same
+# places whatever the batch, the block or the capacity is, and come out the same to the last bit.
+PART = 1024
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why a model cannot use this backend; None if it can."""
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim {spec.head_dim}, not {HEAD_DIMS[0]} or {HEAD_DIMS[1]}"
+    if spec.dtype not in (torch.float32, torch.bfloat16):
+        return f"{spec.dtype}, not float32 or bfloat16"
+    return None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`."""
+
+    newest: Tensor
+    oldest: Tensor
+    slots: Tensor
+
+
+class CppAttention:
+    """Blocks of up to MAX_BLOCK tokens run in the kernel, prefill chunks and other entries in `fallback`.
+
+    A row's result does not depend, to the last bit, on the other rows, on the other tokens of the block, or on
+    the capacity. Errors: BuildError if the kernel cannot be built here.
+    """
+
+    name = "cpp"
+
+    def __init__(self, fallback: AttentionBackend) -> None:
+        self._kernel = load_kernel()
+        self._fallback = fallback
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared | Any:
+        if queries.shape[1] > MAX_BLOCK:
+            return self._fallback.prepare(spec, queries, slots)
+        newest = queries.repeat_interleave(spec.group_size, dim=1)
+        oldest = torch.zeros_like(newest)
+        if spec.sliding_window is not None:
+            oldest = (newest - spec.sliding_window + 1).clamp(min=0)
+        return Prepared(newest, oldest, slots.positions.contiguous())
+
+    def attend(self, q: Tensor, kv: KV, prepared: Prepared | Any) -> Tensor:
+        if not isinstance(prepared, Prepared):
+            return self._fallback.attend(q, kv, prepared)
+        batch, n_token, n_head, head_dim = q.shape
+        n_slot, n_kv_head = kv.keys.shape[1:3]
+        group = n_head // n_kv_head
+        packed = q.view(batch, n_token, n_kv_head, group, head_dim).transpose(1, 2).float()
+        packed = (packed * (math.log2(math.e) * head_dim**-0.5)).contiguous()
+        n_row, n_part = n_token * group, -(-n_slot // PART)
+        out = torch.empty_like(packed)
+        partials = torch.empty(batch * n_kv_head * n_part, n_row, head_dim + 2)
+        failed = self._kernel.foretoken_attend(
+            _layout(kv, n_row),
+            ctypes.c_int64(head_dim),
+            ctypes.c_int64(kv.keys.element_size()),
+            *map(_pointer, (packed, kv.keys, kv.values, kv.key_scales, kv.value_scales)),
+            *map(_pointer, (prepared.slots, prepared.newest, prepared.oldest, partials, out)),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+        assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
+        return out.transpose(1, 2).reshape(batch, n_token, n_head, head_dim).to(q.dtype)
+
+
+def _layout(kv: KV, n_row: int) -> ctypes.Array[ctypes.c_int64]:
+    """The kernel's `Layout`: sizes, then strides by row, head and slot."""
+    batch, n_slot, n_kv_head, _ = kv.keys.shape
+    scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
+    strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
+    sizes = [batch, n_kv_head, n_slot, n_row, *strides, PART]
+    return (ctypes.c_int64 * len(sizes))(*sizes)
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

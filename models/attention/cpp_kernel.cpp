@@ -1,0 +1,306 @@
+// Attention of a few query tokens over a long KV cache on a CPU: one pass over keys and values, softmax on the way.
+//
+// A task is one KV head of one row and a part of its slots. Its M query rows (the tokens and the heads that share
+// the KV head) go together, so every entry is read once, whatever M is. Slots are taken in tiles: a tile of keys is
+// transposed in registers, so that scores of neighbouring slots share a vector. The arithmetic of a query row does
+// not depend on the other rows of its block, nor on how many there are: verifying T tokens gives the very bits of
+// decoding them one by one.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, ROWS = 6;  // lanes of a vector; query rows per pass, whose accumulators fill the registers
+#elif defined(__AVX__)
+constexpr int W = 8, ROWS = 3;
+#else
+constexpr int W = 4, ROWS = 3;
+#endif
+constexpr int TILE = 4 * W;  // slots per tile
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef int8_t bvec __attribute__((vector_size(W)));
+typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4)));
+
+struct bfloat16 { uint16_t bits; };
+
+inline vec broadcast(float x) { return x - vec{}; }
+inline vec load(const float* p) { return *reinterpret_cast<const unaligned_vec*>(p); }
+inline void store(float* p, vec x) { *reinterpret_cast<unaligned_vec*>(p) = x; }
+inline vec load(const bfloat16* p) {
+    hvec bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+}
+inline vec load(const int8_t* p) {
+    bvec bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+}
+inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+// 2^x for x <= 0: exact powers for the whole part, a polynomial on [-1/2, 1/2] for the rest (error below 2e-7).
+inline vec exp2_of(vec x) {
+    x = larger(x, broadcast(-127.0f));
+    const vec shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23: rounds to whole numbers
+    const vec f = x - (shifted - broadcast(12582912.0f));
+    vec p = broadcast(1.5403530393381609e-4f);
+    p = p * f + broadcast(1.3333558146428443e-3f);
+    p = p * f + broadcast(9.618129107628477e-3f);
+    p = p * f + broadcast(5.550410866482158e-2f);
+    p = p * f + broadcast(2.402265069591007e-1f);
+    p = p * f + broadcast(6.931471805599453e-1f);
+    p = p * f + broadcast(1.0f);
+    const ivec whole = (ivec)shifted << 23;
+    const vec result = (vec)((ivec)p + whole);
+    return x > broadcast(-126.0f) ? result : vec{};
+}
+
+// In-place transpose of W vectors: at each of log2(W) steps, halves of pairs are exchanged.
+template <int S>
+inline void exchange(vec* r) {
+    ivec low, high;
+    for (int lane = 0; lane < W; ++lane) {
+        low[lane] = lane & S ? W + lane - S : lane;
+        high[lane] = lane & S ? W + lane : lane + S;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+        if (!(i & S)) {
+            const vec a = r[i], b = r[i | S];
+            r[i] = __builtin_shuffle(a, b, low);
+            r[i | S] = __builtin_shuffle(a, b, high);
+        }
+    if constexpr (S > 1) exchange<S / 2>(r);
+}
+
+struct Layout {
+    int64_t batch, n_kv_head, n_slot, n_row;  // n_row: query rows of a KV head
+    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot;  // strides in elements
+    int64_t scale_row, scale_head, scale_slot;
+    int64_t part;  // slots per task, whole tiles
+};
+
+// Scores of N query rows against one tile, as multiples of log2(e).
+template <int N, int D>
+inline void tile_scores(const float* q, const float* keys_t, float* scores) {
+    for (int half = 0; half < TILE; half += 2 * W) {
+        vec acc[N][2] = {};
+        for (int d = 0; d < D; ++d) {
+            const vec k0 = load(keys_t + d * TILE + half), k1 = load(keys_t + d * TILE + half + W);
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m) {
+                const vec x = broadcast(q[m * D + d]);
+                acc[m][0] += x * k0;
+                acc[m][1] += x * k1;
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m) {
+            store(scores + m * TILE + half, acc[m][0]);
+            store(scores + m * TILE + half + W, acc[m][1]);
+        }
+    }
+}
+
+// out += weights * values, for N query rows and 4 vectors of the head dimension at a time.
+template <int N, int D, typename Entry>
+inline void tile_values(const float* weights, const Entry* values, int64_t stride, int n, float* out) {
+    constexpr int V = D / W < 4 ? D / W : 4;
+    for (int at = 0; at < D; at += V * W) {
+        vec acc[N][V];
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) acc[m][v] = load(out + m * D + at + v * W);
+        for (int s = 0; s < n; ++s) {
+            vec x[V];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) x[v] = load(values + s * stride + at + v * W);
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m) {
+                const vec w = broadcast(weights[m * TILE + s]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) acc[m][v] += w * x[v];
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) store(out + m * D + at + v * W, acc[m][v]);
+    }
+}
+
+// Calls `pass(row, size)` over all rows, in passes of ROWS and then of fewer.
+template <int N = ROWS, typename Pass>
+inline void in_passes(int64_t row, int64_t n_row, const Pass& pass) {
+    for (; row + N <= n_row; row += N) pass(row, std::integral_constant<int, N>{});
+    if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
+}
+
+// One part of one KV head: out [n_row, D] unnormalised, and per query row its largest score and its mass.
+template <int D, typename Entry>
+void attend_part(const Layout& at, const float* q, const Entry* keys, const Entry* values, const float* key_scales,
+                 const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
+                 int64_t first, int64_t last, float* out, float* largest, float* mass) {
+    const int64_t n_row = at.n_row;
+    alignas(64) float keys_t[D * TILE];
+    std::vector<float> scores(n_row * TILE);
+    float* weights = scores.data();
+    std::memset(out, 0, n_row * D * sizeof(float));
+    // What some query sees lies in [from_any, to_any], what all of them see in [from_all, to_all].
+    int64_t from_any = oldest[0], from_all = oldest[0], to_any = queries[0], to_all = queries[0];
+    for (int64_t m = 0; m < n_row; ++m) {
+        largest[m] = MINUS_INFINITY;
+        mass[m] = 0;
+        from_any = std::min(from_any, oldest[m]), from_all = std::max(from_all, oldest[m]);
+        to_any = std::max(to_any, queries[m]), to_all = std::min(to_all, queries[m]);
+    }
+    for (int64_t start = first; start < last; start += TILE) {
+        const int n = (int)(last - start < TILE ? last - start : TILE);
+        int in_any = 0, in_all = 0;
+        for (int s = 0; s < n; ++s) {
+            const int64_t position = slots[start + s];
+            in_any += position >= from_any && position <= to_any;
+            in_all += position >= from_all && position <= to_all;
+        }
+        if (in_any == 0) continue;
+        // Attention waits for memory: ask for the next tile while this one is computed.
+        for (int s = 0; s < TILE && start + TILE + s < last; ++s) {
+            const char* key = (const char*)(keys + (start + TILE + s) * at.key_slot);
+            const char* value = (const char*)(values + (start + TILE + s) * at.value_slot);
+            for (size_t byte = 0; byte < D * sizeof(Entry); byte += 64)
+                __builtin_prefetch(key + byte, 0, 2), __builtin_prefetch(value + byte, 0, 2);
+        }
+
+        for (int block = 0; block < TILE; block += W)
+            for (int d = 0; d < D; d += W) {
+                vec r[W];
+                for (int s = 0; s < W; ++s)
+                    r[s] = block + s < n ? load(keys + (start + block + s) * at.key_slot + d) : vec{};
+                exchange<W / 2>(r);
+                for (int i = 0; i < W; ++i) store(keys_t + (d + i) * TILE + block, r[i]);
+            }
+        in_passes(0, n_row, [&](int64_t m, auto size) {
+            tile_scores<size, D>(q + m * D, keys_t, weights + m * TILE);
+        });
+
+        if (key_scales)
+            for (int64_t m = 0; m < n_row; ++m)
+                for (int s = 0; s < n; ++s) weights[m * TILE + s] *= key_scales[(start + s) * at.scale_slot];
+        for (int64_t m = 0; m < n_row; ++m) {
+            float* w = weights + m * TILE;
+            if (in_all < TILE) {
+                for (int s = 0; s < n; ++s)
+                    if (slots[start + s] < oldest[m] || slots[start + s] > queries[m]) w[s] = MINUS_INFINITY;
+                for (int s = n; s < TILE; ++s) w[s] = MINUS_INFINITY;
+            }
+            vec top = load(w);
+            for (int s = W; s < TILE; s += W) top = larger(top, load(w + s));
+            float highest = largest[m];
+            for (int lane = 0; lane < W; ++lane) highest = top[lane] > highest ? top[lane] : highest;
+            if (highest == MINUS_INFINITY) {
+                std::memset(w, 0, TILE * sizeof(float));
+                continue;
+            }
+            if (highest > largest[m]) {
+                const float shrink = std::exp2(largest[m] - highest);
+                mass[m] *= shrink;
+                for (int d = 0; d < D; d += W) store(out + m * D + d, load(out + m * D + d) * broadcast(shrink));
+                largest[m] = highest;
+            }
+            vec sum{};
+            for (int s = 0; s < TILE; s += W) {
+                const vec p = exp2_of(load(w + s) - broadcast(highest));
+                sum += p;
+                store(w + s, p);
+            }
+            for (int lane = 0; lane < W; ++lane) mass[m] += sum[lane];
+        }
+        if (value_scales)
+            for (int64_t m = 0; m < n_row; ++m)
+                for (int s = 0; s < n; ++s) weights[m * TILE + s] *= value_scales[(start + s) * at.scale_slot];
+        in_passes(0, n_row, [&](int64_t m, auto size) {
+            tile_values<size, D>(weights + m * TILE, values + start * at.value_slot, at.value_slot, n, out + m * D);
+        });
+    }
+}
+
+template <int D, typename Entry>
+void attend(const Layout& at, const float* q, const void* keys, const void* values, const float* key_scales,
+            const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
+            float* workspace, float* out, int n_thread) {
+    const int64_t n_part = (at.n_slot + at.part - 1) / at.part;
+    const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part;
+    const int64_t per_task = at.n_row * (D + 2);
+#pragma omp parallel for num_threads(n_thread) schedule(dynamic, 1)
+    for (int64_t task = 0; task < n_task; ++task) {
+        const int64_t head = task / n_part, first = task % n_part * at.part;
+        const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head;
+        const int64_t last = std::min(first + at.part, at.n_slot);
+        float* partial = workspace + task * per_task;
+        const int64_t scale_at = row * at.scale_row + kv_head * at.scale_head;
+        attend_part<D, Entry>(at, q + head * at.n_row * D,
+                              (const Entry*)keys + row * at.key_row + kv_head * at.key_head,
+                              (const Entry*)values + row * at.value_row + kv_head * at.value_head,
+                              key_scales ? key_scales + scale_at : nullptr,
+                              value_scales ? value_scales + scale_at : nullptr, slots + row * at.n_slot,
+                              queries + row * at.n_row, oldest + row * at.n_row, first, last,
+                              partial, partial + at.n_row * D, partial + at.n_row * (D + 1));
+    }
+    for (int64_t head = 0; head < n_head; ++head)
+        for (int64_t m = 0; m < at.n_row; ++m) {
+            const float* partials = workspace + head * n_part * per_task;
+            float highest = MINUS_INFINITY, total = 0;
+            for (int64_t p = 0; p < n_part; ++p) {
+                const float x = partials[p * per_task + at.n_row * D + m];
+                highest = x > highest ? x : highest;
+            }
+            float* o = out + (head * at.n_row + m) * D;
+            std::memset(o, 0, D * sizeof(float));
+            for (int64_t p = 0; p < n_part; ++p) {
+                const float* partial = partials + p * per_task;
+                const float weight = std::exp2(partial[at.n_row * D + m] - highest);
+                if (!(weight > 0)) continue;
+                total += weight * partial[at.n_row * (D + 1) + m];
+                for (int d = 0; d < D; ++d) o[d] += weight * partial[m * D + d];
+            }
+            for (int d = 0; d < D; ++d) o[d] /= total;
+        }
+}
+
+template <typename Entry, typename... Args>
+int attend_any(int64_t head_dim, Args... args) {
+    if (head_dim == 64) return attend<64, Entry>(args...), 0;
+    if (head_dim == 128) return attend<128, Entry>(args...), 0;
+    return 1;
+}
+
+}  // namespace
+
+// Bytes per entry say what entries are: 4 float, 2 bfloat16, 1 int8 with scales. Returns 0, or 1 if it cannot.
+extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entry_bytes, const float* q,
+                                const void* keys, const void* values, const float* key_scales,
+                                const float* value_scales, const int64_t* slots, const int64_t* queries,
+                                const int64_t* oldest, float* workspace, float* out, int n_thread) {
+    Layout at;
+    std::memcpy(&at, layout, sizeof at);
+    const auto with = [&](auto entry) {
+        return attend_any<decltype(entry)>(head_dim, at, q, keys, values, key_scales, value_scales, slots, queries,
+                                           oldest, workspace, out, n_thread);
+    };
+    if (entry_bytes == 4) return with(float{});
+    if (entry_bytes == 2) return with(bfloat16{});
+    return entry_bytes == 1 ? with(int8_t{}) : 1;
+}

@@ -1,0 +1,90 @@
+"""Inputs for tests of attention backends: ragged rows over ordered caches and rings, in any storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_cache import KV
+from kv_cache.entries import LARGEST, quantize
+from models.attention import AttentionSpec, TorchAttention
+
+
+@dataclass(frozen=True)
+class FakeSlots:
+    """The part of a cache that a backend looks at."""
+
+    positions: Tensor
+    in_order: bool = False
+    block_ends_view: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: AttentionSpec
+    q: Tensor
+    kv: KV
+    queries: Tensor
+    slots: FakeSlots
+
+    def run(self, backend) -> Tensor:
+        return backend.attend(self.q, self.kv, backend.prepare(self.spec, self.queries, self.slots))
+
+    def reference(self) -> Tensor:
+        """The torch backend over the same entries, in float64."""
+        keys, values = self.kv.dequantized(torch.float64)
+        spec = AttentionSpec(**{**vars(self.spec), "dtype": torch.float64})
+        exact = Case(spec, self.q.double(), KV(keys, values), self.queries, self.slots)
+        return exact.run(TorchAttention())
+
+
+def make_case(
+    lengths: list[int],
+    n_token: int,
+    *,
+    group: int = 3,
+    n_kv_head: int = 2,
+    head_dim: int = 64,
+    capacity: int = 200,
+    storage: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    ring: bool = False,
+    sliding_window: int | None = None,
+    seed: int = 0,
+) -> Case:
+    """Row b's block ends at position `lengths[b] - 1`; what no query may see is large, so that a leak shows."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = len(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    ends = torch.tensor(lengths)
+    queries = (ends[:, None] - n_token + torch.arange(n_token)).clamp(min=0)
+    positions = torch.full((batch, capacity), -1)
+    for row, length in enumerate(lengths):
+        if ring:  # only the last of them, in any slots, some rolled back
+            kept = torch.arange(max(0, length - capacity // 2), length)
+            positions[row, torch.randperm(capacity, generator=generator)[: len(kept)]] = kept
+        else:
+            positions[row, :length] = torch.arange(length)
+    keys, values = normal(batch, n_kv_head, capacity, head_dim), normal(batch, n_kv_head, capacity, head_dim)
+    unseen = ((positions < 0) | (positions > queries.amax(1, keepdim=True)))[:, None, :, None]
+    keys, values = keys.masked_fill(unseen, 50.0), values.masked_fill(unseen, 1e4)
+    key_scales = value_scales = None
+    if storage in LARGEST:
+        keys, key_scales = quantize(keys, storage)
+        values, value_scales = quantize(values, storage)
+        key_scales, value_scales = key_scales.transpose(1, 2), value_scales.transpose(1, 2)
+    else:
+        keys, values = keys.to(storage), values.to(storage)
+    n_head = n_kv_head * group
+    return Case(
+        AttentionSpec(n_head, n_kv_head, head_dim, sliding_window, dtype),
+        normal(batch, n_token, n_head, head_dim).to(dtype),
+        KV(keys.transpose(1, 2), values.transpose(1, 2), key_scales, value_scales),
+        queries,
+        FakeSlots(positions, in_order=not ring),
+    )

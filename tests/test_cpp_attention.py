@@ -1,0 +1,97 @@
+"""The CPU kernel against the reference, and its promise: a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+from attention_cases import Case, FakeSlots, make_case
+
+from kv_cache import KV
+from models.attention import AttentionSpec, TorchAttention, cpp_build, select_backend
+from models.attention.cpp_backend import PART, CppAttention
+
+SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def backend() -> CppAttention:
+    try:
+        return CppAttention(TorchAttention())
+    except cpp_build.BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("n_token", [1, 2, 4, 5, 16])
+@pytest.mark.parametrize("group,head_dim", [(1, 64), (3, 64), (4, 128), (7, 64)])
+@pytest.mark.parametrize("ring,sliding_window", [(False, None), (True, None), (False, 37)])
+def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_window):
+    case = make_case([1, 17, 64, 128, 200], n_token, group=group, head_dim=head_dim, ring=ring, capacity=203)
+    case = Case(AttentionSpec(**{**vars(case.spec), "sliding_window": sliding_window}), *list(vars(case).values())[1:])
+    torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_of_every_storage(backend, storage, dtype):
+    """Long enough for several parts; the reference reads the same stored entries."""
+    case = make_case([2 * PART + 9, 5, PART], 4, storage=storage, dtype=dtype, capacity=2 * PART + 70)
+    tolerance = 5e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, storage):
+    case = make_case([PART + 130, 40, 700], 4, storage=storage, capacity=PART + 400)
+    whole = case.run(backend)
+
+    def part(rows: slice, tokens: slice, extent: int) -> torch.Tensor:
+        kv = KV(*(None if x is None else x[rows, :extent] for x in case.kv))
+        slots = FakeSlots(case.slots.positions[rows, :extent], in_order=True)
+        return Case(case.spec, case.q[rows, tokens], kv, case.queries[rows, tokens], slots).run(backend)
+
+    for row in range(3):
+        for token in range(4):
+            extent = int(case.queries[row, token]) + 1
+            alone = part(slice(row, row + 1), slice(token, token + 1), extent)
+            assert torch.equal(alone[0, 0], whole[row, token])
+
+
+def test_what_the_kernel_does_not_have_runs_on_its_fallback(backend):
+    chunk = make_case([40, 33], 20)
+    torch.testing.assert_close(chunk.run(backend).double(), chunk.reference(), rtol=0, atol=5e-6)
+    odd = AttentionSpec(6, 2, 80, None, torch.float32)
+    chosen, why = select_backend("auto", "cpu", odd)
+    assert isinstance(chosen, TorchAttention) and "head_dim 80" in why
+    chosen, why = select_backend("auto", "cpu", AttentionSpec(6, 2, 64, None, torch.float64))
+    assert isinstance(chosen, TorchAttention) and "float64" in why
+
+
+def test_a_machine_without_a_compiler_uses_torch(monkeypatch, tmp_path):
+    """The reason is told, and asking for the kernel by name is an error."""
+    cpp_build.load_kernel.cache_clear()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    chosen, why = select_backend("auto", "cpu", SPEC)
+    assert isinstance(chosen, TorchAttention) and "/nowhere/g++" in why
+    with pytest.raises(Exception, match="use --attention auto"):
+        select_backend("cpp", "cpu", SPEC)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(cpp_build.BuildError, match="cannot build"):
+        cpp_build.load_kernel()
+    assert list(tmp_path.iterdir()) == []
+    cpp_build.load_kernel.cache_clear()
+
+
+def test_a_build_is_shared_and_never_seen_half_done(backend, monkeypatch, tmp_path):
+    """Built once per cache folder; a second process finds it there."""
+    cpp_build.load_kernel.cache_clear()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    cpp_build.load_kernel()
+    (library,) = tmp_path.iterdir()
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built twice"))
+    cpp_build.load_kernel.cache_clear()
+    cpp_build.load_kernel()
+    assert [library] == list(tmp_path.iterdir())
+    cpp_build.load_kernel.cache_clear()
