@@ -18,20 +18,24 @@ from models.attention import BACKENDS
 from models.convert import parse_layers
 from models.default_model import DEFAULT_CHECKPOINT
 from models.packed_linear import can_pack
+from models.quantize import SCHEMES
 
 DRAFTS = ("self", "ngram", "oracle")
 DEFAULT_BUDGET, DEFAULT_N_SINK = 512, 4
 POSITIONS = ("auto", "absolute", "cache")
 FULL_BUDGET = -1
+DRAFT_MODEL_FLAGS = ("draft_dtype", "draft_weights", "draft_kv_dtype")
+STREAMING_FLAGS = ("draft_policy", "streamingllm_budget", "n_sink")
 DRAFT_FLAGS = {
-    "self, streaming": ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype", "draft_layers"),
-    "self, full": ("draft_policy", "draft_dtype", "draft_layers"),
-    "standalone, streaming": ("draft_policy", "streamingllm_budget", "n_sink", "draft_dtype", "draft_positions"),
-    "standalone, full": ("draft_policy", "draft_dtype"),
+    "self, streaming": (*STREAMING_FLAGS, *DRAFT_MODEL_FLAGS, "draft_layers"),
+    "self, full": ("draft_policy", *DRAFT_MODEL_FLAGS, "draft_layers"),
+    "standalone, streaming": (*STREAMING_FLAGS, *DRAFT_MODEL_FLAGS, "draft_positions"),
+    "standalone, full": ("draft_policy", *DRAFT_MODEL_FLAGS),
     "ngram": ("max_ngram",),
     "oracle": (),
 }
 OPTIONAL_DRAFT_FLAGS = tuple(dict.fromkeys(flag for flags in DRAFT_FLAGS.values() for flag in flags))
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -74,7 +78,10 @@ def add_common_arguments(parser: argparse.ArgumentParser, target_flag: str = "--
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
-    add("--attention", choices=BACKENDS, default="auto", help="attention backend")
+    add("--quantize", choices=SCHEMES, help="the target's linear layers in 8 or 4 bits (default: in --dtype)")
+    add("--kv_dtype", choices=["same", *KV_DTYPES], default="same", help="entries of the target's KV cache")
+    add("--attention", choices=BACKENDS, default="auto", help="attention backend; auto says which, and why")
+    add("--compile", action="store_true", help="torch.compile; on a GPU rounds are also captured as CUDA graphs")
     add("--output", help="append the JSON record to this file")
     add("--save_rows", help="append each row to this file as it finishes: its tokens survive a run that does not")
 
@@ -88,7 +95,6 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """For scripts that torchrun may start on several ranks."""
     add = parser.add_argument
     add("--rank_group", type=int, nargs="+", help="ranks that share the target, in shard order (default: all)")
-    add("--compile", action="store_true", help="accepted, so that MagicDec's commands run; without effect so far")
     add("--check_ranks", action="store_true", help="compare a digest over ranks each round; stop if one differs")
     add("--rank_timeout", type=float, default=600, help="seconds that a rank waits for another, also to tokenise")
 
@@ -163,6 +169,13 @@ def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         help="dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); "
         "auto (the default): bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same",
     )
+    add(
+        "--draft_weights",
+        choices=["same", *SCHEMES],
+        help="the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is "
+        "(default: same)",
+    )
+    add("--draft_kv_dtype", choices=["same", *KV_DTYPES], help="entries of the draft's KV cache (default: same)")
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,8 @@ class DraftSettings:
     """What drafts. `self` and `standalone` have a KV cache: `capacity` entries a row, weights and cache in `dtype`.
 
     positions: "absolute" or "cache", or "auto" until the draft's trained context is known. layers: those of
-    the target that `self` runs, None for all. model: where a standalone draft comes from.
+    the target that `self` runs, None for all. model: where a standalone draft comes from. quantize: the scheme
+    of its linear layers, None for `dtype`. kv_dtype: that of its cache's entries.
     """
 
     kind: str
@@ -198,6 +212,8 @@ class DraftSettings:
     max_ngram: int | None = None
     positions: str | None = None
     layers: tuple[int, ...] | None = None
+    quantize: str | None = None
+    kv_dtype: torch.dtype | None = None
     model: str | None = None
 
 
@@ -263,16 +279,22 @@ def _draft_policy(args: argparse.Namespace) -> str:
 
 
 def _with_cache(args: argparse.Namespace, kind: str, policy: str) -> DraftSettings:
-    """A draft with a KV cache, its size and dtype checked."""
+    """A draft with a KV cache, its size and dtypes checked."""
     dtype = resolve_draft_dtype(args, args.draft_dtype or "auto")
+    # A self-draft is the target, so `same` takes over how the target's weights are stored.
+    same = args.quantize if kind == "self" else None
+    quantize = same if args.draft_weights in (None, "same") else args.draft_weights
+    kv_dtype = resolve_kv_dtype(args.draft_kv_dtype or "same", dtype)
     if policy == "full":
         capacity = args.prefix_len + args.gen_len + args.gamma + 1
-        return DraftSettings(kind, args.gamma, "full", capacity, dtype=dtype)
+        return DraftSettings(kind, args.gamma, "full", capacity, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype)
     budget = DEFAULT_BUDGET if args.streamingllm_budget is None else args.streamingllm_budget
     n_sink = DEFAULT_N_SINK if args.n_sink is None else args.n_sink
     check_budget(budget, n_sink)
     check_gamma(args.gamma, budget - n_sink)
-    return DraftSettings(kind, args.gamma, "streaming", budget, n_sink, dtype)
+    return DraftSettings(
+        kind, args.gamma, "streaming", budget, n_sink, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype
+    )
 
 
 def _refuse_without_effect(args: argparse.Namespace, draft: str) -> None:
@@ -299,6 +321,11 @@ def resolve_draft_dtype(args: argparse.Namespace, wanted: str) -> torch.dtype:
     if wanted == "auto" and dtype == torch.float32 and can_pack(device, torch.bfloat16):
         return torch.bfloat16
     return dtype if wanted in ("auto", "same") else DTYPES[wanted]
+
+
+def resolve_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    """That of a cache's entries; `same` is the model's."""
+    return KV_DTYPES.get(wanted, dtype)
 
 
 def resolve_dtype(args: argparse.Namespace, device: str) -> torch.dtype:

@@ -29,16 +29,26 @@ class Passes:
     timed: tuple[PhaseTimer, GenerateOutput] | None = None
 
 
+# Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
+WARM_UP_ROUNDS = 3
+
+
 def plain_passes(setup: Setup) -> Passes:
     """Prefill, then plain decoding."""
-    return Passes(prefill(setup), decode(setup, "baseline"))
+    prefill_seconds = prefill(setup)
+    warm_up(setup)
+    return Passes(prefill_seconds, decode(setup, "baseline"))
 
 
 def speculation_passes(setup: Setup) -> Passes:
     """Prefill, plain decoding unless --no_baseline, speculation, and with --benchmark phase times."""
     prefill_seconds = prefill(setup)
-    baseline = None if setup.args.no_baseline else decode(setup, "baseline")
+    baseline = None
+    if not setup.args.no_baseline:
+        warm_up(setup)
+        baseline = decode(setup, "baseline")
     drafter = make_drafter(setup, baseline)
+    warm_up(setup, drafter)
     speculative = decode(setup, "speculation", drafter)
     timed = None
     if setup.args.benchmark:
@@ -47,10 +57,28 @@ def speculation_passes(setup: Setup) -> Passes:
     return Passes(prefill_seconds, baseline, speculative, timed)
 
 
+def warm_up(setup: Setup, drafter: Drafter | None = None) -> None:
+    """With --compile, a few rounds from the prefilled state, so that no measured round compiles or captures."""
+    if not setup.args.compile:
+        return
+    gamma = drafter.gamma if drafter else 0
+    generate(
+        setup.runner,
+        setup.prompts[: setup.runner.cache.max_batch],
+        max_new_tokens=min(setup.args.gen_len, WARM_UP_ROUNDS * (gamma + 1) + 1),
+        drafter=drafter,
+        sampling=setup.sampling.params,
+        verification=setup.sampling.mode,
+    )
+
+
 @torch.inference_mode()
 def prefill(setup: Setup) -> float:
     """Prefill the prompts that start in the slots, with a progress bar; returns seconds."""
     first = setup.prompts[: setup.runner.cache.max_batch]
+    if setup.args.compile:  # two lengths: the second one makes the number of tokens a variable
+        for n_token in (setup.runner.prefill_chunk, setup.runner.prefill_chunk - 1):
+            setup.runner.fill_row(0, first[0][:n_token])
     started = time.perf_counter()
     with _bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):

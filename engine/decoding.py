@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.drafters import Drafter
 from engine.modes import Drafts, Rows, resolve_mode, start_round
 from engine.requests import FinishReason, Request, make_requests
+from engine.rounds import Called, Captured, RoundBuffers, rounds_of
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import SamplingParams
+from engine.sampling import LawShape, SamplingParams
 from engine.stats import Round, Stats
 
 
@@ -98,8 +99,9 @@ def generate(
     slots = [_Slot() for _ in range(runner.cache.max_batch)]
     for row in range(len(requests), len(slots)):
         runner.release_row(row)  # never admitted, it idles at position 0
+        slots[row].sampling = requests[0].sampling if requests else SamplingParams()
     waiting = deque(requests)
-    rows = _rows(slots, runner.device)
+    buffers, run = rounds_of(runner, drafter, mode, LawShape.of([request.sampling for request in requests]))
     rounds: list[Round] = []
     prefill_seconds = draft_prefill_seconds = 0.0
 
@@ -109,24 +111,26 @@ def generate(
         for row, slot in enumerate(slots):
             while slot.request is None and waiting:
                 draft_prefill_seconds += _admit(runner, drafter, mode, row, slot, waiting.popleft(), progress)
-        if len(waiting) < n_waiting:
-            rows = _rows(slots, runner.device)
+        if len(waiting) < n_waiting or not rounds:
+            buffers.set_rows([slot.sampling for slot in slots], [slot.request_id for slot in slots])
+            buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
         busy = [slot for slot in slots if slot.request]
         prefill_seconds += time.perf_counter() - started
         if not busy:
             break
 
         started = time.perf_counter()
-        outcomes = _round(runner, drafter, mode, slots, rows, phase)
+        extent = runner.cache.capacity if run.captures else max(slot.length for slot in slots) + gamma + 1
+        outcomes = _round(runner, drafter, mode, buffers, run, extent, phase)
         emitted = 0
         for slot, outcome in zip(slots, outcomes, strict=True):
             if request := slot.request:
                 emitted += _commit(slot, request, outcome)
                 _tell_if_finished(request, progress)
-        lengths = torch.tensor([slot.length for slot in slots], device=runner.device)
-        runner.cache.rollback(lengths)
+        buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
+        runner.cache.rollback(buffers.lengths)
         if drafter:
-            drafter.rollback(lengths)
+            drafter.rollback(buffers.lengths)
         rounds.append(Round(time.perf_counter() - started, len(busy), emitted))
         if progress:
             progress.emitted(emitted)
@@ -139,11 +143,6 @@ def generate(
             tuple(request.counts for request in requests), tuple(rounds), prefill_seconds, draft_prefill_seconds
         ),
     )
-
-
-def _rows(slots: Sequence[_Slot], device: torch.device) -> Rows:
-    """What sampling needs to know of the slots; it changes when a slot is refilled."""
-    return Rows.of([slot.sampling for slot in slots], [slot.request_id for slot in slots], device)
 
 
 def _admit(
@@ -167,7 +166,8 @@ def _admit(
         return 0.0
     # The first token ends a round without drafts, whose last known token is the prompt's.
     last = torch.tensor([slot.length - 1], device=runner.device)
-    first = start_round(mode, _rows([slot], runner.device), last, 0, runner.model)
+    rows = Rows.of([slot.sampling], [slot.request_id], runner.device)
+    first = start_round(mode, rows, last, 0, runner.model)
 
     def next_token() -> Tensor:
         return first.judge(Drafts(last.new_empty(1, 0)), prefilled.logits[None, None]).next_token
@@ -204,26 +204,25 @@ def _round(
     runner: ModelRunner,
     drafter: Drafter | None,
     mode: str,
-    slots: Sequence[_Slot],
-    rows: Rows,
+    buffers: RoundBuffers,
+    run: Called | Captured,
+    extent: int,
     phase: Callable[[str], AbstractContextManager[object]],
 ) -> list[_Outcome]:
     """Draft, verify, accept."""
     gamma = drafter.gamma if drafter else 0
-    lengths = torch.tensor([slot.length for slot in slots], device=runner.device)
-    current = torch.tensor([slot.current for slot in slots], device=runner.device)
-    extent = max(slot.length for slot in slots) + gamma + 1
-    verification = start_round(mode, rows, lengths, gamma, runner.model)
+    lengths, current = buffers.lengths, buffers.current
+    verification = start_round(mode, buffers.rows, lengths, gamma, runner.model)
 
-    with phase("draft"):
-        drafts = Drafts(current.new_empty(len(slots), 0))
-        if drafter:
-            drafts = drafter.propose(current, lengths, extent, verification)
-    with phase("verify"):
+    def draft() -> Drafts:
+        if drafter is None:
+            return Drafts(current.new_empty(len(current), 0))
+        return drafter.propose(current, lengths, extent, verification)
+
+    def verify() -> tuple[Tensor, Tensor]:
         block = torch.cat([current[:, None], drafts.tokens], dim=1)
         positions = lengths[:, None] + torch.arange(gamma + 1, device=runner.device)
-        cache = drafter.verification_cache if drafter else None
-        logits = runner.step(block, positions, extent, cache)
+        return block, runner.step(block, positions, extent, drafter.verification_cache if drafter else None)
 
     def decide() -> Tensor:
         verdict = verification.judge(drafts, logits)
@@ -231,12 +230,14 @@ def _round(
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1)
 
+    with phase("draft"):
+        drafts = run("draft", draft)
+    with phase("verify"):
+        block, logits = run("verify", verify)
     with phase("accept"):
-        decided = runner.ranks.decided(decide, len(slots), 3 + gamma + gamma + 1)
+        decided = run("accept", lambda: runner.ranks.decided(decide, len(lengths), 3 + gamma + gamma + 1))
         packed = decided.tolist()  # the round's one host sync
-    runner.ranks.require_same(
-        f"a round from positions {[slot.length for slot in slots]}", lambda: (lengths, block, decided)
-    )
+    runner.ranks.require_same(lambda: f"a round from positions {lengths.tolist()}", lambda: (lengths, block, decided))
     return [
         _Outcome(n_drafted, [*rest[:num_accepted], next_token], rest[gamma:])
         for n_drafted, num_accepted, next_token, *rest in packed

@@ -68,7 +68,7 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
-    def require_same(self, what: str, tensors: Callable[[], Sequence[Tensor]]) -> None:
+    def require_same(self, what: Callable[[], str], tensors: Callable[[], Sequence[Tensor]]) -> None:
         """With `check`, raise RankError on every rank if any rank's tensors are not the leader's."""
         if not self.check or self.size == 1:
             return
@@ -81,7 +81,7 @@ class Ranks:
         if differing:
             raise RankError(
                 "ranks disagree",
-                where=what,
+                where=what(),
                 seen=f"digest {digests[LEADER]} on rank {LEADER}, "
                 + ", ".join(f"{digests[rank]} on rank {rank}" for rank in differing),
                 required="the same on all ranks",

@@ -9,9 +9,11 @@ import torch
 
 from engine.noise import blocks_per_pass
 from engine.sampling import SamplingParams
+from kv_cache.entries import LARGEST
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig
 from models.packed_linear import can_pack
+from models.quantize import linear_bytes
 
 GIB = 2**30
 # Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform ...
@@ -43,12 +45,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class DraftFootprint:
-    """A draft model of that (shard's) configuration, its weights and `capacity` KV entries a row in `dtype`."""
+    """A draft model of that (shard's) configuration in `dtype`, and `capacity` KV entries a row in `kv_dtype`."""
 
     config: ModelConfig
     dtype: torch.dtype
     capacity: int
     shares_weights: bool
+    quantize: str | None = None
+    kv_dtype: torch.dtype | None = None
 
 
 def plan_memory(
@@ -62,6 +66,8 @@ def plan_memory(
     prefill_chunk: int,
     sampling: SamplingParams | None = None,
     vocab_size: int | None = None,
+    quantize: str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
@@ -75,24 +81,36 @@ def plan_memory(
     if sampling and not sampling.greedy:
         noise_pass = blocks_per_pass(torch.device(device)) * PASS_BYTES
         sampling_bytes = SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
-    weights = _weight_bytes(config, dtype, device)
+    weights = _weight_bytes(config, dtype, device, quantize)
     draft_kv_per_row = 0
     if draft:
-        weights += 0 if draft.shares_weights else _weight_bytes(draft.config, draft.dtype, device)
-        draft_kv_per_row = draft.capacity * draft.config.kv_bytes_per_token(draft.dtype.itemsize)
+        if not draft.shares_weights:
+            weights += _weight_bytes(draft.config, draft.dtype, device, draft.quantize)
+        draft_kv_per_row = draft.capacity * _kv_bytes_per_token(draft.config, draft.kv_dtype or draft.dtype)
     return MemoryPlan(
         weights=weights,
-        target_kv_per_row=capacity * config.kv_bytes_per_token(itemsize),
+        target_kv_per_row=capacity * _kv_bytes_per_token(config, kv_dtype or dtype),
         draft_kv_per_row=draft_kv_per_row,
         activations=(chunk_rows + 2 * chunk_mask) * itemsize + noise_pass,
         logits_per_row=block * (vocab_size or config.vocab_size) * (2 * itemsize + sampling_bytes),
     )
 
 
-def _weight_bytes(config: ModelConfig, dtype: torch.dtype, device: str) -> int:
-    """Bytes of one copy of the weights; repacking holds a tied embedding twice."""
-    repacked_head = config.vocab_size * config.dim if config.tie_embeddings and can_pack(device, dtype) else 0
-    return (config.n_parameters + repacked_head) * dtype.itemsize
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, device: str, quantize: str | None) -> int:
+    """Bytes of one copy of the weights; repacking or quantising holds a tied embedding twice."""
+    head = config.vocab_size * config.dim
+    if quantize is None:
+        repacked_head = head if config.tie_embeddings and can_pack(device, dtype) else 0
+        return (config.n_parameters + repacked_head) * dtype.itemsize
+    linear = config.n_layer * config.n_linear_weights_per_layer
+    other = config.n_parameters - linear - (0 if config.tie_embeddings else head)
+    return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + other * dtype.itemsize
+
+
+def _kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """With the scale that every 8-bit key and value has."""
+    scales = 2 * config.n_layer * config.n_kv_head * 4 if dtype in LARGEST else 0
+    return config.kv_bytes_per_token(dtype.itemsize) + scales
 
 
 def available_bytes(device: str) -> int:

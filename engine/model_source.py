@@ -40,6 +40,7 @@ class ModelSource:
         attention: str,
         layers: Sequence[int] | None = None,
         exchange: Exchange | None = None,
+        quantize: str | None = None,
     ) -> Transformer:
         """The model, or this rank's shard of it, over that attention backend."""
         return load_model(
@@ -51,6 +52,7 @@ class ModelSource:
             layers=layers,
             exchange=exchange,
             attention=attention,
+            quantize=quantize,
         )
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.noise import Stream, gumbel, uniform
-from engine.sampling import Law, SamplingParams, greedy
+from engine.noise import Source, Stream, gumbel, in_passes, uniform
+from engine.sampling import Law, LawShape, SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 from kv_cache.errors import ConfigError
 from models import Transformer
@@ -38,19 +37,37 @@ class Drafts(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """What sampling depends on besides the logits: each row's law, and its `seed` and `request` id `[B]` int64."""
+    """What sampling depends on besides the logits: each row's law, and its `seed` and `request` id `[B]` int64.
+
+    source: what draws the uniform numbers, see `noise.uniform`.
+    """
 
     law: Law
     seed: Tensor
     request: Tensor
+    source: Source = in_passes
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], requests: Sequence[int], device: str | torch.device) -> Rows:
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        requests: Sequence[int],
+        device: str | torch.device,
+        shape: LawShape | None = None,
+        source: Source = in_passes,
+    ) -> Rows:
         return cls(
-            law=Law.of(params, device),
+            law=Law.of(params, device, shape),
             seed=torch.tensor([row.seed for row in params], device=device),
             request=torch.tensor(requests, device=device),
+            source=source,
         )
+
+    def copy_(self, other: Rows) -> None:
+        """Take over the values of rows whose law has the same shape, in place."""
+        self.law.copy_(other.law)
+        self.seed.copy_(other.seed)
+        self.request.copy_(other.request)
 
 
 class VerificationRound(Protocol):
@@ -96,36 +113,42 @@ class RejectionRound:
         n_drafts = drafts.tokens.shape[1]
         positions = self.lengths[:, None] + 1 + torch.arange(n_drafts, device=self.lengths.device)
         seed, request = self.rows.seed[:, None], self.rows.request[:, None]
-        accept = uniform(seed, request, positions, Stream.ACCEPT).squeeze(-1)
+        accept = uniform(seed, request, positions, Stream.ACCEPT, source=self.rows.source).squeeze(-1)
         # A row resamples once a round, at a place not known yet; its rounds start at different positions.
         resample = self._gumbel(self.lengths + 1, Stream.RESAMPLE, probs)
         return verify_rejection(drafts.tokens, drafts.probs, probs, accept, resample, drafts.lengths)
 
     def _gumbel(self, positions: Tensor, stream: Stream, like: Tensor) -> Tensor:
-        return gumbel(self.rows.seed, self.rows.request, positions, stream, like.shape[-1], like.dtype)
+        rows = self.rows
+        return gumbel(rows.seed, rows.request, positions, stream, like.shape[-1], like.dtype, rows.source)
 
 
 class CoupledRound:
-    """Draft and target share one Gumbel vector per position; it is computed once, for both."""
+    """Draft and target share one Gumbel vector per position; it is computed once, for both.
+
+    With the first draft, or for judging where nothing was drawn: a rank that does not decide never needs it.
+    """
 
     def __init__(self, rows: Rows, lengths: Tensor, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
         self._law = rows.law
         self._rows, self._lengths, self._gamma, self._vocab_size, self._dtype = rows, lengths, gamma, vocab_size, dtype
+        self._drawn_with: Tensor | None = None
 
-    @cached_property
     def _noise(self) -> Tensor:
-        """`[B, gamma + 1, V]`, made when it is first needed: a rank that does not decide never needs it."""
+        """`[B, gamma + 1, V]`."""
         rows, lengths = self._rows, self._lengths
         positions = lengths[:, None] + 1 + torch.arange(self._gamma + 1, device=lengths.device)
-        return gumbel(
-            rows.seed[:, None], rows.request[:, None], positions, Stream.COUPLED, self._vocab_size, self._dtype
-        )
+        seed, request = rows.seed[:, None], rows.request[:, None]
+        return gumbel(seed, request, positions, Stream.COUPLED, self._vocab_size, self._dtype, rows.source)
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
-        return (self._law.logprobs(logits) + self._noise[:, i]).argmax(dim=-1), None
+        if i == 0 or self._drawn_with is None:
+            self._drawn_with = self._noise()
+        return (self._law.logprobs(logits) + self._drawn_with[:, i]).argmax(dim=-1), None
 
     def judge(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        return verify_coupled(drafts.tokens, self._law.logprobs(logits), self._noise, drafts.lengths)
+        noise = self._noise() if self._drawn_with is None else self._drawn_with
+        return verify_coupled(drafts.tokens, self._law.logprobs(logits), noise, drafts.lengths)
 
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:

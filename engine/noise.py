@@ -8,6 +8,7 @@ cannot matter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
@@ -51,7 +52,37 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_ids: int = 1) -> Tensor:
+def uniform_pairs(
+    pairs: Tensor, purpose: Tensor, position: Tensor, request: Tensor, low: Tensor, high: Tensor
+) -> Tensor:
+    """Two uniform numbers for each (row, pair of ids): `pairs [P]`, the others `[R, 1]` -> `[R, P, 2]` float64.
+
+    Integers until the last step, which is exact: compiled or not, on every device, the bits are the same.
+    """
+    w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
+    return torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1).to(torch.float64) * 2.0**-53
+
+
+Source = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def in_passes(*inputs: Tensor) -> Tensor:
+    """`uniform_pairs` of as many rows at a time as their intermediates should be."""
+    pairs, purpose, *rows = inputs
+    rows_per_pass = max(1, blocks_per_pass(pairs.device) // len(pairs))
+    starts = range(0, max(1, len(rows[0])), rows_per_pass)
+    parts = [uniform_pairs(pairs, purpose, *(row[start : start + rows_per_pass] for row in rows)) for start in starts]
+    return torch.cat(parts)
+
+
+def compiled_source(backend: str | Callable = "inductor") -> Source:
+    """`uniform_pairs` as one kernel."""
+    return torch.compile(uniform_pairs, backend=backend, fullgraph=True)
+
+
+def uniform(
+    seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_ids: int = 1, source: Source = in_passes
+) -> Tensor:
     """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
     Args:
@@ -60,29 +91,29 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_i
         stream: what the numbers are for.
         n_ids: entries 0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does
             not depend on n_ids.
+        source: `in_passes`, or `uniform_pairs` compiled, which then has no intermediates.
     """
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
-    rows = [x.reshape(-1, 1) for x in (seed & MASK, (seed >> 32) & MASK, position, request)]
-    rows_per_pass = max(1, blocks_per_pass(seed.device) // len(pairs))
-    purpose = torch.full_like(rows[0][:1], int(stream))
-    out = torch.empty(len(rows[0]), len(pairs), 2, dtype=torch.float64, device=seed.device)
-    for start in range(0, len(out), rows_per_pass):
-        low, high, at, of = (x[start : start + rows_per_pass] for x in rows)
-        w0, w1, w2, w3 = philox((pairs, purpose, at, of), (low, high))
-        out[start : start + rows_per_pass, :, 0] = (w0 << 21) | (w1 >> 11)
-        out[start : start + rows_per_pass, :, 1] = (w2 << 21) | (w3 >> 11)
-    return out.mul_(2.0**-53).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
+    at, of, low, high = (x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK))
+    purpose = torch.full((1, 1), int(stream), device=seed.device)
+    return source(pairs, purpose, at, of, low, high).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
 
 
 def gumbel(
-    seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_ids: int, dtype: torch.dtype = torch.float32
+    seed: Tensor,
+    request: Tensor,
+    position: Tensor,
+    stream: Stream,
+    n_ids: int,
+    dtype: torch.dtype = torch.float32,
+    source: Source = in_passes,
 ) -> Tensor:
     """Standard Gumbel numbers `[..., n_ids]` in `dtype`, from `uniform`: `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits
     straddle a rounding boundary of `dtype`.
     """
-    u = uniform(seed, request, position, stream, n_ids)
-    u.clamp_(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
+    u = uniform(seed, request, position, stream, n_ids, source)
+    u = u.clamp(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
     return u.log_().neg_().log_().neg_().to(dtype)

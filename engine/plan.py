@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.arguments import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype
+from engine.arguments import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.distributed import (
     LEADER,
     check_draft_ranks,
@@ -23,6 +23,8 @@ from engine.provenance import require_appendable
 from engine.runner import PREFILL_CHUNK
 from kv_cache.errors import ConfigError
 from models import ModelConfig
+from models.pointwise import check_compiler
+from models.quantize import check_scheme
 from models.tensor_parallel import Shard, check_count, shard_config
 
 
@@ -35,6 +37,7 @@ class Plan:
     draft: DraftSettings | None
     device: str
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     target: ModelSource
     draft_source: ModelSource | None
     n_prompts: int
@@ -95,13 +98,19 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
         draft = _resolve_positions(draft, draft_source.config.max_context, capacity)
     elif draft and draft.layers is not None:
         _check_layers(draft.layers, target.config.n_layer)
+    for scheme in {args.quantize, draft.quantize if draft else None} - {None}:
+        check_scheme(scheme, device)
+    if args.compile:
+        check_compiler(device)
     group, draft_group = _rank_groups(args, target, draft_source)
+    dtype = resolve_dtype(args, device)
     return Plan(
         args=args,
         sampling=sampling,
         draft=draft,
         device=device,
-        dtype=resolve_dtype(args, device),
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(args.kv_dtype, dtype),
         target=target,
         draft_source=draft_source,
         n_prompts=n_prompts,
@@ -137,8 +146,10 @@ def require_room(plan: Plan) -> None:
         draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else largest
         if draft.layers is not None:
             draft_config = replace(draft_config, n_layer=len(draft.layers))
-        shares_weights = source is None and draft.dtype == plan.dtype
-        footprint = DraftFootprint(draft_config, draft.dtype, draft.capacity, shares_weights)
+        shares_weights = source is None and shares_target(draft, plan.dtype, args.quantize)
+        footprint = DraftFootprint(
+            draft_config, draft.dtype, draft.capacity, shares_weights, draft.quantize, draft.kv_dtype
+        )
     memory = plan_memory(
         largest,
         dtype=plan.dtype,
@@ -149,6 +160,8 @@ def require_room(plan: Plan) -> None:
         prefill_chunk=PREFILL_CHUNK,
         sampling=plan.sampling.params,
         vocab_size=config.vocab_size,
+        quantize=args.quantize,
+        kv_dtype=plan.kv_dtype,
     )
     sharers = local_world_size() if plan.device == "cpu" else 1
     require_memory(memory, args.B, available_bytes(plan.device) // sharers, plan.device)
@@ -169,8 +182,8 @@ def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
     args, draft, source = plan.args, plan.draft, plan.draft_source
     said = []
-    if getattr(args, "compile", False):
-        said.append("--compile has no effect yet: this runs eagerly")
+    if args.compile and plan.device != "cpu" and len(plan.group) > 1:
+        said.append("--compile compiles on every rank, but captures CUDA graphs only where one rank runs alone")
     if draft and draft.policy == "streaming" and draft.capacity >= args.prefix_len + args.gen_len:
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:
@@ -187,6 +200,11 @@ def remarks(plan: Plan) -> list[str]:
         elif draft.positions == "cache":
             said.append(f"{source.name} counts positions inside its cache (trained context: {context})")
     return said
+
+
+def shares_target(draft: DraftSettings, dtype: torch.dtype, quantize: str | None) -> bool:
+    """Whether a self-draft runs the target's own weights."""
+    return draft.dtype == dtype and draft.quantize == quantize
 
 
 def _check_layers(layers: Sequence[int], n_layer: int) -> None:

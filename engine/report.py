@@ -141,7 +141,9 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "device": str(setup.runner.device),
         "dtype": dtype_name(setup.dtype),
         "attention": setup.runner.model.backend.name,
-        "compile": False,
+        "compile": args.compile,
+        "quantize": args.quantize,
+        "kv_dtype": dtype_name(setup.runner.cache.keys.dtype),
         **_rank_record(setup),
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
@@ -192,6 +194,8 @@ def _draft_record(setup: Setup) -> dict[str, Any]:
         "draft_positions": draft.positions or ("absolute" if has_cache else None),
         "draft_layers": None if draft.layers is None else list(draft.layers),
         "draft_dtype": dtype_name(draft.dtype) if draft.dtype is not None else None,
+        "draft_weights": draft.quantize,
+        "draft_kv_dtype": dtype_name(draft.kv_dtype) if draft.kv_dtype is not None else None,
         "max_ngram": draft.max_ngram,
     }
 
@@ -255,7 +259,8 @@ def _drafting(setup: Setup) -> str:
     if draft.layers is not None:
         name += f" of {len(draft.layers)} layers"
     where = " (positions inside the cache)" if draft.positions == "cache" else ""
-    return f", {dtype_name(draft.dtype)} draft{name}, {draft.capacity} KV entries{where}"
+    weights = f" with {draft.quantize} weights" if draft.quantize else ""
+    return f", {dtype_name(draft.dtype)} draft{name}{weights}, {draft.capacity} KV entries{where}"
 
 
 def _splitting(setup: Setup) -> str:

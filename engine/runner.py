@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.distributed import ALONE, ModelRanks, Ranks
+from engine.noise import Source, in_passes
 from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError
 from models import ModelConfig, Transformer
 from models.tensor_parallel import vocab_widths
@@ -41,27 +44,38 @@ class ModelRunner:
 
     A row that still begins with the prompt asked for is rolled back to it instead of being run again,
     so a baseline and a speculation decode from the same state. `ranks` are the processes that run the same
-    calls beside this one, where the model is sharded.
+    calls beside this one, where the model is sharded. With `new_graph` (`rounds.cuda_graphs()` on a GPU) the
+    parts of a round are captured and replayed, see `engine.rounds`; `noise_source` draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
     def __init__(
-        self, model: Transformer, cache: KVCache, prefill_chunk: int = PREFILL_CHUNK, ranks: Ranks = ALONE
+        self,
+        model: Transformer,
+        cache: KVCache,
+        prefill_chunk: int = PREFILL_CHUNK,
+        ranks: Ranks = ALONE,
+        new_graph: Callable[[], Any] | None = None,
+        noise_source: Source = in_passes,
     ) -> None:
         self.model = model
         self.cache = cache
+        self.new_graph = new_graph
+        self.noise_source = noise_source
+        # What `engine.rounds` has captured over this model and cache.
+        self.captured: dict[object, Any] = {}
         self.prefill_chunk = min(prefill_chunk, cache.prefill_block)
         self.ranks = ranks
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
-        given = (keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
+        given = (model.dtype if keys.dtype in LARGEST else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
             raise ConfigError(
                 "the cache does not fit the model",
                 where="ModelRunner: (dtype, n_layer, n_kv_head, head_dim)",
                 seen=given,
                 required=needed,
-                fix="build the cache from model.config, with dtype=model.dtype",
+                fix="build the cache from model.config, with dtype=model.dtype, or an 8-bit one",
             )
 
     @property
@@ -110,7 +124,7 @@ class ModelRunner:
         finite = []
         for start in range(0, len(prompt), self.prefill_chunk):
             end = min(start + self.prefill_chunk, len(prompt))
-            view = self.cache.view(slice(row, row + 1), end)
+            view = self.cache.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
             finite.append(finite_rows(hidden[0]))
             if on_tokens is not None:

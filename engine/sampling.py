@@ -67,31 +67,61 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Law:
-    """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter.
+class LawShape:
+    """Which steps the laws of some rows take at all; a step too many changes no law.
 
     `most_kept`: no row's top-k keeps more ids than that; None where a sampled row has no top-k.
     """
 
+    any_top_k: bool
+    any_top_p: bool
+    any_greedy: bool
+    most_kept: int | None
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams]) -> LawShape:
+        most_kept = [row.top_k or int(row.greedy) for row in rows]
+        return cls(
+            any_top_k=any(row.top_k for row in rows),
+            any_top_p=any(row.top_p < 1 for row in rows),
+            any_greedy=any(row.greedy for row in rows),
+            most_kept=max(most_kept, default=None) if all(most_kept) else None,
+        )
+
+
+@dataclass(frozen=True)
+class Law:
+    """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter."""
+
     temperature: Tensor
     top_k: Tensor | None
     top_p: Tensor | None
-    most_kept: int | None
-    any_greedy: bool
+    shape: LawShape
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu") -> Law:
-        """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds."""
-        most_kept = [row.top_k or int(row.greedy) for row in rows]
+    def of(
+        cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu", shape: LawShape | None = None
+    ) -> Law:
+        """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds.
+
+        `shape` may be that of more rows than these.
+        """
+        shape = shape or LawShape.of(rows)
         k = torch.tensor([row.top_k or torch.iinfo(torch.int64).max for row in rows], device=device)
         p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         return cls(
             temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
-            top_k=k if any(row.top_k for row in rows) else None,
-            top_p=torch.tensor(p, dtype=torch.float64, device=device) if min(p) < 1 else None,
-            most_kept=max(most_kept) if all(most_kept) else None,
-            any_greedy=any(row.greedy for row in rows),
+            top_k=k if shape.any_top_k else None,
+            top_p=torch.tensor(p, dtype=torch.float64, device=device) if shape.any_top_p else None,
+            shape=shape,
         )
+
+    def copy_(self, other: Law) -> None:
+        """Take over the values of a law of the same shape, in place."""
+        for own, theirs in ((self.top_k, other.top_k), (self.top_p, other.top_p)):
+            if own is not None and theirs is not None:
+                own.copy_(theirs)
+        self.temperature.copy_(other.temperature)
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Log-probabilities of the law, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
@@ -112,7 +142,7 @@ class Law:
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
         if self.top_k is not None or self.top_p is not None:
             scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
-        if self.any_greedy:
+        if self.shape.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
@@ -120,10 +150,10 @@ class Law:
     def _kept(self, scaled: Tensor) -> Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
         vocab_size = scaled.shape[-1]
-        if self.most_kept is None:
+        if self.shape.most_kept is None:
             descending = scaled.sort(dim=-1, descending=True).values
         else:
-            descending = scaled.topk(min(self.most_kept, vocab_size), dim=-1).values
+            descending = scaled.topk(min(self.shape.most_kept, vocab_size), dim=-1).values
         rank = torch.arange(descending.shape[-1], device=scaled.device)
         kept = torch.ones_like(descending, dtype=torch.bool)
         if self.top_k is not None:

@@ -15,14 +15,17 @@ from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
 from engine.memory import used_bytes
 from engine.model_source import ModelSource
-from engine.plan import Plan, remarks, require_room, resolve
+from engine.noise import compiled_source, in_passes
+from engine.plan import Plan, remarks, require_room, resolve, shares_target
 from engine.requests import check_prompt
+from engine.rounds import cuda_graphs
 from engine.runner import ModelRunner, RemoteRunner
 from engine.say import dtype_name, say
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import attention_spec, select_layers
+from models.pointwise import compiled, use_pointwise
 from models.tokenizer import Tokenizer
 
 
@@ -75,16 +78,22 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     say(f"attention: {attention.backend.name} ({attention.why})")
     tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
     prompts = ranks.shared(lambda: _prompts(plan, tokenizer))
-    model = _load(plan, plan.target, plan.dtype, target_ranks)
+    model = _load(plan, plan.target, plan.dtype, target_ranks, args.quantize)
     # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
     draft_model = None
     if draft and draft_ranks is None:
-        draft_model = load_draft_model(model, plan.target, target_ranks, draft, args.attention)
+        draft_model = load_draft_model(model, plan.target, target_ranks, draft, args)
     elif plan.draft_source and draft_ranks and draft_ranks.holds:
         assert draft is not None and draft.dtype is not None
-        draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks)
-    cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.dtype)
-    runner = ModelRunner(model, cache, ranks=ranks)
+        draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
+    if args.compile:
+        pointwise = compiled()
+        for part in filter(None, (model, draft_model)):
+            use_pointwise(part, pointwise)
+    new_graph = cuda_graphs() if args.compile and ranks.size == 1 and plan.device != "cpu" else None
+    cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
+    noise_source = compiled_source() if args.compile else in_passes
+    runner = ModelRunner(model, cache, ranks=ranks, new_graph=new_graph, noise_source=noise_source)
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, args.gen_len, draft.gamma if draft else 0)
     return Setup(
@@ -111,10 +120,12 @@ def _join_ranks(plan: Plan) -> Ranks:
     return start_ranks(plan.device, check=plan.args.check_ranks, timeout_seconds=plan.args.rank_timeout)
 
 
-def _load(plan: Plan, source: ModelSource, dtype: torch.dtype, holders: ModelRanks) -> Transformer:
+def _load(
+    plan: Plan, source: ModelSource, dtype: torch.dtype, holders: ModelRanks, quantize: str | None
+) -> Transformer:
     """The model, or what this rank holds of it."""
     exchange = holders if len(plan.group) > 1 else None
-    return source.load(plan.device, dtype, plan.args.attention, exchange=exchange)
+    return source.load(plan.device, dtype, plan.args.attention, exchange=exchange, quantize=quantize)
 
 
 def make_drafter(setup: Setup, baseline: GenerateOutput | None) -> Drafter:
@@ -144,26 +155,31 @@ def _draft_runner(setup: Setup, draft: DraftSettings) -> ModelRunner | RemoteRun
 
 def _draft_cache(setup: Setup, draft: DraftSettings, config: ModelConfig) -> KVCache:
     device = setup.runner.device
-    assert draft.dtype is not None
+    assert draft.kv_dtype is not None
     if draft.policy == "streaming":
         assert draft.n_sink is not None
         in_cache = draft.positions == "cache"
-        return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.dtype, in_cache)
-    return FullKVCache(config, setup.args.B, draft.capacity, device, draft.dtype)
+        return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.kv_dtype, in_cache)
+    return FullKVCache(config, setup.args.B, draft.capacity, device, draft.kv_dtype)
 
 
 def load_draft_model(
-    model: Transformer, target: ModelSource, target_ranks: ModelRanks, draft: DraftSettings, attention: str
+    model: Transformer,
+    target: ModelSource,
+    target_ranks: ModelRanks,
+    draft: DraftSettings,
+    args: argparse.Namespace,
 ) -> Transformer | None:
-    """What self-speculation drafts with: a copy of the weights in another dtype, or some of the target's layers.
+    """What self-speculation drafts with: a copy of the weights in another form, or some of the target's layers.
 
     None where it is the target, or where nothing of it drafts.
     """
     if draft.kind != "self" or draft.dtype is None:
         return None
-    if draft.dtype != model.dtype:
+    if not shares_target(draft, model.dtype, args.quantize):
         exchange = target_ranks if len(target_ranks.ranks) > 1 else None
-        return target.load(str(target_ranks.device), draft.dtype, attention, draft.layers, exchange)
+        device = str(target_ranks.device)
+        return target.load(device, draft.dtype, args.attention, draft.layers, exchange, draft.quantize)
     return None if draft.layers is None else select_layers(model, draft.layers)
 
 

@@ -17,6 +17,7 @@ from models.llama import Transformer, attention_spec
 from models.manifest import atomic_path, check_files
 from models.mapped_file import copy_out
 from models.packed_linear import pack_linears, pack_model
+from models.quantize import check_scheme, quantize_head, quantize_linears
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 from models.tokenizer import TOKENIZER_FILES
 
@@ -160,6 +161,7 @@ def load_model(
     layers: Sequence[int] | None = None,
     exchange: Exchange | None = None,
     attention: str = "auto",
+    quantize: str | None = None,
 ) -> Transformer:
     """A Transformer ready for inference, its weights `dtype` on `device`.
 
@@ -168,7 +170,8 @@ def load_model(
     `prepack` repacks linear layers for the CPU, where it can: faster, but their weights no longer show up in
     the state dict. `layers` loads only those. With an `exchange`, only this rank's shard is read from the file
     and joined to those of the other ranks; ConfigError if the model has fewer KV heads than there are shards.
-    `attention` names the backend, see `select_backend`.
+    `attention` names the backend, see `select_backend`; `quantize` ("int8", "int4") the scheme of the linear
+    layers, see `models.quantize`.
     Every check of `read_checkpoint` runs before a parameter exists. Raises CheckpointError or ConfigError.
     """
     if load_format == "pth":
@@ -189,6 +192,8 @@ def load_model(
             required=" or ".join(LOAD_FORMATS),
             fix="use pth to read a checkpoint, dummy for random weights",
         )
+    if quantize:
+        check_scheme(quantize, device)
     shard = exchange.shard if exchange else WHOLE
     check_count(config, shard.count, f"tensor parallelism of {path}")
     own = shard_config(config, shard)
@@ -208,8 +213,12 @@ def load_model(
                 tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
             weights[name.removeprefix(f"{module}.")] = tensor
         block.load_state_dict(weights, assign=True)
+        if quantize and module.startswith("layers."):
+            quantize_linears(block, quantize)
         if prepack:
             pack_linears(block)
+    if quantize:
+        quantize_head(model)
     if prepack:
         pack_model(model)
     if exchange is not None:

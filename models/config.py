@@ -73,11 +73,15 @@ class ModelConfig:
     @property
     def n_parameters(self) -> int:
         """Parameters of the model, a tied head counted once."""
-        attention = self.dim * self.head_dim * (2 * self.n_head + 2 * self.n_kv_head)
         bias = self.head_dim * (self.n_head + 2 * self.n_kv_head) if self.qkv_bias else 0
-        layer = attention + bias + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        layer = self.n_linear_weights_per_layer + bias + 2 * self.dim
         heads = 1 if self.tie_embeddings else 2
         return self.n_layer * layer + heads * self.vocab_size * self.dim + self.dim
+
+    @property
+    def n_linear_weights_per_layer(self) -> int:
+        """Weights of a layer's matrix products, biases not counted."""
+        return self.dim * (self.head_dim * (2 * self.n_head + 2 * self.n_kv_head) + 3 * self.ffn_dim)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token of one row takes, over all layers."""

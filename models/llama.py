@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec, TorchAttention
 from models.config import ModelConfig
+from models.pointwise import EAGER, Pointwise
 from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
 
@@ -40,8 +41,10 @@ class Step:
     slots: Any
     backend: AttentionBackend
     visible: Any
-    rotation: Rotation
-    slot_rotation: Rotation | None  # of keys that the cache stores un-rotated
+    rotation: Rotation  # of the block's tokens `[B * T]`
+    slot_rotation: Rotation | None  # of the slots `[B, C]`, where the cache stores keys un-rotated
+    pointwise: Pointwise
+    block_shape: torch.Size
 
 
 class Linear(nn.Linear):
@@ -65,47 +68,52 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         n_qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        self.wqkv = Linear(config.dim, n_qkv, bias=config.qkv_bias)
+        self.wqkv: nn.Module = Linear(config.dim, n_qkv, bias=config.qkv_bias)
         self.wo: nn.Module = Linear(config.n_head * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
-        batch, n_token, _ = x.shape
-        heads = self.wqkv(x).view(batch, n_token, -1, self.head_dim)
-        q_and_k, v = heads.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
+        heads = self.wqkv(x).view(len(x), -1, self.head_dim)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         if step.slot_rotation is None:
-            q_and_k = rotate(q_and_k, step.rotation)
-        q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=2)
+            q_and_k = step.pointwise.rotate_heads(heads[:, : self.n_head + self.n_kv_head], step.rotation)
+            q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
+        q, k, v = (part.unflatten(0, step.block_shape) for part in (q, k, v))
         step.cache.write(layer, step.slots, k, v)
         kv = step.cache.read(layer)
         if step.slot_rotation is not None:
             keys, values = kv.dequantized(q.dtype)
-            q, kv = rotate(q, step.rotation), KV(rotate(keys, step.slot_rotation), values)
+            turned = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)
+            q, kv = turned, KV(rotate(keys, step.slot_rotation), values)
         y = step.backend.attend(q, kv, step.visible)
-        return self.wo(y.reshape(batch, n_token, -1))
+        return self.wo(y.reshape(len(x), -1))
 
 
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=False)
+        self.w13: nn.Module = Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w2: nn.Module = Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.w2(step.pointwise.swiglu(self.w13(x)))
 
 
 class Block(nn.Module):
+    """`x` is the residual stream `[B * T, dim]`, `update` what the block before adds to it."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
+        self.norm_eps = config.norm_eps
 
-    def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), step, layer)
-        return x + self.feed_forward(self.ffn_norm(x))
+    def forward(self, x: Tensor, update: Tensor, step: Step, layer: int) -> tuple[Tensor, Tensor]:
+        add_norm = step.pointwise.add_norm
+        x, normed = add_norm(x, update, self.attention_norm.weight, self.norm_eps)
+        x, normed = add_norm(x, self.attention(normed, step, layer), self.ffn_norm.weight, self.norm_eps)
+        return x, self.feed_forward(normed, step)
 
 
 class Transformer(nn.Module):
@@ -118,6 +126,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.backend: AttentionBackend = TorchAttention()
+        self.pointwise = EAGER
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -138,17 +147,25 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Normalised last hidden states `[B, T, dim]`; `logits` of a part of them is all a prefill needs."""
-        x = self.tok_embeddings(tokens)
+        x = self.tok_embeddings(tokens).flatten(0, 1)
         self._frequencies = self._frequencies.to(x.device)
         slots = cache.begin(positions)
         places, slot_places = cache.rotary_positions(positions)
-        turn = rotation(places, self._frequencies, x.dtype)
-        slot_turn = None if slot_places is None else rotation(slot_places, self._frequencies, x.dtype)
-        visible = self.backend.prepare(attention_spec(self.config, x.dtype), positions, cache)
-        step = Step(cache, slots, self.backend, visible, turn, slot_turn)
+        step = Step(
+            cache=cache,
+            slots=slots,
+            backend=self.backend,
+            visible=self.backend.prepare(attention_spec(self.config, x.dtype), positions, cache),
+            rotation=rotation(places.flatten(), self._frequencies, x.dtype),
+            slot_rotation=None if slot_places is None else rotation(slot_places, self._frequencies, x.dtype),
+            pointwise=self.pointwise,
+            block_shape=tokens.shape,
+        )
+        update = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            x = layer(x, step, index)
-        return self.norm(x)
+            x, update = layer(x, update, step, index)
+        _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
+        return normed.view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., dim] -> [..., vocab_size]`."""

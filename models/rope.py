@@ -12,7 +12,7 @@ from models.config import ModelConfig, RopeScaling
 
 
 class Rotation(NamedTuple):
-    """What turns heads to their positions: `cos` and `signed_sin [B, T, 1, head_dim]`, the first half negated."""
+    """What turns heads to their positions: `cos` and `signed_sin [..., 1, head_dim]`, the first half negated."""
 
     cos: Tensor
     signed_sin: Tensor
@@ -39,16 +39,18 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation in `dtype` that belongs to `positions [B, T]`.
+    """The rotation in `dtype` that belongs to `positions [...]`.
 
     Angles are taken in float32 or better. The negated half of the sine lets `rotate` swap the halves
     instead of negating one.
     """
     angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return Rotation(torch.cat([cos, cos], -1)[:, :, None].to(dtype), torch.cat([-sin, sin], -1)[:, :, None].to(dtype))
+    return Rotation(
+        torch.cat([cos, cos], -1)[..., None, :].to(dtype), torch.cat([-sin, sin], -1)[..., None, :].to(dtype)
+    )
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Rotate `x [B, T, H, head_dim]`: pair i is (x[i], x[i + head_dim / 2])."""
+    """Rotate `x [..., H, head_dim]`: pair i is (x[i], x[i + head_dim / 2])."""
     return torch.addcmul(x * by.cos, x.roll(x.shape[-1] // 2, -1), by.signed_sin)

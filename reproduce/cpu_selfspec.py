@@ -2,7 +2,8 @@
 
     python reproduce/cpu_selfspec.py --output reproduce/results/cpu_selfspec.jsonl
 
-Every (gamma, budget, draft dtype) cell appends one record per pair, then all cells one summary each.
+Every (gamma, budget, draft dtype, draft weights, compiled or not) cell appends one record per pair, then all
+cells one summary each. With --compile each is measured both ways, each beside a baseline of its own way.
 """
 
 import argparse
@@ -17,10 +18,14 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import arguments, benchmark, report
+from engine.noise import Source, compiled_source, in_passes
 from engine.provenance import append_record, provenance
 from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
+from models import Transformer
+from models.pointwise import EAGER, Pointwise, compiled, use_pointwise
+from models.quantize import SCHEMES
 
 MEDIANS = (
     "speedup",
@@ -37,20 +42,39 @@ MEDIANS = (
 )
 
 
-def cell_setup(setup: Setup, gamma: int, budget: int, draft_dtype: str) -> Setup:
-    """The same model, cache and prompts under another gamma, draft budget and draft dtype."""
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One way to draft, and whether it is compiled; `weights` as --draft_weights."""
+
+    gamma: int
+    budget: int
+    draft_dtype: str
+    weights: str
+    compile: bool
+
+
+def cell_setup(setup: Setup, cell: Cell, models: dict[tuple, Transformer | None]) -> Setup:
+    """The same target, cache and prompts under another way to draft; `models` keeps what drafts, by its form."""
     args = copy.copy(setup.args)
-    args.gamma, args.streamingllm_budget, args.draft_dtype = gamma, budget, draft_dtype
-    draft, model = arguments.draft_settings(args), setup.draft_model
-    if setup.draft is None or draft.dtype != setup.draft.dtype:
-        model = load_draft_model(setup.runner.model, setup.target, setup.target_ranks, draft, args.attention)
-    return dataclasses.replace(setup, draft=draft, draft_model=model)
+    args.gamma, args.streamingllm_budget, args.draft_dtype = cell.gamma, cell.budget, cell.draft_dtype
+    args.draft_weights, args.compile = cell.weights, cell.compile
+    draft = arguments.draft_settings(args)
+    form = draft.dtype, draft.quantize
+    if form not in models:
+        models[form] = load_draft_model(setup.runner.model, setup.target, setup.target_ranks, draft, args)
+    return dataclasses.replace(setup, args=args, draft=draft, draft_model=models[form])
+
+
+def use_functions(setup: Setup, pointwise: Pointwise, source: Source) -> None:
+    setup.runner.noise_source = source
+    for model in filter(None, (setup.runner.model, setup.draft_model)):
+        use_pointwise(model, pointwise)
 
 
 def summarise(records: list[dict]) -> dict:
     """Medians over the pairs of one cell, the settings they share, and every pair's speedup."""
     settings = ("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma")
-    settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype")
+    settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "compile")
     return {
         "benchmark": "cpu_selfspec_summary",
         **{key: records[0][key] for key in settings},
@@ -81,30 +105,46 @@ def main() -> None:
         choices=["same", *arguments.DTYPES],
         help="draft dtypes to compare (default: --draft_dtype)",
     )
+    parser.add_argument(
+        "--weights", nargs="+", choices=["same", *SCHEMES], help="draft weights to compare (default: --draft_weights)"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
     parser.set_defaults(prefix_len=7500, device="cpu", no_baseline=False)
     args = parser.parse_args()
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
     draft_dtypes = args.draft_dtypes or [args.draft_dtype]
+    weights = args.weights or [args.draft_weights]
+    ways = [False, True] if args.compile else [False]
 
-    args.draft_dtype = draft_dtypes[-1]
+    args.draft_dtype, args.compile = draft_dtypes[-1], False
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
     setup = prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
-    cells = [cell_setup(setup, *cell) for cell in itertools.product(gammas, budgets, draft_dtypes)]
+    models: dict[tuple, Transformer | None] = {}
+    cells = [Cell(*values) for values in itertools.product(gammas, budgets, draft_dtypes, weights, ways)]
+    setups = {cell: cell_setup(setup, cell, models) for cell in cells}
+    functions = {way: (compiled(), compiled_source()) if way else (EAGER, in_passes) for way in ways}
     prefill_seconds = benchmark.prefill(setup)
-    records: list[list[dict]] = [[] for _ in cells]
-    for pair in range(args.pairs):
-        baseline = benchmark.decode(setup, f"baseline {pair}")
-        for cell, kept in zip(cells, records, strict=True):
-            drafter = make_drafter(cell, baseline)
-            timer = PhaseTimer(cell.runner.device)
-            speculative = benchmark.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
+    records: dict[Cell, list[dict]] = {cell: [] for cell in cells}
+    for pair, way in itertools.product(range(args.pairs), ways):
+        plain = dataclasses.replace(setup, args=next(s.args for c, s in setups.items() if c.compile == way))
+        use_functions(plain, *functions[way])
+        if pair == 0:
+            benchmark.warm_up(plain)
+        baseline = benchmark.decode(plain, f"baseline {pair}")
+        for cell in (cell for cell in cells if cell.compile == way):
+            own = setups[cell]
+            use_functions(own, *functions[way])
+            drafter = make_drafter(own, baseline)
+            if pair == 0:
+                benchmark.warm_up(own, drafter)
+            timer = PhaseTimer(own.runner.device)
+            speculative = benchmark.decode(own, f"gamma {drafter.gamma}", drafter, timer)
             # On a CPU a phase needs no synchronisation, so timing it costs nothing.
             passes = benchmark.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
-            record = report.make_record("cpu_selfspec", cell, passes)
-            kept.append(record)
+            record = report.make_record("cpu_selfspec", own, passes)
+            records[cell].append(record)
             append_record(args.output, record)
-    for kept in records:
+    for kept in records.values():
         summary = report.rounded(summarise(kept))
         append_record(args.output, summary)
         print(json.dumps(summary), flush=True)

@@ -131,3 +131,26 @@ def test_the_refusal_is_itemised_and_adds_up() -> None:
 
 def test_available_bytes_of_this_machine() -> None:
     assert 2**20 < available_bytes("cpu") < 2**50
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
+    if scheme == "int8" and not torch.cpu._is_vnni_supported():
+        pytest.skip("no VNNI")
+    config = replace(
+        TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024, tie_embeddings=tied
+    )
+    planned = plan_of(config, quantize=scheme, draft=None).weights
+    model = load_model("none", load_format="dummy", config=config, quantize=scheme)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    assert held == pytest.approx(planned, rel=0.02)
+    assert planned < plan_of(config, draft=None).weights
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
+    draft = DraftFootprint(TINY, torch.float32, BUDGET, True, kv_dtype=dtype)
+    plan = plan_of(TINY, kv_dtype=dtype, draft=draft)
+    assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
+    assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes

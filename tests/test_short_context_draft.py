@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine import ModelRunner, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import KV, FullKVCache, StreamingKVCache
 from models import ModelConfig, Transformer
 
 # A text opens with the id of its rule, then come words; the rule says which word follows which. Rotary attention
@@ -61,6 +61,8 @@ def texts(rules: Tensor, length: int, generator: torch.Generator) -> Tensor:
 class OneBlock:
     """A cache for training: the whole text in one block, handed to attention with its gradients."""
 
+    in_order, block_ends_view = True, True
+
     def begin(self, positions: Tensor) -> None:
         self.positions = positions
 
@@ -68,9 +70,9 @@ class OneBlock:
         return positions, None
 
     def write(self, layer: int, slots: None, keys: Tensor, values: Tensor) -> None:
-        self._block = keys, values
+        self._block = KV(keys, values)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int) -> KV:
         return self._block
 
 

@@ -87,13 +87,14 @@ class StandaloneDraft:
             return _fit(logits, self._vocab_size)
 
         drafts = draw_drafts(self.gamma, current, step, verification, self._runner.ranks)
-        self._block, self._start = torch.cat([current[:, None], drafts.tokens], dim=1), lengths
+        self._block.copy_(torch.cat([current[:, None], drafts.tokens], dim=1))
+        self._start.copy_(lengths)
         return drafts
 
     def rollback(self, lengths: Tensor) -> None:
         self._runner.rollback(lengths)
         last = (lengths - 1 - self._start).clamp(min=0, max=self.gamma)
-        self._previous = self._block.gather(1, last[:, None]).squeeze(1)
+        self._previous.copy_(self._block.gather(1, last[:, None]).squeeze(1))
 
 
 def _fit(logits: Tensor, vocab_size: int) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
-from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
+from models.attention.base import AttentionBackend, AttentionSpec, Slots
 from models.attention.cpp_build import load_kernel
 
 HEAD_DIMS = (64, 128)
@@ -32,15 +34,19 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`."""
+    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`.
+
+    otherwise: what the fallback prepares, asked for if the entries turn out to be of another kind.
+    """
 
     newest: Tensor
     oldest: Tensor
     slots: Tensor
+    otherwise: Callable[[], Any]
 
 
 class CppAttention:
-    """Blocks of up to MAX_BLOCK tokens run in the kernel, prefill chunks and other entries in `fallback`.
+    """Blocks of any length run in the kernel; `fallback` runs caches whose entries it cannot read.
 
     A row's result does not depend, to the last bit, on the other rows, on the other tokens of the block, or on
     the capacity. Errors: BuildError if the kernel cannot be built here.
@@ -52,18 +58,17 @@ class CppAttention:
         self._kernel = load_kernel()
         self._fallback = fallback
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared | Any:
-        if queries.shape[1] > MAX_BLOCK:
-            return self._fallback.prepare(spec, queries, slots)
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         newest = queries.repeat_interleave(spec.group_size, dim=1)
         oldest = torch.zeros_like(newest)
         if spec.sliding_window is not None:
             oldest = (newest - spec.sliding_window + 1).clamp(min=0)
-        return Prepared(newest, oldest, slots.positions.contiguous())
+        otherwise = functools.cache(lambda: self._fallback.prepare(spec, queries, slots))
+        return Prepared(newest, oldest, slots.positions.contiguous(), otherwise)
 
-    def attend(self, q: Tensor, kv: KV, prepared: Prepared | Any) -> Tensor:
-        if not isinstance(prepared, Prepared):
-            return self._fallback.attend(q, kv, prepared)
+    def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
+        if kv.keys.dtype not in ENTRIES:
+            return self._fallback.attend(q, kv, prepared.otherwise())
         batch, n_token, n_head, head_dim = q.shape
         n_slot, n_kv_head = kv.keys.shape[1:3]
         group = n_head // n_kv_head

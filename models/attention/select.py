@@ -67,4 +67,37 @@ def _cpp(kind: str, spec: AttentionSpec) -> Selection:
         raise _Unavailable(str(error)) from None
 
 
-_MAKERS = {"torch": _torch, "cpp": _cpp}
+def _triton(kind: str, spec: AttentionSpec) -> Selection:
+    if kind != "cuda":
+        raise _Unavailable("it needs a CUDA device")
+    try:
+        import triton
+
+        from models.attention import triton_backend
+    except ImportError as error:
+        raise _Unavailable(str(error)) from None
+    if reason := triton_backend.unsupported(spec):
+        return Selection(TorchAttention(), reason)
+    if not triton_backend.runs_on(torch.cuda.get_device_capability(), spec.dtype, spec.dtype):
+        return Selection(
+            TorchAttention(), f"the Triton kernel wants 16 bits on a GPU, the model computes in {spec.dtype}"
+        )
+    return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
+
+
+def _flash(kind: str, spec: AttentionSpec) -> Selection:
+    from models.attention.flash_backend import FlashAttention, find_flavour
+
+    flavour, why = find_flavour(kind)
+    if flavour is None:
+        raise _Unavailable(why)
+    if reason := flavour.unsupported(spec):
+        return Selection(TorchAttention(), reason)
+    try:
+        fallback = _triton(kind, spec).backend
+    except _Unavailable:
+        fallback = TorchAttention()
+    return Selection(FlashAttention(flavour, fallback), f"{why}; rings and 8-bit caches on {fallback.name}")
+
+
+_MAKERS = {"torch": _torch, "cpp": _cpp, "triton": _triton, "flash": _flash}

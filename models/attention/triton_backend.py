@@ -1,0 +1,224 @@
+"""The Triton backend: the KV of a short block is read once, in chunks that fill the GPU, with lengths on the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kv_cache.entries import KV
+from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
+from models.attention.torch_backend import TorchAttention
+from models.attention.triton_kernels import combine, split_kv
+
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Programs that a launch over a full cache has at least for every multiprocessor: four waves of two.
+PROGRAMS_PER_SM = 8
+# Slots: a shorter chunk would spend its time filling its pipeline.
+MIN_CHUNK = 256
+# Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of the KV.
+SLOTS_PER_ROW = 16
+# What an H100 or H200 has, for a device that cannot be asked.
+DEFAULT_SM_COUNT = 132
+# Chunks that one step of `combine` merges, and its warps.
+COMBINE_CHUNKS, COMBINE_WARPS = 16, 4
+# The tensor cores' smallest tile, and the largest whose accumulator stays in registers.
+MIN_ROWS, MAX_ROWS = 16, 64
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why a model of this shape runs on torch instead; None if the kernel takes it."""
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim is {spec.head_dim}, and the Triton kernel takes {' or '.join(map(str, HEAD_DIMS))}"
+    if spec.dtype not in DTYPES:
+        return f"the model computes in {spec.dtype}, and the Triton kernel in float16, bfloat16 or float32"
+    return None
+
+
+def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtype) -> bool:
+    """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries.
+
+    Only Ada and Hopper convert float8. Tensor cores do not multiply in float32, and without them the tiles spill.
+    """
+    return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One program's share: `rows` of query tokens times group, `slots` of KV per step, and how it is run."""
+
+    rows: int
+    slots: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
+    """The tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
+
+    As many stages as keep some 64 KiB in flight on a multiprocessor, among the one to four programs whose
+    registers fit there. Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`).
+    """
+    rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), MAX_ROWS)
+    num_stages = 3 if head_dim * kv_itemsize >= 256 else 4
+    if rows < MAX_ROWS:
+        # Where 64 slots would not leave room for two programs or more, half of them in more stages do.
+        is_large = rows * head_dim > 2048 or head_dim * kv_itemsize == 64
+        return TileConfig(rows, 32, 4, num_stages=5) if is_large else TileConfig(rows, 64, 4, num_stages)
+    # Registers leave room for one program per multiprocessor; entries of 8 bits need more of them to be converted.
+    return TileConfig(rows, 32 if kv_itemsize == 1 else 64, num_warps=8, num_stages=num_stages + 1)
+
+
+def min_chunk_length(n_row: int) -> int:
+    """Slots below which a chunk of `n_row` query rows costs more than the balance it brings is worth."""
+    return max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
+
+
+def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, min_chunk: int) -> int:
+    """Slots per chunk, a multiple of the tile's, where one chunk of all rows takes `n_program` programs.
+
+    Depends on shapes alone, so that a captured graph stays valid whatever the rows' lengths become.
+    """
+    n_chunk = triton.cdiv(PROGRAMS_PER_SM * sm_count, n_program)
+    chunk = max(triton.cdiv(n_slot, n_chunk), min_chunk)
+    return triton.cdiv(chunk, tile.slots) * tile.slots
+
+
+class Launch(NamedTuple):
+    """One kernel launch; `reproduce/kernel_report.py` compiles the same ones without a GPU."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+@dataclass
+class Block:
+    """What the layers of one forward share: queries `[B, T]` int64 on the device, and the slots they see."""
+
+    spec: AttentionSpec
+    queries: Tensor
+    slots: Slots
+
+    @cached_property
+    def for_torch(self) -> Any:
+        return TorchAttention().prepare(self.spec, self.queries, self.slots)
+
+
+def plan(
+    q: Tensor, kv: KV, block: Block, sm_count: int = DEFAULT_SM_COUNT, min_chunk: int | None = None
+) -> tuple[list[Launch], Tensor]:
+    """The launches that attend `q [B, T, H, D]` to `kv`, and the output `[B, T, H, D]` that they fill."""
+    batch, n_token, n_head, head_dim = q.shape
+    n_slot, n_kv_head = kv.keys.shape[1:3]
+    group = n_head // n_kv_head
+    n_row = n_token * group
+    tile = tile_config(n_row, head_dim, kv.keys.element_size())
+    row_blocks = triton.cdiv(n_row, tile.rows)
+    n_program = row_blocks * batch * n_kv_head
+    chunk = chunk_length(n_slot, n_program, tile, sm_count, min_chunk or min_chunk_length(n_row))
+    n_chunk = triton.cdiv(n_slot, chunk)
+    is_split = n_chunk > 1
+    out = torch.empty(batch, n_token, n_head, head_dim, dtype=q.dtype, device=q.device)
+    partial = log_sums = out
+    if is_split:
+        partial = torch.empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(batch, n_token, n_head, n_chunk, dtype=torch.float32, device=q.device)
+    is_quantized = kv.key_scales is not None
+    # Pointers that a variant never follows still need a tensor.
+    key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
+    positions, window = block.slots.positions, block.spec.sliding_window
+    arguments: dict[str, Any] = {
+        "q": q,
+        "keys": kv.keys,
+        "values": kv.values,
+        "key_scales": key_scales,
+        "value_scales": value_scales,
+        "queries": block.queries,
+        "positions": positions,
+        "out": partial,
+        "log_sums": log_sums,
+        **_strides("q", ("row", "token", "head"), q),
+        **_strides("k", ("row", "slot", "head"), kv.keys),
+        **_strides("v", ("row", "slot", "head"), kv.values),
+        **_strides("ks", ("row", "slot", "head"), key_scales),
+        **_strides("vs", ("row", "slot", "head"), value_scales),
+        "positions_row": positions.stride(0),
+        "n_token": n_token,
+        "n_kv_head": n_kv_head,
+        "n_slot": n_slot,
+        "chunk": chunk,
+        "n_chunk": n_chunk,
+        "window": window or 0,
+        "scale": head_dim**-0.5 * math.log2(math.e),
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "MAX_TOKENS": MAX_BLOCK,
+        "ROWS": tile.rows,
+        "SLOTS": tile.slots,
+        "QUANTIZED": is_quantized,
+        "IN_ORDER": block.slots.in_order,
+        "WINDOWED": window is not None,
+        "SPLIT": is_split,
+    }
+    grid = (row_blocks, n_chunk, batch * n_kv_head)
+    launches = [Launch(split_kv, grid, arguments, tile.num_warps, tile.num_stages)]
+    if is_split:
+        arguments = {"partial": partial, "log_sums": log_sums, "out": out, "n_chunk": n_chunk}
+        arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
+        launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
+    return launches, out
+
+
+def _strides(prefix: str, names: tuple[str, ...], x: Tensor) -> dict[str, int]:
+    return {f"{prefix}_{name}": stride for name, stride in zip(names, x.stride(), strict=False)}
+
+
+class TritonAttention:
+    """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
+
+    `sm_count` is the number of multiprocessors to fill, that of the device by default; `min_chunk` the
+    fewest slots of a chunk, `min_chunk_length` by default.
+    """
+
+    name = "triton"
+
+    def __init__(self, sm_count: int | None = None, min_chunk: int | None = None) -> None:
+        self.torch = TorchAttention()
+        self.sm_count = sm_count
+        self.min_chunk = min_chunk
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
+        """The block itself, or what torch makes of it. The kernel looks up positions and lengths on its own."""
+        if queries.shape[1] > MAX_BLOCK or unsupported(spec):
+            return self.torch.prepare(spec, queries, slots)
+        return Block(spec, queries.contiguous(), slots)
+
+    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
+        """`q [B, T, H, D]` over entries of C slots -> contiguous `[B, T, H, D]` in `q`'s dtype."""
+        if not isinstance(prepared, Block):
+            return self.torch.attend(q, kv, prepared)
+        if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
+            return self.torch.attend(q, kv, prepared.for_torch)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        launches, out = plan(q, kv, prepared, self.sm_count or _sm_count(q.device), self.min_chunk)
+        for launch in launches:
+            launch()
+        return out
+
+
+def _sm_count(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_SM_COUNT
+    return torch.cuda.get_device_properties(device).multi_processor_count

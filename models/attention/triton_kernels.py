@@ -1,0 +1,270 @@
+"""Triton kernels: attention of a few query tokens over one chunk of a row's slots, and the merge of the chunks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A position that no query reaches.
+UNSEEN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _attend_tile(
+    state,
+    q,
+    query,
+    slot,
+    stop,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    positions,
+    k_slot,
+    v_slot,
+    ks_slot,
+    vs_slot,
+    scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
+
+    `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in
+    units of log 2. The pointers are those of the row and head; one tile is 32-bit offsets away from them.
+    """
+    best, total, acc = state
+    offsets = tl.arange(0, SLOTS)
+    dims = tl.arange(0, HEAD_DIM)
+    first = tl.cast(slot, tl.int64)
+    key_at = keys + first * k_slot + (offsets[:, None] * k_slot + dims[None, :])
+    value_at = values + first * v_slot + (offsets[:, None] * v_slot + dims[None, :])
+    if MASKED:
+        exists = slot + offsets < stop
+        k = tl.load(key_at, mask=exists[:, None], other=0.0)
+        v = tl.load(value_at, mask=exists[:, None], other=0.0)
+    else:
+        k = tl.load(key_at)
+        v = tl.load(value_at)
+
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if QUANTIZED:
+        key_scale_at = key_scales + first * ks_slot + offsets * ks_slot
+        value_scale_at = value_scales + first * vs_slot + offsets * vs_slot
+        if MASKED:
+            key_scale = tl.load(key_scale_at, mask=exists, other=0.0)
+            value_scale = tl.load(value_scale_at, mask=exists, other=0.0)
+        else:
+            key_scale = tl.load(key_scale_at)
+            value_scale = tl.load(value_scale_at)
+        scores *= (key_scale * scale)[None, :]
+    else:
+        scores *= scale
+
+    if MASKED:
+        if IN_ORDER:
+            position = tl.where(exists, slot + offsets, UNSEEN)
+        else:
+            position = tl.load(positions + slot + offsets, mask=exists, other=-1).to(tl.int32)
+            position = tl.where(position >= 0, position, UNSEEN)
+        visible = position[None, :] <= query[:, None]
+        if WINDOWED:
+            visible &= position[None, :] > query[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen nothing yet has -inf for its best: -inf - -inf is not 0.
+    base = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
+    decay = tl.exp2(best - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    if QUANTIZED:
+        weights *= value_scale[None, :]
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+    return new_best, total, acc
+
+
+# What changes from call to call must not compile another variant in the middle of a run.
+@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "window"])
+def split_kv(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    queries,
+    positions,
+    out,
+    log_sums,
+    q_row,
+    q_token,
+    q_head,
+    k_row,
+    k_slot,
+    k_head,
+    v_row,
+    v_slot,
+    v_head,
+    ks_row,
+    ks_slot,
+    ks_head,
+    vs_row,
+    vs_slot,
+    vs_head,
+    positions_row,
+    n_token,
+    n_kv_head,
+    n_slot,
+    chunk,
+    n_chunk,
+    window,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One program: ROWS of the `n_token * GROUP` rows of one row and KV head, over one chunk of its slots.
+
+    Grid `[row blocks, chunks, B * n_kv_head]`. Softmax is that of Milakov and Gimelshein (2018), the chunks
+    those of Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token, H, n_chunk, HEAD_DIM]`
+    takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
+    where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result.
+    """
+    chunk_index = tl.program_id(1)
+    b = (tl.program_id(2) // n_kv_head).to(tl.int64)
+    h = (tl.program_id(2) % n_kv_head).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = rows // GROUP
+    head = h * GROUP + rows % GROUP
+    real = token < n_token
+    out_row = (b * n_token + token) * (n_kv_head * GROUP) + head
+
+    start = chunk_index * chunk
+    stop = tl.minimum(start + chunk, n_slot)
+    if IN_ORDER:
+        tokens = tl.arange(0, MAX_TOKENS)
+        at = tl.load(queries + b * n_token + tokens, mask=tokens < n_token, other=-1).to(tl.int32)
+        last = tl.max(at, 0)
+        earliest = tl.min(tl.where(tokens < n_token, at, last), 0)
+        stop = tl.minimum(stop, last + 1)
+        if WINDOWED:
+            start = tl.maximum(start, (earliest - window + 1) // SLOTS * SLOTS)
+    if SPLIT:
+        out_row = out_row * n_chunk + chunk_index
+        if start >= stop:
+            tl.store(log_sums + out_row, float("-inf"), mask=real)
+            return
+
+    dims = tl.arange(0, HEAD_DIM)
+    query = tl.load(queries + b * n_token + token, mask=real, other=-1).to(tl.int32)
+    q_at = q + b * q_row + token[:, None] * q_token + head[:, None] * q_head + dims[None, :]
+    q_tile = tl.load(q_at, mask=real[:, None], other=0.0)
+    keys += b * k_row + h * k_head
+    values += b * v_row + h * v_head
+    positions += b * positions_row
+    if QUANTIZED:
+        key_scales += b * ks_row + h * ks_head
+        value_scales += b * vs_row + h * vs_head
+
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    state = (best, total, acc)
+    masked_from = start
+    if IN_ORDER and not WINDOWED:
+        # Every query of the row sees the slots up to the earliest one's position.
+        masked_from += tl.maximum(tl.minimum(stop, earliest + 1) - start, 0) // SLOTS * SLOTS
+        for slot in tl.range(start, masked_from, SLOTS):
+            state = _attend_tile(
+                state,
+                q_tile,
+                query,
+                slot,
+                stop,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+                positions,
+                k_slot,
+                v_slot,
+                ks_slot,
+                vs_slot,
+                scale,
+                window,
+                HEAD_DIM,
+                SLOTS,
+                QUANTIZED,
+                IN_ORDER,
+                WINDOWED,
+                MASKED=False,
+            )
+    for slot in tl.range(masked_from, stop, SLOTS):
+        state = _attend_tile(
+            state,
+            q_tile,
+            query,
+            slot,
+            stop,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            positions,
+            k_slot,
+            v_slot,
+            ks_slot,
+            vs_slot,
+            scale,
+            window,
+            HEAD_DIM,
+            SLOTS,
+            QUANTIZED,
+            IN_ORDER,
+            WINDOWED,
+            MASKED=True,
+        )
+
+    best, total, acc = state
+    sums = tl.where(total > 0, total, 1.0)
+    if SPLIT:
+        tl.store(log_sums + out_row, best + tl.log2(sums), mask=real)
+    out_at = out + out_row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, (acc / sums[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["n_chunk"])
+def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.constexpr):
+    """Merge what `split_kv` left of one query and head, CHUNKS chunks at a time; grid `[B * n_token * H]`."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    best = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for first in tl.range(0, n_chunk, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        log_sum = tl.load(log_sums + row * n_chunk + chunk, mask=chunk < n_chunk, other=float("-inf"))
+        # Chunks that nobody sees were never written.
+        seen = log_sum > float("-inf")
+        tile_at = partial + (row * n_chunk + chunk)[:, None] * HEAD_DIM + dims[None, :]
+        tile = tl.load(tile_at, mask=seen[:, None], other=0.0)
+        new_best = tl.maximum(best, tl.max(log_sum, 0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        decay = tl.exp2(best - base)
+        weights = tl.exp2(log_sum - base)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(tile * weights[:, None], 0)
+        best = new_best
+    tl.store(out + row * HEAD_DIM + dims, (acc / total).to(out.dtype.element_ty))

@@ -1,0 +1,99 @@
+"""What a block does between its matrix products and its attention, as functions that may be compiled.
+
+Only these are: each becomes one kernel whatever the device, while matrix products and attention stay calls
+into libraries and hand-written kernels. Nothing here sees a cache or its length, so no length can recompile it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kv_cache.errors import ConfigError
+from models.rope import Rotation, rotate
+
+# Distinct shapes per function and dtype stay few (the number of tokens becomes a variable with the second one);
+# PyTorch's own limit counts all models of the process together, and falls back without a word.
+MOST_VARIANTS = 64
+
+
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream `x + update`, and its RMSNorm: all `[N, dim]` (Zhang and Sennrich 2019, equation 4)."""
+    x = x + update
+    return x, F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotate_heads(heads: Tensor, by: Rotation) -> Tensor:
+    """Heads `[N, H, head_dim]`, turned to their tokens' positions."""
+    return rotate(heads, by)
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """`silu(gate) * up`: `[N, 2 * ffn] -> [N, ffn]` (Shazeer 2020, equation 6)."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x [N, dim]` as bytes around 128, and each row's scale `[N, 1]` float32: `x = (bytes - 128) * scale`."""
+    x = x.float()
+    scale = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-12)
+    return (x / scale + 128).round().to(torch.uint8), scale
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """The functions above, as they are or compiled."""
+
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
+    rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate_heads
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    round_to_uint8: Callable[[Tensor], tuple[Tensor, Tensor]] = round_to_uint8
+
+
+EAGER = Pointwise()
+
+
+def compiled(backend: str | Callable = "inductor") -> Pointwise:
+    """All of them compiled, by any of torch.compile's backends. Nothing is compiled before it first runs."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+
+    def compile_(part: Any) -> Any:
+        return torch.compile(part, backend=backend, fullgraph=True)
+
+    return Pointwise(
+        add_norm=compile_(add_norm),
+        rotate_heads=compile_(rotate_heads),
+        swiglu=compile_(swiglu),
+        round_to_uint8=compile_(round_to_uint8),
+    )
+
+
+def check_compiler(device: torch.device | str) -> None:
+    """Raise ConfigError unless what torch.compile calls for this device is there."""
+    if torch.device(device).type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # its class has moved between versions of PyTorch
+        raise ConfigError(
+            "torch.compile has no C++ compiler",
+            where="--compile",
+            seen=str(error).splitlines()[0] if str(error) else "none",
+            required="a C++ compiler, such as g++, on PATH or in CXX",
+            fix="install g++, or leave out --compile",
+        ) from None
+
+
+def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:
+    """Have every module below (and at) `model` that calls such functions call these."""
+    for module in model.modules():
+        if hasattr(module, "pointwise"):
+            setattr(module, "pointwise", pointwise)  # noqa: B010, a module's plain attribute, not a submodule

@@ -1,0 +1,154 @@
+"""Linear layers with weights in 8 or 4 bits, over kernels of PyTorch.
+
+int8: one scale per output unit, symmetric; the activations of each token are rounded to 8 bits on the fly,
+with a scale of their own, because the integer kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by
+8 bits. Sums are exact integers, so a token's result is the same to the last bit whatever runs beside it.
+
+int4: groups of 32 weights along the input, each with a scale and a zero point (`low + scale * q`, q in 0..15),
+activations in bfloat16 (the tinygemm kernels). The grid of a group spans its smallest and largest weight: that
+is how GGUF's Q4_1 is made, so a checkpoint expanded from it gets its own 4 bits back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kv_cache.errors import ConfigError
+from models.llama import Transformer
+from models.pointwise import EAGER, Pointwise
+
+SCHEMES = ("int8", "int4")
+GROUP = 32
+INT4_LEVELS = 15
+# tinygemm's layout: input units per tile, and the fewest rows that cuBLAS multiplies in 8 bits.
+INNER_K_TILES = 2
+FEWEST_CUDA_ROWS = 17
+
+
+class Int8Linear(nn.Module):
+    """`y = x W^T + b` with `W [d_out, d_in]` in int8 and x rounded to 8 bits, a scale per row of each."""
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        q, scale = quantize_rows(weight)
+        self.pointwise: Pointwise = EAGER
+        self.out_features = len(q)
+        self._on_cpu = weight.device.type == "cpu"
+        self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        q, row_scale = self.pointwise.round_to_uint8(rows)
+        y = self._multiply(q) * row_scale
+        y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, q: Tensor) -> Tensor:
+        """`(q - 128) W^T` times the weights' scales, `[N, d_out]` float32."""
+        if self._on_cpu:
+            return torch.ops.onednn.qlinear_pointwise(
+                q, 1.0, 128, self.weight, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
+            )
+        signed = (q.to(torch.int16) - 128).to(torch.int8)
+        padded = F.pad(signed, (0, 0, 0, max(0, FEWEST_CUDA_ROWS - len(q))))
+        return torch._int_mm(padded, self.weight)[: len(q)] * self.scale
+
+
+class Int4Linear(nn.Module):
+    """`y = x W^T + b` with `W [d_out, d_in]` in 4 bits, d_in a multiple of GROUP, and x in bfloat16."""
+
+    weight: Tensor
+    scale_and_zero: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        q, scale, low = quantize_groups(weight)
+        self._on_cpu = weight.device.type == "cpu"
+        if self._on_cpu:
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+        else:
+            packed = torch.ops.aten._convert_weight_to_int4pack(q[:, ::2] << 4 | q[:, 1::2], INNER_K_TILES)
+        self.register_buffer("weight", packed)
+        # The kernels' own form: weight = (q - 8) * scale + zero.
+        scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
+        self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu if self._on_cpu else torch.ops.aten._weight_int4pack_mm
+        y = multiply(rows, self.weight, GROUP, self.scale_and_zero).to(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`[d_out, d_in]` as int8 and a scale per row `[d_out]` float32, the largest magnitude at 127."""
+    weight = weight.detach().float()
+    scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-12)
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[d_out, d_in]` as 0..15 (int32), and per GROUP inputs a scale and a lowest value `[d_out, d_in / GROUP]`."""
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    scale = ((high - low) / INT4_LEVELS).clamp(min=1e-12)
+    q = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, INT4_LEVELS)
+    return q.to(torch.int32).flatten(1), scale, low
+
+
+def check_scheme(scheme: str, device: torch.device | str) -> None:
+    """Raise ConfigError if this device has no kernels for the scheme."""
+    on_cpu = torch.device(device).type == "cpu"
+    if scheme == "int8" and on_cpu and not torch.cpu._is_vnni_supported():
+        raise ConfigError(
+            "int8 weights need a processor that multiplies 8-bit integers",
+            where="--quantize or --draft_weights int8",
+            seen="a CPU without VNNI",
+            required="AVX-512 VNNI, or a GPU",
+            fix="use int4, or leave the weights as they are",
+        )
+
+
+def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Module | None:
+    """The layer in that scheme; None if the kernels do not take its shape."""
+    d_out, d_in = weight.shape
+    if scheme == "int8":
+        return Int8Linear(weight, bias) if d_in % 8 == d_out % 8 == 0 else None
+    step = GROUP if weight.device.type == "cpu" else 16 * INNER_K_TILES
+    return Int4Linear(weight, bias) if d_in % GROUP == d_in % step == 0 and d_out % 64 == 0 else None
+
+
+def quantize_linears(module: nn.Module, scheme: str) -> None:
+    """Replace every nn.Linear below `module` that the scheme's kernels take; the others stay as they are."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, quantized_linear(child.weight, child.bias, scheme) or child)
+        else:
+            quantize_linears(child, scheme)
+
+
+def quantize_head(model: Transformer) -> None:
+    """The head in int8 in either scheme: 4 bits cost it much, and it is read once a step. The embedding stays."""
+    if model.output is None:
+        model.output = quantized_linear(model.tok_embeddings.weight, None, "int8")
+    elif isinstance(model.output, nn.Linear):
+        model.output = quantized_linear(model.output.weight, model.output.bias, "int8") or model.output
+
+
+def linear_bytes(n_weights: int, scheme: str) -> int:
+    """Bytes of that many weights of linear layers; scales included where there is one per group."""
+    return n_weights if scheme == "int8" else n_weights // 2 + n_weights // GROUP * 4

@@ -1,0 +1,232 @@
+"""What the Triton kernels compile to: registers, shared memory and spills of every variant, without a GPU.
+
+    python reproduce/kernel_report.py --output reproduce/results/kernel_report.jsonl
+
+Compiles the launches that the backend would make, with the ptxas that comes with Triton. Exits with code 1
+and names the variants if one of them spills registers or needs more shared memory than a block may have.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from engine.provenance import append_record, provenance, require_appendable
+from kv_cache.entries import KV, LARGEST
+from kv_cache.errors import ConfigError, exit_on_user_error
+from models.attention.base import AttentionSpec
+
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from models.attention import triton_backend
+except ImportError:
+    triton = None
+
+# Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+# (tokens, group) with so many rows per KV head.
+BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
+TRITON_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int64: "i64",
+}
+BATCH, N_KV_HEAD = 8, 8
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The kinds of slots that compile to code of their own."""
+
+    in_order: bool
+    sliding_window: int | None = None
+    n_slot: int = 32768
+
+
+CACHES = {
+    "in order": Cache(in_order=True),
+    "in order, window": Cache(in_order=True, sliding_window=4096),
+    "positions": Cache(in_order=False),
+    "one chunk": Cache(in_order=False, n_slot=256),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: bytes but for the registers of a thread and the threads of a block."""
+
+    variant: str
+    arch: int
+    registers: int
+    shared: int
+    spill_stores: int
+    spill_loads: int
+    threads: int
+
+
+def launches(
+    dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: Cache
+) -> list["triton_backend.Launch"]:
+    """What the backend would launch, on tensors without storage."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    n_token, group = BLOCKS[n_row]
+    q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
+    stored = empty(BATCH, N_KV_HEAD, cache.n_slot, head_dim, dtype=entries).transpose(1, 2)
+    scales = None
+    if entries in LARGEST:
+        scales = empty(BATCH, N_KV_HEAD, cache.n_slot, dtype=torch.float32).transpose(1, 2)
+    spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, cache.sliding_window, dtype)
+    positions = empty(BATCH, cache.n_slot, dtype=torch.int64)
+    slots = SimpleNamespace(positions=positions, in_order=cache.in_order, block_ends_view=False)
+    block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
+    return triton_backend.plan(q, KV(stored, stored, scales, scales), block)[0]
+
+
+def variants(
+    arch: int, dtypes: list[torch.dtype], head_dims: list[int], n_rows: list[int]
+) -> Iterator[tuple[str, "triton_backend.Launch"]]:
+    """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            merge = None
+            for entries in (dtype, torch.int8, torch.float8_e4m3fn):
+                if not triton_backend.runs_on(divmod(arch, 10), dtype, entries):
+                    continue
+                for n_row in n_rows:
+                    for name, cache in CACHES.items():
+                        split, *rest = launches(dtype, entries, head_dim, n_row, cache)
+                        merge = next(iter(rest), merge)
+                        yield f"{_short(dtype)}, {_short(entries)} KV, {head_dim} x {n_row} rows, {name}", split
+            if merge is not None:
+                yield f"{_short(dtype)}, {head_dim}, merge", merge
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_source(launch: "triton_backend.Launch") -> "ASTSource":
+    """The kernel, specialized to its arguments as Triton would do at the launch."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        may_specialize = not parameter.do_not_specialize
+        is_integer = isinstance(value, int)
+        if parameter.is_constexpr or (is_integer and may_specialize and value == 1):
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            if is_integer:
+                signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            else:
+                signature[parameter.name] = f"*{TRITON_NAMES[value.dtype]}"
+            # Tensors are allocated at multiples of 16 bytes.
+            if not is_integer or (may_specialize and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_launch(variant: str, launch: "triton_backend.Launch", arch: int) -> Compiled:
+    """Compile for `sm_<arch>` and read what ptxas says."""
+    knobs, log = triton.knobs, io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        compiled = triton.compile(as_source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+
+    def largest(pattern: str) -> int:
+        return max(int(number) for number in re.findall(pattern, log.getvalue()))
+
+    return Compiled(
+        variant=variant,
+        arch=arch,
+        registers=largest(r"Used (\d+) registers"),
+        shared=compiled.metadata.shared,
+        spill_stores=largest(r"(\d+) bytes spill stores"),
+        spill_loads=largest(r"(\d+) bytes spill loads"),
+        threads=32 * launch.num_warps,
+    )
+
+
+def problems(compiled: Compiled) -> list[str]:
+    """What is wrong with a compiled kernel; nothing, if all is well."""
+    found = []
+    if compiled.spill_stores or compiled.spill_loads:
+        found.append(f"spills {compiled.spill_stores} bytes and reads back {compiled.spill_loads}")
+    if compiled.shared > SHARED_LIMIT[compiled.arch]:
+        found.append(f"needs {compiled.shared} bytes of shared memory of {SHARED_LIMIT[compiled.arch]}")
+    return [f"sm_{compiled.arch}, {compiled.variant}: {problem}" for problem in found]
+
+
+def require_triton() -> None:
+    if triton is None:
+        raise ConfigError(
+            "the kernels cannot be compiled",
+            where="reproduce/kernel_report.py",
+            seen="no triton package",
+            required="triton 3.6 or newer",
+            fix="pip install -r requirements-dev.txt",
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = ("bfloat16", "float16")
+    parser.add_argument("--archs", type=int, nargs="+", default=list(SHARED_LIMIT), choices=SHARED_LIMIT)
+    parser.add_argument("--dtypes", nargs="+", default=list(names), choices=names, help="of the model")
+    parser.add_argument("--head_dims", type=int, nargs="+", default=[64, 128], choices=(64, 128))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(BLOCKS), choices=BLOCKS, help="tokens times group")
+    parser.add_argument("--output", help="append the JSON record to this file")
+    args = parser.parse_args()
+    require_triton()
+    require_appendable(args.output)
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    print(f"{'variant':<62} {'arch':>5} {'registers':>9} {'shared':>7} {'spills':>7} {'threads':>7}")
+    reports = []
+    for arch in args.archs:
+        for variant, launch in variants(arch, dtypes, args.head_dims, args.rows):
+            report = compile_launch(variant, launch, arch)
+            spills = report.spill_stores + report.spill_loads
+            sizes = f"{report.registers:>9} {report.shared:>7} {spills:>7} {report.threads:>7}"
+            print(f"{variant:<62} sm_{arch} {sizes}", flush=True)
+            reports.append(report)
+    found = [problem for report in reports for problem in problems(report)]
+    record = {
+        "benchmark": "kernel_report",
+        "triton_version": triton.__version__,
+        "variants": len(reports),
+        "max_registers": max(report.registers for report in reports),
+        "max_shared_bytes": {f"sm_{a}": max(r.shared for r in reports if r.arch == a) for a in args.archs},
+        "problems": found,
+        "kernels": [asdict(report) for report in reports],
+        **provenance(),
+    }
+    append_record(args.output, record)
+    print(f"{len(reports)} variants, at most {record['max_registers']} registers, {len(found)} problems")
+    if found:
+        print("\n".join(found), file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

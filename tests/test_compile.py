@@ -1,0 +1,117 @@
+"""--compile: the same model up to rounding, and nothing compiled again whatever the rows do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import TINY, full_cache, random_prompts, tiny_model
+from torch._dynamo.testing import CompileCounter
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.noise import Stream, compiled_source, in_passes, uniform
+from kv_cache import StreamingKVCache
+from models import ModelConfig, load_model
+from models.pointwise import EAGER, add_norm, compiled, rotate_heads, round_to_uint8, swiglu, use_pointwise
+from models.rope import rotation
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_nothing_is_compiled_again_when_lengths_change_and_rows_refill():
+    """Prefill chunks and their tails, draft steps, catch-up steps and verifications of ragged, refilled rows."""
+    counter = CompileCounter()
+    pointwise = compiled(counter)
+    target, draft = tiny_model(), tiny_model(seed=1)
+    for model in (target, draft):
+        use_pointwise(model, pointwise)
+    runner = ModelRunner(target, full_cache(target, 3), prefill_chunk=8)
+    self_draft = SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), gamma=3)
+    standalone = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), gamma=3)
+    sampling = SamplingParams(temperature=0.8, seed=1)
+
+    def run(seed: int, lengths: list[int]) -> None:
+        for drafter in (None, self_draft, standalone):
+            generate(
+                runner,
+                random_prompts(lengths, seed=seed),
+                max_new_tokens=[5 + 3 * i for i in range(len(lengths))],
+                drafter=drafter,
+                sampling=sampling,
+            )
+
+    run(0, [9, 20, 33, 4])
+    warm = counter.frame_count
+    assert warm > 0
+    run(1, [17, 40, 1, 26, 31])
+    run(2, [64, 2, 3])
+    assert counter.frame_count == warm
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_compiled_functions_compute_the_same(dtype, tolerance):
+    """Through Inductor: needs a C++ compiler, as every use of --compile on a CPU does."""
+    if not has_cpp_compiler():
+        pytest.skip("no C++ compiler")
+    parts = compiled()
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def same(got, wanted):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+    for n in (3, 8, 1):
+        same(parts.add_norm(*(args := (normal(n, 96), normal(n, 96), normal(96), 1e-5))), add_norm(*args))
+        same(parts.swiglu(x := normal(n, 80)), swiglu(x))
+        turn = rotation(torch.arange(n), torch.linspace(0.1, 1, 8, dtype=torch.float64), dtype)
+        same(parts.rotate_heads(heads := normal(n, 5, 16), turn), rotate_heads(heads, turn))
+        wanted = round_to_uint8(x := normal(n, 64))
+        got = parts.round_to_uint8(x)
+        assert (got[0].int() - wanted[0].int()).abs().max() <= 1  # a tie may round either way
+        torch.testing.assert_close(got[1], wanted[1])
+
+
+def test_compiled_noise_has_the_same_bits():
+    if not has_cpp_compiler():
+        pytest.skip("no C++ compiler")
+    source = compiled_source()
+    for n_row in (3, 7):
+        seed = torch.tensor([5, -9, 2**62 + 1, 7, 1, 0, 2**40])[:n_row]
+        keys = seed, torch.arange(n_row) * 2**29, 2**32 - 1 - torch.arange(n_row)
+        got, wanted = (uniform(*keys, Stream.DRAFT, 1001, made_by) for made_by in (source, in_passes))
+        assert torch.equal(got, wanted)
+
+
+def test_a_compiled_model_decodes_the_same_tokens():
+    """Quantised layers included, which compile their rounding of activations."""
+    if not has_cpp_compiler():
+        pytest.skip("no C++ compiler")
+    config = ModelConfig(
+        vocab_size=97, n_layer=2, dim=64, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=96, max_context=128
+    )
+    schemes = [None, "int8"] if torch.cpu._is_vnni_supported() else [None]
+    prompts = random_prompts([30, 5], vocab_size=97)
+    for scheme in schemes:
+        model = load_model("none", load_format="dummy", config=config, quantize=scheme)
+        tokens = []
+        for pointwise in (EAGER, compiled()):
+            use_pointwise(model, pointwise)
+            runner = ModelRunner(model, full_cache(model, 2))
+            drafter = SelfSpeculation(runner, StreamingKVCache(config, 2, 12, 2), gamma=3)
+            tokens.append(generate(runner, prompts, max_new_tokens=10, drafter=drafter).tokens)
+        assert tokens[0] == tokens[1]
+
+
+def has_cpp_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:  # InvalidCxxCompiler has moved between PyTorch versions
+        return False

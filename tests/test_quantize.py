@@ -1,0 +1,107 @@
+"""Quantised linear layers against the arithmetic they stand for, written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kv_cache import FullKVCache
+from models import load_model
+from models.config import ModelConfig
+from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups, quantize_rows, quantized_linear
+
+vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+
+
+def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of very different magnitudes: each has to have a scale of its own."""
+    generator = torch.Generator().manual_seed(d_out + n_row)
+    weight = torch.randn(d_out, d_in, generator=generator) * torch.logspace(-2, 2, d_out)[:, None]
+    x = torch.randn(n_row, d_in, generator=generator) * torch.logspace(2, -2, n_row)[:, None]
+    return weight, x.to(dtype)
+
+
+@vnni
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_row", [1, 5, 32])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
+    weight, x = weight_and_input(128, 192, n_row, dtype)
+    bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
+    q, scale = quantize_rows(weight)
+    x_scale = x.float().abs().amax(1, keepdim=True) / 127
+    x_q = (x.float() / x_scale + 128).round() - 128
+    wanted = (x_q.double() @ q.double().T) * x_scale.double() * scale.double()
+    if bias is not None:
+        wanted = wanted.to(dtype).double() + bias.double()
+    got = Int8Linear(weight, bias)(x)
+    assert got.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+    if bias is None:
+        exact = x.double() @ weight.double().T
+        assert ((wanted - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.03
+
+
+@vnni
+def test_int8_rows_do_not_depend_on_their_company():
+    weight, x = weight_and_input(128, 192, 9, torch.float32)
+    layer = Int8Linear(weight, None)
+    together = layer(x)
+    assert torch.equal(torch.cat([layer(row[None]) for row in x]), together)
+    assert torch.equal(layer(x.view(3, 3, 192)), together.view(3, 3, 128))
+    assert torch.equal(layer(x[4]), together[4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_row", [1, 5, 32])
+def test_int4_is_the_product_with_its_grid(dtype, n_row):
+    weight, x = weight_and_input(128, 192, n_row, dtype)
+    q, scale, low = quantize_groups(weight)
+    grid = (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+    assert (grid - weight).abs().amax() <= 0.51 * scale.amax()
+    bias = torch.linspace(-1, 1, 128).to(dtype)
+    got = Int4Linear(weight, bias)(x)
+    wanted = (x.double() @ grid.double().T).to(dtype) + bias
+    assert got.dtype == dtype
+    assert ((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 1e-2  # bfloat16 activations and scales
+
+
+def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
+    """As in Q4_1: every group has its lowest and its highest level."""
+    generator = torch.Generator().manual_seed(3)
+    levels = torch.randint(16, (64, 6, GROUP), generator=generator)
+    levels[:, :, 0], levels[:, :, 1] = 0, 15
+    scale, low = torch.rand(64, 6, generator=generator) + 0.1, torch.randn(64, 6, generator=generator)
+    q, _, _ = quantize_groups((levels * scale[..., None] + low[..., None]).flatten(1))
+    assert torch.equal(q, levels.flatten(1).int())
+    constant, _, low = quantize_groups(torch.full((64, GROUP), 0.25))
+    assert (constant == 0).all() and (low == 0.25).all()
+
+
+def test_shapes_that_the_kernels_do_not_take_stay_as_they_are():
+    assert quantized_linear(torch.ones(64, 40), None, "int4") is None
+    assert quantized_linear(torch.ones(63, 64), None, "int8") is None
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=vnni), "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_model_is_close_and_smaller(scheme, dtype):
+    """Whole models over two rows of different length; every linear layer was replaced, the head in int8."""
+    config = ModelConfig(
+        vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=64
+    )
+    tokens, positions = torch.randint(256, (2, 5)), torch.tensor([[0], [9]]) + torch.arange(5)
+
+    def logits(**options):
+        model = load_model("none", load_format="dummy", config=config, dtype=dtype, **options)
+        cache = FullKVCache(config, 2, 32, dtype=dtype)
+        return model, model(tokens, positions, cache).float()
+
+    quantised, got = logits(quantize=scheme)
+    kinds = [type(module).__name__ for module in quantised.modules()]
+    assert kinds.count("Int8Linear") == (9 if scheme == "int8" else 1)
+    assert kinds.count("Int4Linear") == (0 if scheme == "int8" else 8)
+    assert "Linear" not in kinds and "PackedLinear" not in kinds
+    wanted = logits()[1]
+    assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)

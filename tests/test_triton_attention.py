@@ -1,0 +1,72 @@
+"""The Triton backend: its results in Triton's interpreter, its launches, and what its kernels compile to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from models.attention.triton_backend import chunk_length, min_chunk_length, tile_config
+from reproduce import kernel_report
+
+CASES = Path(__file__).with_name("triton_cases.py")
+
+
+def test_equals_the_torch_backend():
+    """All of triton_cases.py; see there for why it runs in a process of its own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_importing_the_backends_does_not_import_this_one():
+    code = "import sys, models.attention; sys.exit('models.attention.triton_backend' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=CASES.parents[1]).returncode == 0
+
+
+@pytest.mark.parametrize("kv_itemsize", [1, 2])
+@pytest.mark.parametrize("n_row", [1, 8, 32, 128])
+def test_chunks_fill_the_gpu(n_row, kv_itemsize):
+    """Four waves of two programs per multiprocessor, whatever the batch, unless chunks are as short as they may be."""
+    tile, shortest = tile_config(n_row, 128, kv_itemsize), min_chunk_length(n_row)
+    for n_program in (1, 8, 64, 500, 3000):
+        for n_slot in (100, 4096, 131072):
+            chunk = chunk_length(n_slot, n_program, tile, sm_count=132, min_chunk=shortest)
+            assert chunk % tile.slots == 0 and chunk >= shortest >= 16 * n_row
+            programs = n_program * -(-n_slot // chunk)
+            assert programs >= 0.9 * 4 * 2 * 132 or chunk == shortest
+
+
+@pytest.mark.parametrize("entries,cache", [(torch.bfloat16, "in order"), (torch.int8, "positions")])
+def test_kernels_compile_for_hopper_without_spilling(entries, cache):
+    launches = kernel_report.launches(torch.bfloat16, entries, 128, 16, kernel_report.CACHES[cache])
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv", "combine"]
+    for launch in launches:
+        compiled = kernel_report.compile_launch("tested", launch, 90)
+        assert compiled.registers > 16 and compiled.shared > 0
+        assert kernel_report.problems(compiled) == []
+
+
+def test_the_report_names_variants_that_spill_or_do_not_fit():
+    fine = kernel_report.Compiled("a variant", 80, 255, 163 * 1024, 0, 0, 128)
+    assert kernel_report.problems(fine) == []
+    assert "sm_80, a variant: spills 8" in kernel_report.problems(replace(fine, spill_stores=8))[0]
+    assert kernel_report.problems(replace(fine, spill_loads=8))
+    assert "shared memory" in kernel_report.problems(replace(fine, shared=163 * 1024 + 1))[0]
+    assert kernel_report.problems(replace(fine, arch=90, shared=163 * 1024 + 1)) == []
+
+
+def test_the_report_sees_what_spills():
+    """A tile far too large for the registers, compiled for real."""
+    split = kernel_report.launches(torch.bfloat16, torch.int8, 128, 64, kernel_report.CACHES["in order"])[0]
+    split = split._replace(arguments=split.arguments | {"SLOTS": 128}, num_warps=4, num_stages=2)
+    compiled = kernel_report.compile_launch("too large", split, 90)
+    assert "spills" in kernel_report.problems(compiled)[0]
