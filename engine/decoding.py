@@ -102,6 +102,12 @@ def generate(
         slots[row].sampling = requests[0].sampling if requests else SamplingParams()
     waiting = deque(requests)
     buffers, run = rounds_of(runner, drafter, mode, LawShape.of([request.sampling for request in requests]))
+
+    def rollback() -> None:
+        runner.cache.rollback(buffers.lengths)
+        if drafter:
+            drafter.rollback(buffers.lengths)
+
     rounds: list[Round] = []
     prefill_seconds = draft_prefill_seconds = 0.0
 
@@ -128,9 +134,7 @@ def generate(
                 emitted += _commit(slot, request, outcome)
                 _tell_if_finished(request, progress)
         buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
-        runner.cache.rollback(buffers.lengths)
-        if drafter:
-            drafter.rollback(buffers.lengths)
+        run("rollback", rollback)
         rounds.append(Round(time.perf_counter() - started, len(busy), emitted))
         if progress:
             progress.emitted(emitted)

@@ -72,7 +72,7 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
     assert replayed.tokens == called.tokens
     assert replayed.stats.counts == called.stats.counts
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
-    assert len(graphs) == 3
+    assert len(graphs) == 4
     assert all(graph.replays == len(replayed.stats.rounds) - 1 for graph in graphs)
 
 
@@ -85,7 +85,7 @@ def test_a_second_run_of_the_same_kind_captures_nothing():
 
     again = run("streaming", "coupled", new_graph, rounds=2)
     assert again.tokens == run("streaming", "coupled").tokens
-    assert len(graphs) == 3
+    assert len(graphs) == 4
 
 
 def test_the_recorder_notices_what_a_graph_would_not_follow():

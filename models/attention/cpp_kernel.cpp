@@ -23,7 +23,7 @@ constexpr int W = 8, ROWS = 3;
 #else
 constexpr int W = 4, ROWS = 3;
 #endif
-constexpr int TILE = 4 * W;  // slots per tile
+constexpr int TILE = 2 * W;  // slots per tile
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float vec __attribute__((vector_size(4 * W)));
@@ -49,6 +49,18 @@ inline vec load(const int8_t* p) {
     return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
 }
 inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+// A vector's lanes, folded in halves: S lanes are left to fold.
+template <int S = W / 2, typename Fold>
+inline float across(vec x, const Fold& fold) {
+    ivec other;
+    for (int lane = 0; lane < W; ++lane) other[lane] = lane ^ S;
+    x = fold(x, __builtin_shuffle(x, other));
+    if constexpr (S > 1) return across<S / 2>(x, fold);
+    return x[0];
+}
+inline float largest_lane(vec x) { return across(x, [](vec a, vec b) { return larger(a, b); }); }
+inline float sum_of_lanes(vec x) { return across(x, [](vec a, vec b) { return a + b; }); }
 
 // 2^x for x <= 0: exact powers for the whole part, a polynomial on [-1/2, 1/2] for the rest (error below 2e-7).
 inline vec exp2_of(vec x) {
@@ -127,7 +139,10 @@ inline void tile_values(const float* weights, const Entry* values, int64_t strid
         for (int s = 0; s < n; ++s) {
             vec x[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) x[v] = load(values + s * stride + at + v * W);
+            for (int v = 0; v < V; ++v) {
+                x[v] = load(values + s * stride + at + v * W);
+                __builtin_prefetch(values + (s + TILE) * stride + at + v * W, 0, 2);
+            }
 #pragma GCC unroll 8
             for (int m = 0; m < N; ++m) {
                 const vec w = broadcast(weights[m * TILE + s]);
@@ -176,19 +191,15 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
             in_all += position >= from_all && position <= to_all;
         }
         if (in_any == 0) continue;
-        // Attention waits for memory: ask for the next tile while this one is computed.
-        for (int s = 0; s < TILE && start + TILE + s < last; ++s) {
-            const char* key = (const char*)(keys + (start + TILE + s) * at.key_slot);
-            const char* value = (const char*)(values + (start + TILE + s) * at.value_slot);
-            for (size_t byte = 0; byte < D * sizeof(Entry); byte += 64)
-                __builtin_prefetch(key + byte, 0, 2), __builtin_prefetch(value + byte, 0, 2);
-        }
-
         for (int block = 0; block < TILE; block += W)
             for (int d = 0; d < D; d += W) {
                 vec r[W];
-                for (int s = 0; s < W; ++s)
-                    r[s] = block + s < n ? load(keys + (start + block + s) * at.key_slot + d) : vec{};
+                for (int s = 0; s < W; ++s) {
+                    const Entry* key = keys + (start + block + s) * at.key_slot + d;
+                    r[s] = block + s < n ? load(key) : vec{};
+                    // Ask for the next tile now, into L2: asking at its turn leaves the arithmetic waiting for memory.
+                    __builtin_prefetch(key + TILE * at.key_slot, 0, 2);
+                }
                 exchange<W / 2>(r);
                 for (int i = 0; i < W; ++i) store(keys_t + (d + i) * TILE + block, r[i]);
             }
@@ -208,8 +219,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
             }
             vec top = load(w);
             for (int s = W; s < TILE; s += W) top = larger(top, load(w + s));
-            float highest = largest[m];
-            for (int lane = 0; lane < W; ++lane) highest = top[lane] > highest ? top[lane] : highest;
+            const float highest = std::max(largest[m], largest_lane(top));
             if (highest == MINUS_INFINITY) {
                 std::memset(w, 0, TILE * sizeof(float));
                 continue;
@@ -226,7 +236,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
                 sum += p;
                 store(w + s, p);
             }
-            for (int lane = 0; lane < W; ++lane) mass[m] += sum[lane];
+            mass[m] += sum_of_lanes(sum);
         }
         if (value_scales)
             for (int64_t m = 0; m < n_row; ++m)
