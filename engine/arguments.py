@@ -200,7 +200,7 @@ class DraftSettings:
 
     positions: "absolute" or "cache", or "auto" until the draft's trained context is known. layers: those of
     the target that `self` runs, None for all. model: where a standalone draft comes from. quantize: the scheme
-    of its linear layers, None for `dtype`. kv_dtype: that of its cache's entries.
+    of its linear layers, kv_dtype that of its cache's entries; None for `dtype`.
     """
 
     kind: str

@@ -195,7 +195,7 @@ def _draft_record(setup: Setup) -> dict[str, Any]:
         "draft_layers": None if draft.layers is None else list(draft.layers),
         "draft_dtype": dtype_name(draft.dtype) if draft.dtype is not None else None,
         "draft_weights": draft.quantize,
-        "draft_kv_dtype": dtype_name(draft.kv_dtype) if draft.kv_dtype is not None else None,
+        "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype) if draft.dtype is not None else None,
         "max_ngram": draft.max_ngram,
     }
 

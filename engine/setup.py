@@ -155,12 +155,13 @@ def _draft_runner(setup: Setup, draft: DraftSettings) -> ModelRunner | RemoteRun
 
 def _draft_cache(setup: Setup, draft: DraftSettings, config: ModelConfig) -> KVCache:
     device = setup.runner.device
-    assert draft.kv_dtype is not None
+    kv_dtype = draft.kv_dtype or draft.dtype
+    assert kv_dtype is not None
     if draft.policy == "streaming":
         assert draft.n_sink is not None
         in_cache = draft.positions == "cache"
-        return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, draft.kv_dtype, in_cache)
-    return FullKVCache(config, setup.args.B, draft.capacity, device, draft.kv_dtype)
+        return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, kv_dtype, in_cache)
+    return FullKVCache(config, setup.args.B, draft.capacity, device, kv_dtype)
 
 
 def load_draft_model(

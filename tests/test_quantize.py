@@ -7,7 +7,9 @@ import torch
 
 from kv_cache import FullKVCache
 from models import load_model
+from models.checkpoint import read_checkpoint
 from models.config import ModelConfig
+from models.default_model import DEFAULT_CHECKPOINT
 from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups, quantize_rows, quantized_linear
 
 vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
@@ -105,3 +107,17 @@ def test_a_quantised_model_is_close_and_smaller(scheme, dtype):
     assert "Linear" not in kinds and "PackedLinear" not in kinds
     wanted = logits()[1]
     assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
+
+
+@pytest.mark.slow
+def test_the_default_model_gets_its_own_4_bits_back():
+    """Its checkpoint is a Q4_1 file, expanded: every group's grid is found again, exactly."""
+    if not (DEFAULT_CHECKPOINT / "model.pth").exists():
+        pytest.skip("the default model has not been fetched")
+    _, weights = read_checkpoint(DEFAULT_CHECKPOINT)
+    linear = [name for name in weights if name.endswith(("wqkv.weight", "wo.weight", "w13.weight", "w2.weight"))]
+    assert len(linear) == 120
+    for name in linear:
+        q, scale, low = quantize_groups(weights[name])
+        again = (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+        assert torch.equal(again, weights[name]), name
