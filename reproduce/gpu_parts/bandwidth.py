@@ -1,0 +1,174 @@
+"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.report import rounded
+from engine.say import dtype_name
+from kv_cache import FullKVCache
+from kv_cache.entries import KV
+from models.attention import AttentionBackend, AttentionSpec
+from models.attention.flash_backend import FA2
+from reproduce.gpu_parts.backends import UNPACKED, Named, backends, missing_flash
+from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.devices import copy_bandwidth, l2_bytes, time_calls
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of one layer of a model; `batches` are pairs of rows and KV entries a row."""
+
+    model: str
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    batches: tuple[tuple[int, int], ...]
+
+    # The three sizes that a cache asks for.
+    n_layer = 1
+
+
+SHAPES = (
+    Shape("Llama-3.1-8B", 32, 8, 128, ((32, 16000), (64, 8000), (8, 64000), (1, 32000), (64, 1000))),
+    Shape("Llama-2-7B", 32, 32, 128, ((32, 4000), (8, 8000), (1, 32000))),
+    Shape("SmolLM2-135M", 9, 3, 64, ((64, 7500), (256, 7500), (16, 7500), (64, 512))),
+)
+QUICK_SHAPES = (Shape("SmolLM2-135M", 9, 3, 64, ((2, 200),)),)
+TOKENS, QUICK_TOKENS = (1, 2, 4, 8), (1, 4)
+# Where a layer reads so much, a kernel has no excuse.
+LARGE_BYTES = 250_000_000
+# Buffers are rotated until together they are so many times the second-level cache.
+L2_MULTIPLE = 16
+MOST_BUFFERS = 40
+
+
+def cells(options: Options) -> list[Cell]:
+    shared = Shared()
+    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
+    for shape in QUICK_SHAPES if options.quick else SHAPES:
+        for batch, n_slot in shape.batches:
+            for storage in (None, torch.int8):
+                for named in readers(options, storage):
+                    for n_token in QUICK_TOKENS if options.quick or named.name == "torch" else TOKENS:
+                        kind = dtype_name(storage) if storage else "same"
+                        name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
+                        run = partial(attention, options, shared, shape, batch, n_slot, storage, named, n_token)
+                        found.append(Cell("b", "gpu_attention_bandwidth", name, run))
+    return found
+
+
+def readers(options: Options, storage: torch.dtype | None) -> list[Named]:
+    """8-bit entries are read by our own kernels alone; the others dequantise the whole cache first."""
+    if storage is not None:
+        return [named for named in backends(options) if named.name in ("triton", "cpp")]
+    has_fa2 = options.on_cuda and missing_flash()["flash: FlashAttention-2"] is None
+    return backends(options) + ([Named(UNPACKED, options.device, Unpacked)] if has_fa2 else [])
+
+
+class Unpacked:
+    """FlashAttention-2 over blocks as they come, without the query groups packed into rows."""
+
+    name = UNPACKED
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._kernel = importlib.import_module(FA2.module).flash_attn_with_kvcache
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Any) -> Tensor:
+        return (queries[:, -1] + 1).to(torch.int32)
+
+    def attend(self, q: Tensor, kv: KV, lengths: Tensor) -> Tensor:
+        return self._kernel(q, kv.keys, kv.values, cache_seqlens=lengths, causal=True)
+
+
+def copy(options: Options) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(options.device) if options.on_cuda else None
+    return {
+        "bytes_per_second": copy_bandwidth(options),
+        "l2_bytes": l2_bytes(options),
+        "multiprocessors": properties.multi_processor_count if properties else None,
+        "memory_bytes": properties.total_memory if properties else None,
+        "backends": [named.name for named in backends(options)],
+        "missing": {name: reason for name, reason in missing_flash().items() if reason},
+    }
+
+
+def attention(
+    options: Options,
+    shared: Shared,
+    shape: Shape,
+    batch: int,
+    n_slot: int,
+    storage: torch.dtype | None,
+    named: Named,
+    n_token: int,
+) -> dict[str, Any]:
+    """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
+    dtype = torch.bfloat16 if options.on_cuda else torch.float32
+    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, dtype)
+    backend = named.make(spec)
+    # The caches, not the backend: those of the next cell are the same.
+    caches = shared.get(
+        (shape, batch, n_slot, storage), partial(_caches, options, shape, batch, n_slot, storage, dtype)
+    )
+    kv_bytes = caches[0].n_bytes
+    calls = [_call(backend, spec, cache, n_token, options) for cache in caches]
+    # Enough calls that the first one of a graph, which waits for its launch, weighs little.
+    timing = time_calls((calls * 8)[: max(len(calls), 8)], options)
+    bandwidth = kv_bytes / timing.seconds
+    record = {
+        "model": shape.model,
+        "heads": [shape.n_head, shape.n_kv_head, shape.head_dim],
+        "B": batch,
+        "S": n_slot,
+        "T": n_token,
+        "backend": named.name,
+        "dtype": dtype_name(dtype),
+        "kv_dtype": dtype_name(storage or dtype),
+        "kv_bytes": kv_bytes,
+        "is_large": kv_bytes >= LARGE_BYTES,
+        "buffers": len(caches),
+        "timed_by": timing.timed_by,
+        "microseconds": 1e6 * timing.seconds,
+        "bytes_per_second": bandwidth,
+        "share_of_copy": bandwidth / copy_bandwidth(options),
+    }
+    return rounded(record)
+
+
+@torch.inference_mode()
+def _caches(
+    options: Options, shape: Shape, batch: int, n_slot: int, storage: torch.dtype | None, dtype: torch.dtype
+) -> list[FullKVCache]:
+    """Full caches of one layer, so many that no call finds its KV in the second-level cache."""
+    caches: list[FullKVCache] = []
+    while not caches or (
+        sum(c.n_bytes for c in caches) < L2_MULTIPLE * l2_bytes(options) and len(caches) < MOST_BUFFERS
+    ):
+        cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or dtype)
+        cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
+        for entries, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
+            if scales is None:
+                entries.normal_()
+            else:
+                entries.random_(-64, 65)
+                scales.fill_(1 / 64)
+        caches.append(cache)
+    return caches
+
+
+def _call(
+    backend: AttentionBackend, spec: AttentionSpec, cache: FullKVCache, n_token: int, options: Options
+) -> Callable[[], Tensor]:
+    batch, n_slot = cache.positions.shape
+    queries = torch.arange(n_slot - n_token, n_slot, device=options.device).expand(batch, -1).contiguous()
+    q = torch.randn(batch, n_token, spec.n_head, spec.head_dim, device=options.device).to(spec.dtype)
+    prepared, kv = backend.prepare(spec, queries, cache), cache.read(0)
+    return lambda: backend.attend(q, kv, prepared)

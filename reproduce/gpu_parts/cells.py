@@ -1,0 +1,117 @@
+"""Cells of measurement: each run in its own try, so that one that breaks is a record and the rest goes on."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.provenance import provenance
+from kv_cache.errors import OutOfMemoryError
+
+DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
+# After such an error nothing runs on the device any more, not from this process.
+BROKEN_DEVICE = ("CUDA error", "illegal memory access", "device-side assert", "launch failure")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every part needs to know. quick: sizes for a CPU and a test, not for a result."""
+
+    device: str
+    quick: bool
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: `run` returns its fields; `status` among them says if a check failed."""
+
+    part: str
+    benchmark: str
+    name: str
+    run: Callable[[], dict[str, Any]]
+
+
+class Skip(Exception):
+    """Why a cell does not make sense here."""
+
+
+class Shared:
+    """What successive cells have in common: one value at a time, built when first asked for.
+
+    A build that failed fails again for every cell that asks for it, without being tried again.
+    """
+
+    def __init__(self) -> None:
+        self._key: Hashable = None
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        if key != self._key:
+            self.clear()
+            self._key = key
+            try:
+                self._value = build()
+            except Exception as error:
+                # Without its traceback, whose frames hold the tensors that were built so far.
+                self._error = error.with_traceback(None)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def clear(self) -> None:
+        self._key = self._value = self._error = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def run_cells(
+    cells: Iterable[Cell], deadline: float, emit: Callable[[int, dict[str, Any]], None], start: int = 0
+) -> bool:
+    """Run cells from the one at `start`; `emit(index, record)` each as it ends. False if the device broke.
+
+    A cell that would begin after `deadline` (seconds since the epoch) is recorded as skipped.
+    """
+    origin = provenance()
+    for index, cell in enumerate(cells):
+        if index < start:
+            continue
+        began, is_broken = time.time(), False
+        if began >= deadline:
+            result: dict[str, Any] = {"status": SKIPPED, "reason": "the time limit was reached before it began"}
+        else:
+            try:
+                result = {"status": DONE} | cell.run()
+            except (Skip, OutOfMemoryError) as reason:
+                result = {"status": SKIPPED, "reason": str(reason)}
+            except Exception as error:
+                result = describe(error)
+                is_broken = breaks_device(error)
+        head = {"benchmark": cell.benchmark, "part": cell.part, "cell": cell.name}
+        emit(index, origin | head | result | {"seconds": round(time.time() - began, 3)})
+        if is_broken:
+            return False
+    return True
+
+
+def breaks_device(error: Exception) -> bool:
+    return any(text in str(error) for text in BROKEN_DEVICE)
+
+
+def describe(error: Exception) -> dict[str, Any]:
+    """An error as a record's fields, with the innermost lines that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"status": ERROR, "error": f"{type(error).__name__}: {str(error)[:2000]}", "where": where}

@@ -1,0 +1,180 @@
+"""Part a: attention against float64, random numbers against the CPU's, replayed rounds against called ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from attention_cases import Case, FakeSlots, make_case
+from torch import Tensor
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
+from engine.noise import Stream, uniform
+from engine.rounds import cuda_graphs
+from engine.say import dtype_name
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.entries import KV
+from models import Transformer, load_model
+from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.tokenizer import load_tokenizer
+from reproduce.gpu_parts.backends import Named, all_backends
+from reproduce.gpu_parts.cells import DONE, FAILED, Cell, Options, Skip, breaks_device, describe
+
+# The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOKENS, GROUPS, HEAD_DIMS = (1, 2, 4, 8, 16), (1, 3, 4, 8), (64, 128)
+STORAGES = (None, torch.int8, torch.float8_e4m3fn)
+CAPACITY, LENGTHS = 4500, [4500, 2100, 130, 16]
+QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
+
+
+def cells(options: Options) -> list[Cell]:
+    found = [Cell("a", "gpu_noise", "noise", partial(noise, options))]
+    for mode in ("greedy", "coupled"):
+        found.append(Cell("a", "gpu_identity", f"replayed rounds, {mode}", partial(identity, options, mode)))
+    for named in all_backends(options):
+        dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
+        for dtype, storage, ring in itertools.product(dtypes, STORAGES, (False, True)):
+            if dtype == torch.float16 and storage is not None:
+                continue  # the same code as in bfloat16
+            what = f"{dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {'ring' if ring else 'in order'}"
+            run = partial(attention, options, named, dtype, storage, ring)
+            found.append(Cell("a", "gpu_attention_error", f"{named.name}, {what}", run))
+    return found
+
+
+def attention(
+    options: Options, named: Named, dtype: torch.dtype, storage: torch.dtype | None, ring: bool
+) -> dict[str, Any]:
+    """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
+    lengths, capacity = (QUICK_LENGTHS, QUICK_CAPACITY) if options.quick else (LENGTHS, CAPACITY)
+    shapes = itertools.product(TOKENS, (1, 3) if options.quick else GROUPS, (64,) if options.quick else HEAD_DIMS)
+    tolerance, worst, n_cases, broken = TOLERANCE[dtype], (0.0, "none"), 0, []
+    for n_token, group, head_dim in shapes:
+        case = make_case(
+            lengths,
+            n_token,
+            group=group,
+            head_dim=head_dim,
+            capacity=capacity,
+            storage=storage or dtype,
+            dtype=dtype,
+            ring=ring,
+        )
+        backend, shape = named.make(case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
+        try:
+            out = on(case, named.device).run(backend).cpu().double()
+        except Exception as error:
+            if breaks_device(error):
+                raise
+            broken.append(shape + ": " + describe(error)["error"])
+            continue
+        n_cases += 1
+        worst = max(worst, (error_of(out, case.reference()), shape))
+    is_good = not broken and worst[0] <= tolerance
+    return {
+        "status": DONE if is_good else FAILED,
+        "backend": named.name,
+        "dtype": dtype_name(dtype),
+        "kv_dtype": dtype_name(storage or dtype),
+        "ring": ring,
+        "worst_error": float(f"{worst[0]:.3g}"),
+        "worst_case": worst[1],
+        "tolerance": tolerance,
+        "shapes": n_cases,
+        "broken": broken,
+    }
+
+
+def error_of(out: Tensor, wanted: Tensor) -> float:
+    """Infinite where anything is not finite."""
+    error = ((out - wanted).abs() / (1 + wanted.abs())).max().item()
+    return error if error == error else float("inf")
+
+
+def on(case: Case, device: str) -> Case:
+    """The same case with its tensors on another device, in the same layout."""
+    kv = KV(*(None if x is None else x.to(device) for x in case.kv))
+    slots = FakeSlots(case.slots.positions.to(device), case.slots.in_order, case.slots.block_ends_view)
+    return replace(case, q=case.q.to(device), kv=kv, queries=case.queries.to(device), slots=slots)
+
+
+def noise(options: Options) -> dict[str, Any]:
+    """The random numbers of all streams on the device, bit for bit those of the CPU."""
+    n_ids = 501 if options.quick else 49152
+    keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
+    positions = torch.tensor([[0, 1, 8191, 131071]])
+    n_same = n_all = 0
+    for stream in Stream:
+        here = uniform(*keys, positions, stream, n_ids)
+        there = uniform(*(x.to(options.device) for x in (*keys, positions)), stream, n_ids).cpu()
+        n_same += int((here == there).sum())
+        n_all += here.numel()
+    return {"status": DONE if n_same == n_all else FAILED, "same": n_same, "numbers": n_all}
+
+
+class WholeExtent(ModelRunner):
+    """Called rounds over the cache's whole capacity, as captured ones: the kernels then cut sums in the same places."""
+
+    def step(self, tokens, positions, extent, cache=None):
+        return super().step(tokens, positions, self.cache.capacity, cache)
+
+
+PROMPT_LENGTHS = [700, 96, 333, 80, 480, 129]
+LIMITS = [40, 24, 64, 33, 17, 48]
+# Shorter than every prompt: the draft's cache then has the same shape in every round, called or captured.
+BUDGET = 64
+
+
+@torch.inference_mode()
+def identity(options: Options, mode: str) -> dict[str, Any]:
+    """Six ragged prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
+    if not options.on_cuda:
+        raise Skip("CUDA graphs need a GPU")
+    model, prompts, name = _model_and_prompts(options)
+    sampling = SamplingParams(temperature=0.6, seed=5) if mode == "coupled" else None
+    tokens = {}
+    for kind, runner_of in (("called", WholeExtent), ("replayed", partial(ModelRunner, new_graph=cuda_graphs()))):
+        cache = FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype)
+        runner = runner_of(model, cache)
+        draft_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
+        drafter = SelfSpeculation(runner, draft_cache, gamma=3)
+        for what, drafting in (("plain", None), ("speculation", drafter)):
+            out = generate(
+                runner, prompts, max_new_tokens=LIMITS, drafter=drafting, sampling=sampling, verification=mode
+            )
+            tokens[what, kind] = out.tokens
+    same = {
+        what: sum(a == b for a, b in zip(tokens[what, "called"], tokens[what, "replayed"], strict=True))
+        for what in ("plain", "speculation")
+    }
+    is_good = all(count == len(prompts) for count in same.values())
+    return {
+        "status": DONE if is_good else FAILED,
+        "model": name,
+        "mode": mode,
+        "attention": model.backend.name,
+        "rows": len(prompts),
+        "identical_rows_plain": same["plain"],
+        "identical_rows_speculation": same["speculation"],
+        "tokens": sum(LIMITS),
+    }
+
+
+def _model_and_prompts(options: Options) -> tuple[Transformer, list[list[int]], str]:
+    """The default model and book in bfloat16; random weights of its shape where they are missing."""
+    common = {"device": options.device, "dtype": torch.bfloat16}
+    if (DEFAULT_CHECKPOINT / "model.pth").exists() and DEFAULT_BOOK.is_file():
+        model = load_model(DEFAULT_CHECKPOINT / "model.pth", **common)
+        text = DEFAULT_BOOK.read_text(encoding="utf-8-sig")[:20000]
+        tokens, name = load_tokenizer(DEFAULT_CHECKPOINT).encode(text), DEFAULT_NAME
+    else:
+        name = f"HuggingFaceTB/{DEFAULT_NAME}"
+        model = load_model(name, load_format="dummy", **common)
+        generator = torch.Generator().manual_seed(0)
+        tokens, name = torch.randint(49152, (5000,), generator=generator).tolist(), f"{name}, random weights"
+    ends = list(itertools.accumulate(PROMPT_LENGTHS))
+    return model, [tokens[end - n : end] for end, n in zip(ends, PROMPT_LENGTHS, strict=True)], name

@@ -1,0 +1,118 @@
+"""Part d: what steps of published 7B and 8B shapes cost, with random weights over a KV cache of random entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from engine import benchmark, report
+from engine.decoding import GenerateOutput
+from engine.setup import Setup
+from models.config import ModelConfig
+from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.devices import copy_bandwidth
+from reproduce.gpu_parts.setups import TINY, dummy_setup, speculation_passes, under, with_drafter
+
+LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
+# Model, rows, context, entries of the target's cache: of the published settings those that one card may hold.
+SETTINGS = (
+    (LLAMA_31_8B, 32, 16000, "same"),
+    (LLAMA_31_8B, 8, 64000, "same"),
+    (LLAMA_2_7B, 32, 4000, "same"),
+    (LLAMA_31_8B, 64, 8000, "same"),
+    (LLAMA_2_7B, 32, 8000, "int8"),
+    (LLAMA_31_8B, 32, 32000, "int8"),
+    (LLAMA_2_7B, 32, 8000, "same"),
+)
+QUICK_SETTINGS = ((TINY, 2, 64, "same"),)
+# Weights and budget of the draft.
+DRAFTS = (("same", 512), ("int4", 512), ("int4", 256), ("same", 256))
+QUICK_DRAFTS = (("same", 32), ("int4", 32))
+GAMMA, GEN_LEN = 3, 32
+# Acceptance of self-speculation with a StreamingLLM cache of 512 entries on PG-19, by context.
+PUBLISHED_BUDGET = 512
+PUBLISHED_ALPHA = {LLAMA_31_8B: {4000: 0.84, 8000: 0.83, 16000: 0.82, 32000: 0.81, 64000: 0.79, 100000: 0.79}}
+ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
+
+
+@dataclass
+class State:
+    """A set-up over a filled cache, and plain decoding from it."""
+
+    setup: Setup
+    baseline: GenerateOutput
+
+
+def cells(options: Options) -> list[Cell]:
+    shared, found = Shared(), []
+    for setting in QUICK_SETTINGS if options.quick else SETTINGS:
+        model, batch, context, kv = setting
+        for draft in QUICK_DRAFTS if options.quick else DRAFTS:
+            weights, budget = draft
+            name = f"{model}, B {batch}, S {context}, {kv} KV, draft weights {weights}, budget {budget}"
+            found.append(Cell("d", "gpu_costs", name, partial(costs, options, shared, setting, draft)))
+    return found
+
+
+def costs(
+    options: Options, shared: Shared, setting: tuple[str, int, int, str], draft: tuple[str, int]
+) -> dict[str, Any]:
+    """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
+    model, _, context, _ = setting
+    weights, budget = draft
+    state: State = shared.get(setting, partial(_filled, options, *setting))
+    # The next cell starts from this one's set-up: it may take over the draft's weights.
+    setup = state.setup = under(state.setup, draft_weights=weights, streamingllm_budget=budget)
+    speculative, timed = with_drafter(setup, partial(speculation_passes, setup))
+    record = report.make_record("gpu_costs", setup, benchmark.Passes(0.0, state.baseline, speculative, timed))
+    alpha = PUBLISHED_ALPHA.get(model, {}).get(context) if budget == PUBLISHED_BUDGET else None
+    predicted = None
+    if alpha is not None:
+        predicted = tokens_per_round(alpha, GAMMA) * record["baseline_step_ms"] / record["round_ms"]
+    read = bytes_per_step(setup, context)
+    bandwidth = 1e3 * read / record["baseline_step_ms"]
+    return record | report.rounded(
+        {
+            "prefill_seconds": None,
+            "cache_content": "random entries, not a prefill",
+            "rounds": len(speculative.stats.rounds),
+            "predicted_speedup": predicted,
+            "predicted_with_alpha": alpha,
+            "alpha_source": ALPHA_SOURCE if alpha is not None else None,
+            "baseline_bytes_per_step": read,
+            "baseline_bytes_per_second": bandwidth,
+            "baseline_share_of_copy": bandwidth / copy_bandwidth(options),
+        }
+    )
+
+
+def tokens_per_round(alpha: float, gamma: int) -> float:
+    """Expected tokens per round: (1 - alpha^(gamma + 1)) / (1 - alpha), Leviathan et al. 2023, equation 1."""
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def bytes_per_step(setup: Setup, context: int) -> int:
+    """Weights and KV that one plain step has to read; of an embedding that is not the head, almost nothing."""
+    config: ModelConfig = setup.runner.model.config
+    read_once = config.n_parameters - (0 if config.tie_embeddings else config.vocab_size * config.dim)
+    cache = setup.runner.cache
+    kv = cache.n_bytes * (context + setup.args.gen_len // 2) // cache.capacity
+    return read_once * setup.dtype.itemsize + kv
+
+
+def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> State:
+    # Before the memory is taken: a copy needs some of its own.
+    copy_bandwidth(options)
+    setup = dummy_setup(
+        options,
+        model,
+        B=batch,
+        prefix_len=context,
+        gen_len=8 if options.quick else GEN_LEN,
+        gamma=GAMMA,
+        kv_dtype=kv,
+        streamingllm_budget=(QUICK_DRAFTS if options.quick else DRAFTS)[0][1],
+    )
+    benchmark.warm_up(setup)
+    return State(setup, benchmark.decode(setup, "baseline"))

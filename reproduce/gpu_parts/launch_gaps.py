@@ -1,0 +1,143 @@
+"""Part e: the time of a round in which the device computes, and in which it waits for the host or a launch."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from engine import benchmark
+from engine.drafters import Drafter
+from engine.report import rounded
+from engine.setup import Setup, make_drafter
+from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.setups import TINY, dummy_setup, forget
+
+# Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
+SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
+QUICK_SIZES = ((TINY, 2, 64),)
+GEN_LEN, GAMMA, BUDGET = 96, 3, 512
+# Rounds before those that are looked at, and how many of them there are.
+WARM_UP, ROUNDS = 4, 16
+N_KERNELS = 10
+
+
+def cells(options: Options) -> list[Cell]:
+    shared, found = Shared(), []
+    for model, batch, context in QUICK_SIZES if options.quick else SIZES:
+        for what in ("speculation", "plain"):
+            run = partial(profiled, options, shared, (model, batch, context), what)
+            found.append(Cell("e", "gpu_launch_gaps", f"{model}, B {batch}, S {context}, {what}", run))
+    return found
+
+
+class Watched:
+    """Given to `generate` as its phases: takes the wall time of ROUNDS whole rounds, and profiles them if asked to."""
+
+    def __init__(self, options: Options, profiler: profile | None = None) -> None:
+        self.seconds: float | None = None
+        self._options, self._profiler = options, profiler
+        self._n_round, self._started = 0, 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if name == "draft":
+            if self._n_round == WARM_UP:
+                self._synchronize()
+                if self._profiler:
+                    self._profiler.start()
+                self._started = time.perf_counter()
+            elif self._n_round == WARM_UP + ROUNDS:
+                self._synchronize()
+                self.seconds = time.perf_counter() - self._started
+                if self._profiler:
+                    self._profiler.stop()
+            self._n_round += 1
+        yield
+
+    def _synchronize(self) -> None:
+        if self._options.on_cuda:
+            torch.cuda.synchronize()
+
+
+def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> dict[str, Any]:
+    """Wall time of a round without the profiler, time in kernels with it, and the kernels that take most of it."""
+    setup: Setup = shared.get(size, partial(_filled, options, *size))
+    drafter = make_drafter(setup, None) if what == "speculation" else None
+    try:
+        benchmark.warm_up(setup, drafter)
+        wall, kernels = _wall_and_kernels(options, setup, drafter)
+    finally:
+        if drafter is not None:
+            forget(setup, drafter)
+    kernel_ms = sum(ms for ms, _ in kernels.values())
+    largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:N_KERNELS]
+    model, batch, context = size
+    record = {
+        "model": model,
+        "load_format": setup.args.load_format,
+        "B": batch,
+        "prefix_len": context,
+        "gamma": GAMMA if drafter else 0,
+        "draft_budget": setup.args.streamingllm_budget if drafter else None,
+        "attention": setup.runner.model.backend.name,
+        "compile": setup.args.compile,
+        "verification": setup.sampling.mode,
+        "rounds": ROUNDS,
+        "round_ms": wall,
+        "kernel_ms_per_round": kernel_ms,
+        "gap_percent": 100 * (1 - kernel_ms / wall) if options.on_cuda else None,
+        "largest": [
+            {"kernel": name[:160], "ms_per_round": round(ms, 4), "calls_per_round": round(calls, 2)}
+            for name, (ms, calls) in largest
+        ],
+    }
+    return rounded(record)
+
+
+def _wall_and_kernels(
+    options: Options, setup: Setup, drafter: Drafter | None
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Milliseconds of a round, and of each kernel (milliseconds, calls) per round."""
+    plain = Watched(options)
+    benchmark.decode(setup, "wall time", drafter, plain)
+    profiler = profile(activities=[ProfilerActivity.CUDA if options.on_cuda else ProfilerActivity.CPU])
+    watched = Watched(options, profiler)
+    benchmark.decode(setup, "profile", drafter, watched)
+    if plain.seconds is None or watched.seconds is None:
+        raise RuntimeError(f"fewer than {WARM_UP + ROUNDS + 1} rounds were run")
+    sums: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        is_range = getattr(event, "is_user_annotation", False)  # it covers kernels that are there as well
+        if event.device_type == (DeviceType.CUDA if options.on_cuda else DeviceType.CPU) and not is_range:
+            sums[event.name].append(event.time_range.elapsed_us())
+    if not sums:
+        raise RuntimeError("the profiler saw no kernels")
+    kernels = {name: (sum(us) / 1e3 / ROUNDS, len(us) / ROUNDS) for name, us in sums.items()}
+    return 1e3 * plain.seconds / ROUNDS, kernels
+
+
+def _filled(options: Options, model: str, batch: int, context: int) -> Setup:
+    if options.on_cuda:
+        # Before any graph is captured: kernels of graphs from before the first profile may not be seen by it.
+        with profile(activities=[ProfilerActivity.CUDA]):
+            torch.ones(8, device=options.device).sum().item()
+    return dummy_setup(
+        options,
+        model,
+        B=batch,
+        prefix_len=context,
+        gen_len=GEN_LEN,
+        gamma=GAMMA,
+        streamingllm_budget=32 if options.quick else BUDGET,
+        temperature=0.6,
+        seed=7,
+        verification="coupled",
+    )

@@ -1,0 +1,157 @@
+"""docs/performance.md: only numbers that are in a record, and "not measured" for all others."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from reproduce import performance_page
+from reproduce.performance_page import NONE, SECTIONS, page
+
+SCRIPT = Path(performance_page.__file__)
+ORIGIN = {"git_commit": "0123456789abcdef", "machine": "a CPU, 2 cores", "gpu": "NVIDIA X", "torch_version": "2.11"}
+
+
+def write(folder: Path, name: str, *records: dict) -> None:
+    (folder / name).write_text("".join(json.dumps(ORIGIN | record) + "\n" for record in records))
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def bandwidth_cell(backend: str, share: float, **other) -> dict:
+    cell = {"benchmark": "gpu_attention_bandwidth", "part": "b", "status": "done", "backend": backend}
+    cell |= {"model": "M", "B": 4, "S": 8000, "T": 2, "kv_dtype": "int8", "kv_bytes": 3 * 10**8, "is_large": True}
+    return cell | {"cell": backend, "share_of_copy": share} | other
+
+
+def test_without_records_everything_is_said_to_be_missing(tmp_path):
+    text = page(tmp_path)
+    for title in SECTIONS:
+        assert NONE in section(text, title), title
+    assert not [line for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_committed_page_is_what_its_records_say():
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_check_fails_on_a_stale_page(tmp_path, monkeypatch, capsys):
+    stale = tmp_path / "page.md"
+
+    def run(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["page", *flags, "--results", str(tmp_path), "--page", str(stale)])
+        try:
+            performance_page.main()
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    assert run("--check") == 1
+    assert "reproduce/performance_page.py" in capsys.readouterr().err
+    assert run() == 0 and run("--check") == 0
+    write(tmp_path, "gpu.jsonl", bandwidth_cell("triton", 0.91))
+    assert run("--check") == 1
+    assert "91 %" not in stale.read_text()
+    assert run() == 0 and "91 %" in stale.read_text()
+
+
+def test_bandwidth_names_backends_record_commit_and_machine(tmp_path):
+    copy = {"benchmark": "gpu_copy_bandwidth", "part": "b", "cell": "copy", "bytes_per_second": 4.31e12}
+    other_row = bandwidth_cell("triton", 0.5, T=4, cell="triton, T 4")
+    write(tmp_path, "gpu.jsonl", copy, bandwidth_cell("triton", 0.913), bandwidth_cell("flash: FA", 0.704), other_row)
+    text = section(page(tmp_path), "Attention bandwidth on a GPU")
+    assert "| M | 4 | 8000 | 2 | int8 | 300 * | 91 % | 70 % |" in text
+    assert f"| M | 4 | 8000 | 4 | int8 | 300 * | 50 % | {NONE} |" in text
+    assert "4.31 TB/s" in text
+    assert "gpu.jsonl" in text and "`0123456789ab`" in text and "NVIDIA X" in text
+
+
+def test_the_last_record_of_a_cell_counts_and_quick_or_broken_ones_do_not(tmp_path):
+    write(
+        tmp_path,
+        "gpu.jsonl",
+        bandwidth_cell("triton", 0.11),
+        bandwidth_cell("triton", 0.88),
+        bandwidth_cell("triton", 0.99, quick=True),
+        bandwidth_cell("triton", 0.77, status="skipped"),
+        {"benchmark": "gpu_attention_bandwidth", "cell": "flash", "status": "error", "error": "broken"},
+    )
+    text = section(page(tmp_path), "Attention bandwidth on a GPU")
+    assert "88 %" in text
+    for share in ("11 %", "99 %", "77 %", "broken"):
+        assert share not in text
+
+
+def test_speculation_and_its_missing_figures(tmp_path):
+    record = {"benchmark": "gpu_selfspec", "cell": "c", "status": "done", "B": 64, "prefix_len": 7500, "gamma": 3}
+    record |= {"draft_budget": 512, "draft_weights": "int4", "verification": "coupled", "temperature": 0.6}
+    record |= {"speedup": 1.874, "baseline_step_ms": 9.87, "round_ms": 15.31, "acceptance_rate": 0.8125}
+    record |= {"draft_step_ms": None, "identical_sequences": 63, "sequences": 64}
+    write(tmp_path, "gpu.jsonl", record)
+    text = section(page(tmp_path), "End to end on a GPU")
+    for shown in ("1.87", "9.87", "15.31", "0.812", "63 of 64", "int4", NONE):
+        assert shown in text
+
+
+def test_predictions_are_marked_and_name_their_acceptance(tmp_path):
+    common = {"benchmark": "gpu_costs", "status": "done", "model": "8B", "B": 32, "prefix_len": 16000, "gamma": 3}
+    common |= {"kv_dtype": "bfloat16", "draft_dtype": "bfloat16", "baseline_step_ms": 21.5, "round_ms": 40.25}
+    with_alpha = common | {"cell": "1", "draft_budget": 512, "predicted_speedup": 1.555, "predicted_with_alpha": 0.82}
+    with_alpha |= {"alpha_source": "a paper", "baseline_share_of_copy": 0.876}
+    without = common | {"cell": "2", "draft_budget": 256, "predicted_speedup": None, "predicted_with_alpha": None}
+    write(tmp_path, "gpu.jsonl", with_alpha, without)
+    text = section(page(tmp_path), "Costs of 8B and 7B shapes on a GPU")
+    assert re.search(r"1\.5[56] if acceptance is 0\.82", text) and "a paper" in text and "88 %" in text
+    assert "| 40.25 | not measured | not measured | - |" in text
+
+
+def test_failed_checks_are_shown_as_failed(tmp_path):
+    error = {"benchmark": "gpu_attention_error", "worst_error": 0.5, "tolerance": 0.016}
+    noise = {"benchmark": "gpu_noise", "cell": "noise", "status": "done"}
+    write(tmp_path, "gpu.jsonl", error | {"cell": "triton, ring", "status": "failed"}, noise)
+    text = section(page(tmp_path), "Correctness on a GPU")
+    assert "| triton, ring | FAILED | 0.5 | 0.016 |" in text
+    assert "| noise | passed | - | - |" in text
+
+
+def test_launch_gaps(tmp_path):
+    largest = [{"kernel": "a|kernel", "ms_per_round": 3.25}]
+    record = {"benchmark": "gpu_launch_gaps", "cell": "x", "status": "done", "model": "M", "B": 64, "prefix_len": 7500}
+    record |= {"gamma": 3, "round_ms": 10.5, "kernel_ms_per_round": 9.25, "gap_percent": 11.9, "largest": largest}
+    write(tmp_path, "gpu.jsonl", record)
+    assert "| 10.50 | 9.25 | 11.9 % | `a kernel` | 3.25 |" in section(page(tmp_path), "Launch gaps on a GPU")
+
+
+def test_kernels_are_grouped_over_kinds_of_slots(tmp_path):
+    def kernel(variant: str, registers: int, spills: int = 0) -> dict:
+        sizes = {"shared": 4096, "spill_stores": spills, "spill_loads": 0, "threads": 128, "arch": 90}
+        return {"variant": variant, "registers": registers} | sizes
+
+    kernels = [
+        kernel("bfloat16, int8 KV, 128 x 16 rows, in order", 96),
+        kernel("bfloat16, int8 KV, 128 x 16 rows, in order, window", 104, spills=8),
+        kernel("bfloat16, 128, merge", 40),
+    ]
+    old = {"benchmark": "kernel_report", "kernels": [kernel("float16, 64, merge", 11)]}
+    write(tmp_path, "kernel_report.jsonl", old, {"benchmark": "kernel_report", "kernels": kernels})
+    text = section(page(tmp_path), "Attention kernels, compiled offline")
+    assert "| sm_90 | bfloat16, int8 KV, 128 x 16 rows | 2 | 96 to 104 | 4096 | 8 | 128 |" in text
+    assert "| sm_90 | bfloat16, 128, merge | 1 | 40 | 4096 | 0 | 128 |" in text
+    assert "float16, 64" not in text.replace("bfloat16", "")
+
+
+def test_cpu_summaries_and_peers(tmp_path):
+    summary = {"benchmark": "cpu_selfspec_summary", "B": 8, "prefix_len": 7500, "gamma": 3, "draft_dtype": "bfloat16"}
+    summary |= {"verification": "greedy", "draft_budget": 512, "pairs": 5, "gpu": None}
+    summary |= {"median": {"speedup": 1.456, "round_ms": 474.4, "draft_step_ms": None}}
+    write(tmp_path, "cpu_fast_path.jsonl", summary, {"benchmark": "cpu_selfspec", "speedup": 9.99})
+    write(tmp_path, "cpu_peers.jsonl", {"benchmark": "cpu_peers", "B": 1, "prefix_len": 2000, "step_ms: ours": 38.51})
+    text = section(page(tmp_path), "CPU")
+    assert "1.46" in text and "474.40" in text and "38.5" in text and "a CPU, 2 cores" in text and NONE in text
+    assert "9.99" not in text
