@@ -4,10 +4,13 @@
 
 The prompt is prefilled once, by Foretoken; its keys and values are copied into transformers' caches.
 Then the peers take turns: each generates a few tokens and goes on from there at its next turn. A peer's
-figure is the median time between two of its tokens. Needs requirements-dev.txt.
+figure is the median time between two of its tokens. --schemes adds our own model in 8 or 4 bits over the same KV,
+which as another model may write another text. Needs requirements-dev.txt.
 """
 
 import argparse
+import copy
+import dataclasses
 import json
 import sys
 import time
@@ -21,9 +24,11 @@ import torch
 
 from engine import arguments, benchmark, generate, report
 from engine.provenance import append_record, provenance
+from engine.runner import ModelRunner
 from engine.setup import Setup, prepare
 from kv_cache.errors import exit_on_user_error
 from models.default_model import DEFAULT_CHECKPOINT
+from models.quantize import SCHEMES
 
 Turn = Callable[[], tuple[list[float], list[int]]]
 
@@ -76,6 +81,16 @@ def foretoken_turn(setup: Setup, n_tokens: int) -> Turn:
     return turn
 
 
+def quantised(setup: Setup, scheme: str) -> Setup:
+    """Our model with weights in that scheme over a copy of the same KV: another model, so its tokens may differ."""
+    model = setup.target.load("cpu", setup.dtype, setup.args.attention, quantize=scheme)
+    cache = copy.copy(setup.runner.cache)
+    for name in ("keys", "values", "positions"):
+        setattr(cache, name, getattr(cache, name).clone())
+    cache.notes = {row: dataclasses.replace(note, model=model) for row, note in cache.notes.items()}
+    return dataclasses.replace(setup, runner=ModelRunner(model, cache))
+
+
 def fill(cache, setup: Setup) -> None:
     """Copy the prefilled prompts, less their last token, into a transformers cache."""
     kept = setup.args.prefix_len - 1
@@ -90,6 +105,7 @@ def main() -> None:
     parser.add_argument("--prefix_len", type=int, default=7500, help="prompt tokens per row")
     parser.add_argument("--turns", type=int, default=4, help="interleaved turns of every peer")
     parser.add_argument("--tokens_per_turn", type=int, default=6)
+    parser.add_argument("--schemes", nargs="*", default=[], choices=SCHEMES, help="also our model so quantised")
     parser.add_argument("--output", help="append the JSON record to this file")
     ours = parser.parse_args()
     common = argparse.ArgumentParser()
@@ -115,6 +131,8 @@ def main() -> None:
             "transformers, static cache, sdpa": transformers_turn(model, static, setup, args.tokens_per_turn),
             "transformers, default cache": transformers_turn(model, dynamic, setup, args.tokens_per_turn),
         }
+        for scheme in args.schemes:
+            peers[f"foretoken, {scheme}"] = foretoken_turn(quantised(setup, scheme), args.tokens_per_turn)
         steps: dict[str, list[float]] = {name: [] for name in peers}
         tokens: dict[str, list[int]] = {name: [] for name in peers}
         for _ in range(args.turns):
@@ -122,6 +140,7 @@ def main() -> None:
                 times, new = turn()
                 steps[name] += times
                 tokens[name] += new
+    own_models = [f"foretoken, {scheme}" for scheme in args.schemes]
     medians = {name: median(times) for name, times in steps.items()}
     record = {
         "benchmark": "cpu_peers",
@@ -132,7 +151,7 @@ def main() -> None:
         "prefill_seconds": prefill_seconds,
         **{f"step_ms: {name}": value for name, value in medians.items()},
         **{f"slower than foretoken: {name}": value / medians["foretoken"] for name, value in medians.items()},
-        "same_tokens_row_0": len({tuple(row) for row in tokens.values()}) == 1,
+        "same_tokens_row_0": len({tuple(row) for name, row in tokens.items() if name not in own_models}) == 1,
         "transformers_version": transformers_version,
         **provenance(),
     }

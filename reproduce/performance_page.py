@@ -259,8 +259,9 @@ def cpu(folder: Path) -> str:
         return column[0], lambda record: column[1](record["median"])
 
     pairs = read(folder, "cpu_fast_path.jsonl", "cpu_selfspec_summary")
-    columns: list[Column] = [*SIZE, ("verification", text("verification")), *DRAFT, *map(of_median, SPEEDUPS)]
-    columns += [("pairs", text("pairs"))]
+    columns: list[Column] = [*SIZE, ("mode", text("verification")), *DRAFT]
+    columns += [("compiled", lambda record: "yes" if record.get("compile") else "no"), *map(of_median, SPEEDUPS)]
+    columns += [("rows identical", _identical), ("pairs", text("pairs"))]
     speculation = table("cpu_fast_path.jsonl", pairs, columns, "Speculation on a CPU")
     peers = read(folder, "cpu_peers.jsonl", "cpu_peers")
     steps = [key for record in peers for key in record if key.startswith("step_ms: ")]
@@ -270,14 +271,18 @@ def cpu(folder: Path) -> str:
     return f"Medians over interleaved pairs.\n\n{speculation}\n\nOne step of plain decoding:\n\n{plain}"
 
 
+def _identical(record: Record) -> str:
+    return f"{number(record['median'].get('identical_sequences'), 0)} of {record.get('sequences')}"
+
+
 SECTIONS = {
-    "Attention kernels, compiled offline": kernels,
-    "Correctness on a GPU": correctness,
-    "Attention bandwidth on a GPU": bandwidth,
+    "CPU": cpu,
     "End to end on a GPU": end_to_end,
     "Costs of 8B and 7B shapes on a GPU": costs,
+    "Attention bandwidth on a GPU": bandwidth,
     "Launch gaps on a GPU": launch_gaps,
-    "CPU": cpu,
+    "Correctness on a GPU": correctness,
+    "Attention kernels, compiled offline": kernels,
 }
 
 
