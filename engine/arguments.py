@@ -284,7 +284,8 @@ def _with_cache(args: argparse.Namespace, kind: str, policy: str) -> DraftSettin
     # A self-draft is the target, so `same` takes over how the target's weights are stored.
     same = args.quantize if kind == "self" else None
     quantize = same if args.draft_weights in (None, "same") else args.draft_weights
-    kv_dtype = resolve_kv_dtype(args.draft_kv_dtype or "same", dtype)
+    wanted = args.draft_kv_dtype or "same"
+    kv_dtype = resolve_kv_dtype(args.kv_dtype if kind == "self" and wanted == "same" else wanted, dtype)
     if policy == "full":
         capacity = args.prefix_len + args.gen_len + args.gamma + 1
         return DraftSettings(kind, args.gamma, "full", capacity, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype)

@@ -76,8 +76,9 @@ def warm_up(setup: Setup, drafter: Drafter | None = None) -> None:
 def prefill(setup: Setup) -> float:
     """Prefill the prompts that start in the slots, with a progress bar; returns seconds."""
     first = setup.prompts[: setup.runner.cache.max_batch]
-    if setup.args.compile:  # two lengths: the second one makes the number of tokens a variable
-        for n_token in (setup.runner.prefill_chunk, setup.runner.prefill_chunk - 1):
+    if setup.args.compile:  # the second length makes the number of tokens a variable, and one token is special
+        chunk = min(setup.runner.prefill_chunk, len(first[0]))
+        for n_token in (chunk, max(2, chunk - 1), 1):
             setup.runner.fill_row(0, first[0][:n_token])
     started = time.perf_counter()
     with _bar("prefill", sum(map(len, first))) as bar:

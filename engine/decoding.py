@@ -235,7 +235,7 @@ def _round(
         return torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1)
 
     with phase("draft"):
-        drafts = run("draft", draft)
+        drafts = run("draft", draft) if gamma else draft()
     with phase("verify"):
         block, logits = run("verify", verify)
     with phase("accept"):

@@ -127,7 +127,8 @@ def rounds_of(
     buffers = partial(RoundBuffers, runner.max_batch, shape, runner.device, runner.noise_source)
     if runner.new_graph is None:
         return buffers(), Called()
-    key = (drafter, mode, shape)
+    # What is captured calls these very objects; others in their place have to be captured anew.
+    key = (drafter, mode, shape, runner.model.backend, runner.model.pointwise, runner.noise_source)
     if key not in runner.captured:
         runner.captured[key] = buffers(), Captured(runner.new_graph)
     return runner.captured[key]

@@ -161,7 +161,7 @@ class Law:
         if self.top_p is not None:
             mass = (descending.double() - scaled.double().logsumexp(dim=-1, keepdim=True)).exp()
             kept &= mass.cumsum(dim=-1) - mass < _like(self.top_p, scaled, torch.float64)
-        kept[..., 0] = True
+        kept[..., 0].fill_(True)
         n = kept.sum(dim=-1, keepdim=True)
         threshold = descending.gather(-1, n - 1)
         above = scaled > threshold

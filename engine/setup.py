@@ -68,17 +68,18 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     plan = resolve(args, sampling, draft)
     require_room(plan)
     ranks = _join_ranks(plan)
+    if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
+        torch.cuda.set_device(ranks.device)
     startup_bytes = used_bytes(plan.device)
     target_ranks = model_ranks(ranks, plan.group)
     draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
     for remark in ranks.shared(lambda: remarks(plan)):
         say(f"note: {remark}")
-    attention = select_backend(args.attention, plan.device, attention_spec(plan.target.config, plan.dtype))
     say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
-    say(f"attention: {attention.backend.name} ({attention.why})")
     tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
     prompts = ranks.shared(lambda: _prompts(plan, tokenizer))
     model = _load(plan, plan.target, plan.dtype, target_ranks, args.quantize)
+    _choose_attention(plan, model, plan.kv_dtype, "attention")
     # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
     draft_model = None
     if draft and draft_ranks is None:
@@ -86,6 +87,8 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     elif plan.draft_source and draft_ranks and draft_ranks.holds:
         assert draft is not None and draft.dtype is not None
         draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
+    if draft_model is not None and draft is not None:
+        _choose_attention(plan, draft_model, draft.kv_dtype, "the draft's attention")
     if args.compile:
         pointwise = compiled()
         for part in filter(None, (model, draft_model)):
@@ -126,6 +129,13 @@ def _load(
     """The model, or what this rank holds of it."""
     exchange = holders if len(plan.group) > 1 else None
     return source.load(plan.device, dtype, plan.args.attention, exchange=exchange, quantize=quantize)
+
+
+def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | None, whose: str) -> None:
+    """Now that its cache's entries are known, and what it holds of its heads; said with the reason."""
+    spec = attention_spec(model.config, model.dtype)
+    model.backend, why = select_backend(plan.args.attention, plan.device, spec, entries)
+    say(f"{whose}: {model.backend.name} ({why})")
 
 
 def make_drafter(setup: Setup, baseline: GenerateOutput | None) -> Drafter:

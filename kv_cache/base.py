@@ -70,8 +70,8 @@ class KVCache(ABC):
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.key_scales = self.value_scales = None
         if dtype in LARGEST:
-            self.key_scales = torch.zeros(shape[:-1], device=device)
-            self.value_scales = torch.zeros(shape[:-1], device=device)
+            self.key_scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32)
+            self.value_scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32)
         self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
         # Whatever a runner notes of a row's content; resetting the row forgets it.
@@ -176,6 +176,12 @@ class KVCache(ABC):
             (self.values, self.value_scales, source.values, source.value_scales),
         ):
             entries = theirs[which, row][:, :, from_slots]
+            if their_scales is not None and own_scales is not None and theirs.dtype == own.dtype:
+                own[:, row, :, to_slots], own_scales[:, row, :, to_slots] = (
+                    entries,
+                    their_scales[which, row][:, :, from_slots],
+                )
+                continue
             if their_scales is not None:
                 entries = dequantize(entries, their_scales[which, row][:, :, from_slots], torch.float32)
             if own_scales is None:

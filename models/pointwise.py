@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kv_cache.errors import ConfigError
 from models.rope import Rotation, rotate
 
-# Distinct shapes per function and dtype stay few (the number of tokens becomes a variable with the second one);
-# PyTorch's own limit counts all models of the process together, and falls back without a word.
+# Distinct shapes per function and dtype stay few (the number of tokens becomes a variable with the second one), but
+# PyTorch's own limit, 8, counts all models of the process together.
 MOST_VARIANTS = 64
 
 

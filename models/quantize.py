@@ -6,7 +6,8 @@ with a scale of their own, because the integer kernels of CPUs (oneDNN) and GPUs
 
 int4: groups of 32 weights along the input, each with a scale and a zero point (`low + scale * q`, q in 0..15),
 activations in bfloat16 (the tinygemm kernels). The grid of a group spans its smallest and largest weight: that
-is how GGUF's Q4_1 is made, so a checkpoint expanded from it gets its own 4 bits back.
+is how GGUF's Q4_1 is made, so a checkpoint expanded from it gets its own grouping and 4 bits back; only the scales
+are rounded, to the kernels' bfloat16.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from models.pointwise import EAGER, Pointwise
 SCHEMES = ("int8", "int4")
 GROUP = 32
 INT4_LEVELS = 15
+OLDEST_CAPABILITY = (8, 0)
 # tinygemm's layout: input units per tile, and the fewest rows that cuBLAS multiplies in 8 bits.
 INNER_K_TILES = 2
 FEWEST_CUDA_ROWS = 17
@@ -75,11 +77,7 @@ class Int4Linear(nn.Module):
         super().__init__()
         q, scale, low = quantize_groups(weight)
         self._on_cpu = weight.device.type == "cpu"
-        if self._on_cpu:
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-        else:
-            packed = torch.ops.aten._convert_weight_to_int4pack(q[:, ::2] << 4 | q[:, 1::2], INNER_K_TILES)
-        self.register_buffer("weight", packed)
+        self.register_buffer("weight", pack_for_cpu(q) if self._on_cpu else pack_for_cuda(q))
         # The kernels' own form: weight = (q - 8) * scale + zero.
         scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
         self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
@@ -92,6 +90,17 @@ class Int4Linear(nn.Module):
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def pack_for_cpu(q: Tensor) -> Tensor:
+    """`[d_out, d_in]` int32 of 0..15, in the layout of tinygemm's kernel for CPUs."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+
+
+def pack_for_cuda(q: Tensor) -> Tensor:
+    """The same for GPUs, which takes pairs as bytes, the first of a pair in the upper half."""
+    pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +120,24 @@ def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_scheme(scheme: str, device: torch.device | str) -> None:
-    """Raise ConfigError if this device has no kernels for the scheme."""
+    """Raise ConfigError for an unknown scheme, or if this device has no kernels for it."""
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            "unknown quantisation scheme",
+            where="quantize (--quantize, --draft_weights)",
+            seen=scheme,
+            required=" or ".join(SCHEMES),
+            fix="use int8 or int4, or leave the weights as they are",
+        )
     on_cpu = torch.device(device).type == "cpu"
+    if not on_cpu and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        raise ConfigError(
+            "the GPU is too old for quantised weights",
+            where="--quantize or --draft_weights",
+            seen="compute capability {}.{}".format(*torch.cuda.get_device_capability(device)),
+            required="{}.{} or newer".format(*OLDEST_CAPABILITY),
+            fix="leave the weights as they are",
+        )
     if scheme == "int8" and on_cpu and not torch.cpu._is_vnni_supported():
         raise ConfigError(
             "int8 weights need a processor that multiplies 8-bit integers",
@@ -128,17 +153,26 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Mod
     d_out, d_in = weight.shape
     if scheme == "int8":
         return Int8Linear(weight, bias) if d_in % 8 == d_out % 8 == 0 else None
-    step = GROUP if weight.device.type == "cpu" else 16 * INNER_K_TILES
-    return Int4Linear(weight, bias) if d_in % GROUP == d_in % step == 0 and d_out % 64 == 0 else None
+    return Int4Linear(weight, bias) if d_in % GROUP == 0 and d_out % 64 == 0 else None
 
 
 def quantize_linears(module: nn.Module, scheme: str) -> None:
-    """Replace every nn.Linear below `module` that the scheme's kernels take; the others stay as they are."""
+    """Replace every nn.Linear below `module`. Raises ConfigError where the scheme's kernels do not take one."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(module, name, quantized_linear(child.weight, child.bias, scheme) or child)
-        else:
+        if not isinstance(child, nn.Linear):
             quantize_linears(child, scheme)
+            continue
+        layer = quantized_linear(child.weight, child.bias, scheme)
+        if layer is None:
+            steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
+            raise ConfigError(
+                "a layer's shape has no quantised kernel",
+                where=f"{scheme} weights: {name}, as this rank holds it",
+                seen=f"{child.in_features} inputs, {child.out_features} outputs",
+                required=steps,
+                fix="use the other scheme, another number of ranks, or leave the weights as they are",
+            )
+        setattr(module, name, layer)
 
 
 def quantize_head(model: Transformer) -> None:

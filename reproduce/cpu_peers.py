@@ -85,8 +85,9 @@ def quantised(setup: Setup, scheme: str) -> Setup:
     """Our model with weights in that scheme over a copy of the same KV: another model, so its tokens may differ."""
     model = setup.target.load("cpu", setup.dtype, setup.args.attention, quantize=scheme)
     cache = copy.copy(setup.runner.cache)
-    for name in ("keys", "values", "positions"):
-        setattr(cache, name, getattr(cache, name).clone())
+    for name, held in vars(cache).items():
+        if isinstance(held, torch.Tensor):
+            setattr(cache, name, held.clone())
     cache.notes = {row: dataclasses.replace(note, model=model) for row, note in cache.notes.items()}
     return dataclasses.replace(setup, runner=ModelRunner(model, cache))
 

@@ -133,7 +133,7 @@ GPU = "gpu.jsonl"
 
 
 def correctness(folder: Path) -> str:
-    checks = read(folder, GPU, "gpu_attention_error", "gpu_noise", "gpu_identity")
+    checks = read(folder, GPU, "gpu_attention_error", "gpu_quantised_error", "gpu_noise", "gpu_identity")
     columns: list[Column] = [
         ("check", text("cell")),
         ("outcome", lambda record: {"done": "passed"}.get(record["status"], "FAILED")),
@@ -261,7 +261,7 @@ def cpu(folder: Path) -> str:
     pairs = read(folder, "cpu_fast_path.jsonl", "cpu_selfspec_summary")
     columns: list[Column] = [*SIZE, ("mode", text("verification")), *DRAFT]
     columns += [("compiled", lambda record: "yes" if record.get("compile") else "no"), *map(of_median, SPEEDUPS)]
-    columns += [("rows identical", _identical), ("pairs", text("pairs"))]
+    columns += [("rows identical, median", _identical), ("pairs", text("pairs"))]
     speculation = table("cpu_fast_path.jsonl", pairs, columns, "Speculation on a CPU")
     peers = read(folder, "cpu_peers.jsonl", "cpu_peers")
     steps = [key for record in peers for key in record if key.startswith("step_ms: ")]

@@ -14,6 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# Operations whose result, or whose shape, has to be known on the host.
+HOST_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+)
+
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
@@ -22,7 +29,8 @@ class _Recorder(TorchDispatchMode):
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function is not torch.ops.aten._local_scalar_dense.default, "the host read a value while recording"
+        assert function not in HOST_READS, "the host read a value while recording"
+        assert function is not torch.ops.aten.lift_fresh.default, "the host made a tensor while recording"
         for formal, actual in zip(function._schema.arguments, args, strict=False):
             if isinstance(actual, Tensor) and formal.alias_info and formal.alias_info.is_write:
                 self.written.append((actual, actual.clone()))

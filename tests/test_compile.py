@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compilers import has_cpp_compiler
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
 
@@ -106,12 +107,3 @@ def test_a_compiled_model_decodes_the_same_tokens():
             drafter = SelfSpeculation(runner, StreamingKVCache(config, 2, 12, 2), gamma=3)
             tokens.append(generate(runner, prompts, max_new_tokens=10, drafter=drafter).tokens)
         assert tokens[0] == tokens[1]
-
-
-def has_cpp_compiler() -> bool:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except Exception:  # InvalidCxxCompiler has moved between PyTorch versions
-        return False

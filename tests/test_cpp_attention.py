@@ -84,6 +84,32 @@ def test_a_machine_without_a_compiler_uses_torch(monkeypatch, tmp_path):
     cpp_build.load_kernel.cache_clear()
 
 
+def test_a_user_without_a_home_folder_uses_torch(monkeypatch):
+    cpp_build.load_kernel.cache_clear()
+    for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpp_build.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home folder")))
+    chosen, why = select_backend("auto", "cpu", SPEC)
+    assert isinstance(chosen, TorchAttention) and "no home folder" in why
+    cpp_build.load_kernel.cache_clear()
+
+
+def test_the_default_dtype_of_pytorch_does_not_matter(backend):
+    case = make_case([90, 33], 4)
+    wanted = case.run(backend)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(case.run(backend), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_entries_that_the_kernel_does_not_read_are_told_beforehand(backend):
+    chosen, why = select_backend("auto", "cpu", SPEC, torch.float8_e4m3fn)
+    assert isinstance(chosen, TorchAttention) and "float8" in why
+    assert select_backend("auto", "cpu", SPEC, torch.int8).backend.name == "cpp"
+
+
 def test_a_build_is_shared_and_never_seen_half_done(backend, monkeypatch, tmp_path):
     """Built once per cache folder; a second process finds it there."""
     cpp_build.load_kernel.cache_clear()

@@ -17,9 +17,11 @@ from recorded_graph import RecordedGraph
 from tiny import random_prompts, tiny_model
 
 from engine.memory import GIB
+from engine.noise import in_passes
 from kv_cache.errors import ConfigError, OutOfMemoryError
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
+from models.pointwise import EAGER
 from reproduce import gpu
 from reproduce.gpu_parts import bandwidth, correctness, costs, speculation
 from reproduce.gpu_parts.backends import Named
@@ -272,7 +274,7 @@ class OnCuda(Options):
     on_cuda = True
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, mode):
     """With the stand-in for graphs; and a graph that drops its replays is noticed."""
     model = tiny_model(dtype=torch.float32)
@@ -283,6 +285,9 @@ def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, mode):
             if self.replays < 3:
                 super().replay()
 
+    # Nothing can be compiled below the stand-in, which watches every operation.
+    monkeypatch.setattr(correctness, "compiled", lambda: EAGER)
+    monkeypatch.setattr(correctness, "compiled_source", lambda: in_passes)
     monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
     monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
     for graph, status in ((RecordedGraph, "done"), (Stale, "failed")):

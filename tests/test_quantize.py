@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tiny import TINY
 
 from kv_cache import FullKVCache
+from kv_cache.errors import ConfigError
 from models import load_model
 from models.checkpoint import read_checkpoint
 from models.config import ModelConfig
 from models.default_model import DEFAULT_CHECKPOINT
-from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups, quantize_rows, quantized_linear
+from models.quantize import (
+    GROUP,
+    Int4Linear,
+    Int8Linear,
+    pack_for_cuda,
+    quantize_groups,
+    quantize_rows,
+    quantized_linear,
+)
 
 vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
 
@@ -79,6 +91,19 @@ def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
     assert torch.equal(q, levels.flatten(1).int())
     constant, _, low = quantize_groups(torch.full((64, GROUP), 0.25))
     assert (constant == 0).all() and (low == 0.25).all()
+
+
+def test_packing_for_a_gpu_gives_its_kernel_bytes():
+    """The shape rules of the CUDA operator, which its meta kernel checks without a GPU."""
+    packed = pack_for_cuda(torch.zeros(128, 192, dtype=torch.int32, device="meta"))
+    assert packed.dtype == torch.int32 and packed.numel() * 8 == 128 * 192
+
+
+def test_what_cannot_be_quantised_is_refused():
+    with pytest.raises(ConfigError, match="unknown quantisation scheme"):
+        load_model("none", load_format="dummy", config=TINY, quantize="int3")
+    with pytest.raises(ConfigError, match="no quantised kernel"):
+        load_model("none", load_format="dummy", config=replace(TINY, ffn_dim=52), quantize="int4")
 
 
 def test_shapes_that_the_kernels_do_not_take_stay_as_they_are():

@@ -66,6 +66,11 @@ def test_flash_says_which_package_and_what_takes_over(triton_device, monkeypatch
     assert isinstance(chosen, TorchAttention) and "float32" in why
 
 
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ConfigError, match="unknown attention backend"):
+        select_backend("xformers", "cpu", SPEC)
+
+
 def test_flash_without_a_package_says_what_was_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))

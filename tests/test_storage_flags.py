@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import has_cpp_compiler
 from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +83,8 @@ def test_a_standalone_draft_has_weights_of_its_own(run):
 
 
 def test_compile_is_recorded_and_changes_no_token(run):
+    if not has_cpp_compiler():
+        pytest.skip("no C++ compiler")
     torch._dynamo.reset()
     eager, compiled = run("selfspec", DRAFT), run("selfspec", f"{DRAFT} --compile")
     assert (eager["compile"], compiled["compile"]) == (False, True)

@@ -76,7 +76,8 @@ class CppAttention:
         packed = (packed * (math.log2(math.e) * head_dim**-0.5)).contiguous()
         n_row, n_part = n_token * group, -(-n_slot // PART)
         out = torch.empty_like(packed)
-        partials = torch.empty(batch * n_kv_head * n_part, n_row, head_dim + 2)
+        partials = packed.new_empty(batch * n_kv_head * n_part, n_row, head_dim + 2)
+        assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         failed = self._kernel.foretoken_attend(
             _layout(kv, n_row),
             ctypes.c_int64(head_dim),

@@ -6,6 +6,8 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -22,46 +24,46 @@ class BuildError(Exception):
 
 def cache_folder() -> Path:
     """`$FORETOKEN_CACHE`, else `foretoken` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FORETOKEN_CACHE") or Path(base) / "foretoken")
+    given = os.environ.get("FORETOKEN_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
     """The compiled kernel, built first where it has to be. Errors: BuildError."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    if not compiler[0]:
         raise BuildError("no C++ compiler (g++) was found")
-    library = cache_folder() / f"attention-{_key(compiler)}.so"
     try:
+        library = cache_folder() / f"attention-{_key(compiler)}.so"
         if not library.exists():
             _build(compiler, library)
         return ctypes.CDLL(str(library))
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
-        raise BuildError(f"{compiler} cannot build it: {lines[0][:200]}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{shlex.join(compiler)} cannot build it: {lines[0][:200]}") from None
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
         raise BuildError(f"it cannot be built or loaded: {str(error)[:200]}") from None
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(compiler: list[str], library: Path) -> None:
     """Compile to a name of our own, then move: other processes may be building the same."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
         for command in (
-            [compiler, *COMPILE, "-c", str(SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), "-o", str(linked)],
+            [*compiler, *COMPILE, "-c", str(SOURCE), "-o", str(compiled)],
+            [*compiler, "-shared", str(compiled), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         os.replace(linked, library)
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: list[str]) -> str:
     """Of everything that the machine code depends on: a home folder may be shared by different processors."""
     digest = hashlib.sha256(SOURCE.read_bytes())
-    digest.update(" ".join((compiler, *COMPILE, *os.uname())).encode())
+    digest.update(" ".join((*compiler, *COMPILE, platform.machine())).encode())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         text = cpuinfo.read_text(errors="replace").splitlines()

@@ -269,6 +269,7 @@ void attend(const Layout& at, const float* q, const void* keys, const void* valu
                               queries + row * at.n_row, oldest + row * at.n_row, first, last,
                               partial, partial + at.n_row * D, partial + at.n_row * (D + 1));
     }
+#pragma omp parallel for num_threads(n_thread) collapse(2) if (n_head * at.n_row >= 4096)
     for (int64_t head = 0; head < n_head; ++head)
         for (int64_t m = 0; m < at.n_row; ++m) {
             const float* partials = workspace + head * n_part * per_task;

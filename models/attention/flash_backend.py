@@ -208,7 +208,7 @@ def _plan_packed(spec: AttentionSpec, queries: Tensor, slots: Slots) -> Plan:
     first = queries[:, :1]
     own = first + torch.arange(n_token, device=queries.device)
     seen = own[:, None, :] <= queries[:, :, None]
-    bias = torch.zeros(seen.shape, device=queries.device).masked_fill_(~seen, float("-inf"))
+    bias = torch.zeros(seen.shape, dtype=torch.float32, device=queries.device).masked_fill_(~seen, float("-inf"))
     tail = Tail(
         # Where positions repeat, those past the last one may lie beyond the view; no query sees them.
         slots=own.clamp(max=n_slot - 1),

@@ -24,51 +24,62 @@ class _Unavailable(Exception):
     """Why a backend cannot be had here."""
 
 
-def select_backend(name: str, device: torch.device | str, spec: AttentionSpec) -> Selection:
+def select_backend(
+    name: str, device: torch.device | str, spec: AttentionSpec, entries: torch.dtype | None = None
+) -> Selection:
     """The backend of that name for models of that shape on that device; `auto` is the fastest at hand.
 
-    A shape that a backend's kernels do not have runs on `torch`, whoever asked, and `why` says so.
+    `entries`: the dtype of the caches it will read, the model's if None.
+    A shape, or entries, that a backend's kernels do not have run on `torch`, whoever asked, and `why` says so.
     Errors: ConfigError if the backend asked for needs another device or a package that is not there.
     """
     if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r}, expected one of {BACKENDS}")
-    kind = torch.device(device).type
-    preferred = "triton" if kind == "cuda" else "cpp"
+        raise ConfigError(
+            "unknown attention backend",
+            where="attention (--attention)",
+            seen=name,
+            required=", ".join(BACKENDS),
+            fix="use auto",
+        )
+    device = torch.device(device)
+    preferred = "triton" if device.type == "cuda" else "cpp"
     wanted = preferred if name == "auto" else name
     try:
-        return _MAKERS[wanted](kind, spec)
+        return _MAKERS[wanted](device, spec, entries or spec.dtype)
     except _Unavailable as reason:
         if name == "auto":
             return Selection(TorchAttention(), f"{preferred} is not available: {reason}")
         raise ConfigError(
             "the attention backend is not available",
             where="--attention",
-            seen=f"{name} on {kind}: {reason}",
+            seen=f"{name} on {device.type}: {reason}",
             required="a backend that this machine has",
             fix="use --attention auto",
         ) from None
 
 
-def _torch(kind: str, spec: AttentionSpec) -> Selection:
+def _torch(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     return Selection(TorchAttention(), "asked for")
 
 
-def _cpp(kind: str, spec: AttentionSpec) -> Selection:
+def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     from models.attention import cpp_backend
     from models.attention.cpp_build import BuildError
 
-    if kind != "cpu":
+    if device.type != "cpu":
         raise _Unavailable("it is for CPUs")
     if reason := cpp_backend.unsupported(spec):
         return Selection(TorchAttention(), f"cpp does not have {reason}")
+    if entries not in cpp_backend.ENTRIES:
+        return Selection(TorchAttention(), f"cpp does not read {entries} entries")
     try:
         return Selection(cpp_backend.CppAttention(TorchAttention()), "built for this CPU")
     except BuildError as error:
         raise _Unavailable(str(error)) from None
 
 
-def _triton(kind: str, spec: AttentionSpec) -> Selection:
-    if kind != "cuda":
+def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
+    if device.type != "cuda":
         raise _Unavailable("it needs a CUDA device")
     try:
         import triton
@@ -78,25 +89,25 @@ def _triton(kind: str, spec: AttentionSpec) -> Selection:
         raise _Unavailable(str(error)) from None
     if reason := triton_backend.unsupported(spec):
         return Selection(TorchAttention(), reason)
-    if not triton_backend.runs_on(torch.cuda.get_device_capability(), spec.dtype, spec.dtype):
+    if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
         return Selection(
-            TorchAttention(), f"the Triton kernel wants 16 bits on a GPU, the model computes in {spec.dtype}"
+            TorchAttention(), f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         )
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
 
-def _flash(kind: str, spec: AttentionSpec) -> Selection:
+def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     from models.attention.flash_backend import FlashAttention, find_flavour
 
-    flavour, why = find_flavour(kind)
+    flavour, why = find_flavour(device)
     if flavour is None:
         raise _Unavailable(why)
-    if reason := flavour.unsupported(spec):
-        return Selection(TorchAttention(), reason)
     try:
-        fallback = _triton(kind, spec).backend
+        fallback = _triton(device, spec, entries).backend
     except _Unavailable:
         fallback = TorchAttention()
+    if reason := flavour.unsupported(spec):
+        return Selection(fallback, reason)
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and 8-bit caches on {fallback.name}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -213,8 +214,10 @@ class TritonAttention:
             return self.torch.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
         launches, out = plan(q, kv, prepared, self.sm_count or _sm_count(q.device), self.min_chunk)
-        for launch in launches:
-            launch()
+        # Triton launches on the current device, wherever the tensors are.
+        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+            for launch in launches:
+                launch()
         return out
 
 

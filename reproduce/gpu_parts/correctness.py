@@ -11,14 +11,17 @@ import torch
 from attention_cases import Case, FakeSlots, make_case
 from torch import Tensor
 
-from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.noise import Stream, uniform
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Drafter
+from engine.noise import Source, Stream, compiled_source, in_passes, uniform
 from engine.rounds import cuda_graphs
 from engine.say import dtype_name
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV
 from models import Transformer, load_model
 from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.pointwise import compiled, use_pointwise
+from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
 from models.tokenizer import load_tokenizer
 from reproduce.gpu_parts.backends import Named, all_backends
 from reproduce.gpu_parts.cells import DONE, FAILED, Cell, Options, Skip, breaks_device, describe
@@ -27,13 +30,19 @@ from reproduce.gpu_parts.cells import DONE, FAILED, Cell, Options, Skip, breaks_
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 TOKENS, GROUPS, HEAD_DIMS = (1, 2, 4, 8, 16), (1, 3, 4, 8), (64, 128)
 STORAGES = (None, torch.int8, torch.float8_e4m3fn)
+# Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
+QUANTISED_TOLERANCE = 2e-2
 CAPACITY, LENGTHS = 4500, [4500, 2100, 130, 16]
 QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
 
 
 def cells(options: Options) -> list[Cell]:
-    found = [Cell("a", "gpu_noise", "noise", partial(noise, options))]
-    for mode in ("greedy", "coupled"):
+    found = [Cell("a", "gpu_noise", "noise", partial(noise, options, in_passes))]
+    if options.on_cuda:
+        found.append(Cell("a", "gpu_noise", "noise, compiled", partial(noise, options, compiled_source())))
+    for scheme in SCHEMES:
+        found.append(Cell("a", "gpu_quantised_error", f"{scheme} layers", partial(quantised, options, scheme)))
+    for mode in ("greedy", "coupled", "rejection"):
         found.append(Cell("a", "gpu_identity", f"replayed rounds, {mode}", partial(identity, options, mode)))
     for named in all_backends(options):
         dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
@@ -102,7 +111,7 @@ def on(case: Case, device: str) -> Case:
     return replace(case, q=case.q.to(device), kv=kv, queries=case.queries.to(device), slots=slots)
 
 
-def noise(options: Options) -> dict[str, Any]:
+def noise(options: Options, source: Source) -> dict[str, Any]:
     """The random numbers of all streams on the device, bit for bit those of the CPU."""
     n_ids = 501 if options.quick else 49152
     keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
@@ -110,10 +119,35 @@ def noise(options: Options) -> dict[str, Any]:
     n_same = n_all = 0
     for stream in Stream:
         here = uniform(*keys, positions, stream, n_ids)
-        there = uniform(*(x.to(options.device) for x in (*keys, positions)), stream, n_ids).cpu()
+        there = uniform(*(x.to(options.device) for x in (*keys, positions)), stream, n_ids, source).cpu()
         n_same += int((here == there).sum())
         n_all += here.numel()
     return {"status": DONE if n_same == n_all else FAILED, "same": n_same, "numbers": n_all}
+
+
+def quantised(options: Options, scheme: str) -> dict[str, Any]:
+    """A quantised layer against the product with the grid that it stands for, for few rows and for many."""
+    if options.device == "cpu" and scheme == "int8" and not torch.cpu._is_vnni_supported():
+        raise Skip("no VNNI")
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(1024, 576, generator=generator), torch.randn(1024, generator=generator)
+    if scheme == "int8":
+        q, scale = quantize_rows(weight)
+        grid = q * scale[:, None]
+    else:
+        levels, scale, low = quantize_groups(weight)
+        grid = (levels.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+    layer = quantized_linear(weight.to(options.device), bias.to(options.device), scheme)
+    assert layer is not None
+    worst = 0.0
+    for n_row in (1, 16, 17, 300):
+        x = torch.randn(n_row, 576, generator=generator)
+        wanted = x.double() @ grid.double().T + bias
+        error = (layer(x.to(options.device)).cpu() - wanted).norm() / wanted.norm()
+        worst = max(worst, error.item() if error == error else float("inf"))
+    is_good = worst <= QUANTISED_TOLERANCE
+    record = {"status": DONE if is_good else FAILED, "scheme": scheme, "worst_error": float(f"{worst:.3g}")}
+    return record | {"tolerance": QUANTISED_TOLERANCE}
 
 
 class WholeExtent(ModelRunner):
@@ -135,21 +169,30 @@ def identity(options: Options, mode: str) -> dict[str, Any]:
     if not options.on_cuda:
         raise Skip("CUDA graphs need a GPU")
     model, prompts, name = _model_and_prompts(options)
-    sampling = SamplingParams(temperature=0.6, seed=5) if mode == "coupled" else None
+    sampling = None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
+    use_pointwise(model, compiled())
+    source = compiled_source()
     tokens = {}
     for kind, runner_of in (("called", WholeExtent), ("replayed", partial(ModelRunner, new_graph=cuda_graphs()))):
         cache = FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype)
-        runner = runner_of(model, cache)
+        runner = runner_of(model, cache, noise_source=source)
         draft_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
-        drafter = SelfSpeculation(runner, draft_cache, gamma=3)
-        for what, drafting in (("plain", None), ("speculation", drafter)):
+        own_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
+        drafters: dict[str, Drafter | None] = {
+            "plain": None,
+            "speculation": SelfSpeculation(runner, draft_cache, gamma=3),
+            "standalone": StandaloneDraft(ModelRunner(model, own_cache), gamma=3),
+            "ngram": NGram(runner, gamma=3),
+        }
+        # Twice over: what was captured for one has to survive the others.
+        for what, drafting in [*drafters.items(), *drafters.items()]:
             out = generate(
                 runner, prompts, max_new_tokens=LIMITS, drafter=drafting, sampling=sampling, verification=mode
             )
             tokens[what, kind] = out.tokens
     same = {
         what: sum(a == b for a, b in zip(tokens[what, "called"], tokens[what, "replayed"], strict=True))
-        for what in ("plain", "speculation")
+        for what in drafters
     }
     is_good = all(count == len(prompts) for count in same.values())
     return {
@@ -158,8 +201,7 @@ def identity(options: Options, mode: str) -> dict[str, Any]:
         "mode": mode,
         "attention": model.backend.name,
         "rows": len(prompts),
-        "identical_rows_plain": same["plain"],
-        "identical_rows_speculation": same["speculation"],
+        **{f"identical_rows_{what}": count for what, count in same.items()},
         "tokens": sum(LIMITS),
     }
 
