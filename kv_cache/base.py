@@ -170,24 +170,20 @@ class KVCache(ABC):
         kept = self.retained_positions(length).to(self.device)
         from_slots, to_slots = source.slots(kept), self.slots(kept)
         self.reset_row(row)
-        which = slice(None) if layers is None else list(layers)
         for own, own_scales, theirs, their_scales in (
             (self.keys, self.key_scales, source.keys, source.key_scales),
             (self.values, self.value_scales, source.values, source.value_scales),
         ):
-            entries = theirs[which, row][:, :, from_slots]
-            if their_scales is not None and own_scales is not None and theirs.dtype == own.dtype:
-                own[:, row, :, to_slots], own_scales[:, row, :, to_slots] = (
-                    entries,
-                    their_scales[which, row][:, :, from_slots],
-                )
-                continue
-            if their_scales is not None:
-                entries = dequantize(entries, their_scales[which, row][:, :, from_slots], torch.float32)
-            if own_scales is None:
-                own[:, row, :, to_slots] = entries.to(own.dtype)
-            else:
-                own[:, row, :, to_slots], own_scales[:, row, :, to_slots] = quantize(entries, own.dtype)
+            for to_layer, from_layer in enumerate(range(len(own)) if layers is None else layers):
+                entries = theirs[from_layer, row][:, from_slots]
+                scale = None if their_scales is None else their_scales[from_layer, row][:, from_slots]
+                if own_scales is None:
+                    entries = dequantize(entries, scale, own.dtype)
+                elif scale is None or theirs.dtype != own.dtype:
+                    entries, scale = quantize(dequantize(entries, scale, torch.float32), own.dtype)
+                own[to_layer, row][:, to_slots] = entries
+                if own_scales is not None and scale is not None:
+                    own_scales[to_layer, row][:, to_slots] = scale
         self.positions[row, to_slots] = kept
 
     def view(self, rows: slice = slice(None), extent: int | None = None, block_at_end: bool = False) -> KVCache:

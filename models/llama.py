@@ -12,21 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache.entries import KV
-from models.attention import AttentionBackend, AttentionSpec, TorchAttention
+from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttention
 from models.config import ModelConfig
 from models.pointwise import EAGER, Pointwise
 from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
 
-class SlotCache(Protocol):
+class SlotCache(Slots, Protocol):
     """What a forward needs of a cache: claim slots once, then write and read every layer."""
 
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def in_order(self) -> bool: ...
-    @property
-    def block_ends_view(self) -> bool: ...
     def begin(self, positions: Tensor) -> Any: ...
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]: ...
     def write(self, layer: int, slots: Any, keys: Tensor, values: Tensor) -> None: ...

@@ -382,8 +382,8 @@ MUTANTS = (
     Mutant(
         "8-bit values are copied without their scales",
         "kv_cache/base.py",
-        "if their_scales is not None:",
-        "if False:",
+        "scale = None if their_scales is None else",
+        "scale = None if True else",
         CACHE,
     ),
     Mutant(
@@ -481,8 +481,8 @@ MUTANTS = (
     Mutant(
         "a draft of some layers is filled from the first layers",
         "kv_cache/base.py",
-        "else list(layers)",
-        "else slice(len(layers))",
+        "else layers):",
+        "else range(len(layers))):",
         DRAFT_MODELS,
     ),
     Mutant(
