@@ -68,7 +68,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     plan = resolve(args, sampling, draft)
     require_room(plan)
     ranks = _join_ranks(plan)
-    if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
+    if ranks.device.index is not None:  # graphs and kernels are made on the current device
         torch.cuda.set_device(ranks.device)
     startup_bytes = used_bytes(plan.device)
     target_ranks = model_ranks(ranks, plan.group)
