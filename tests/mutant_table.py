@@ -446,7 +446,7 @@ MUTANTS = (
         "rotary positions count from the block's start",
         "models/rope.py",
         "angles = positions[..., None].to(",
-        "angles = (positions - positions[:, :1])[..., None].to(",
+        "angles = (positions - positions.flatten()[0])[..., None].to(",
         ENGINE,
     ),
     Mutant(
