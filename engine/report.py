@@ -141,6 +141,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "device": str(setup.runner.device),
         "dtype": dtype_name(setup.dtype),
         "attention": setup.runner.model.backend.name,
+        "draft_attention": _draft_attention(setup),
         "compile": args.compile,
         "quantize": args.quantize,
         "kv_dtype": dtype_name(setup.runner.cache.keys.dtype),
@@ -200,6 +201,13 @@ def _draft_record(setup: Setup) -> dict[str, Any]:
     }
 
 
+def _draft_attention(setup: Setup) -> str | None:
+    """The backend of what drafts; None for drafts without a model, and on a rank that has no part of it."""
+    if setup.draft_model is not None:
+        return setup.draft_model.backend.name
+    return setup.runner.model.backend.name if setup.draft and setup.draft.kind == "self" else None
+
+
 def _rank_record(setup: Setup) -> dict[str, Any]:
     return {
         "tensor_parallel": len(setup.target_ranks.ranks),
@@ -237,7 +245,8 @@ def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
             text = setup.tokenizer.decode(tokens) if setup.tokenizer else tokens
             print(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
     print(
-        f"\n  {record['model']}, {record['device']}, {record['dtype']}{_splitting(setup)}{_drafting(setup)}: "
+        f"\n  {record['model']}, {record['device']}, {record['dtype']}"
+        f"{_storage(setup)}{_splitting(setup)}{_drafting(setup)}: "
         f"{args.B} rows at a time, "
         f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
@@ -261,6 +270,12 @@ def _drafting(setup: Setup) -> str:
     where = " (positions inside the cache)" if draft.positions == "cache" else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     return f", {dtype_name(draft.dtype)} draft{name}{weights}, {draft.capacity} KV entries{where}"
+
+
+def _storage(setup: Setup) -> str:
+    """How the target is stored, where that is not in its dtype."""
+    weights = f", {setup.args.quantize} weights" if setup.args.quantize else ""
+    return weights + (f", {setup.args.kv_dtype} KV" if setup.args.kv_dtype != "same" else "")
 
 
 def _splitting(setup: Setup) -> str:

@@ -167,10 +167,10 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
             steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
             raise ConfigError(
                 "a layer's shape has no quantised kernel",
-                where=f"{scheme} weights: {name}, as this rank holds it",
+                where=f"--quantize or --draft_weights {scheme}: {name}, as this rank holds it",
                 seen=f"{child.in_features} inputs, {child.out_features} outputs",
                 required=steps,
-                fix="use the other scheme, another number of ranks, or leave the weights as they are",
+                fix="leave these weights as they are",
             )
         setattr(module, name, layer)
 

@@ -156,6 +156,15 @@ def main() -> None:
     require_appendable(args.output)
     run, lock, ends = f"{time.time():.0f}-{os.getpid()}", threading.Lock(), Counter[str]()
 
+    if args.time_limit < 0:
+        raise ConfigError(
+            "there is no time to measure anything",
+            where="--time_limit",
+            seen=args.time_limit,
+            required=">= 0 seconds",
+            fix="leave it out",
+        )
+
     def keep(record: dict) -> None:
         with lock:
             append_record(args.output, record | {"gpu_run": run, "quick": args.quick})
