@@ -394,10 +394,10 @@ MUTANTS = (
         ("test_captured_rounds.py",),
     ),
     Mutant(
-        "captured rounds keep the noise of the round that was captured",
-        "engine/modes.py",
-        "if i == 0 or self._drawn_with is None:",
-        "if self._drawn_with is None and i >= 0:",
+        "captured rounds look at lengths that have moved elsewhere",
+        "engine/rounds.py",
+        "self._state.copy_(torch.tensor([lengths, current]))",
+        "self._state = torch.tensor([lengths, current])",
         ("test_captured_rounds.py",),
     ),
     Mutant(
