@@ -17,7 +17,7 @@ demo: $(VENV)/.installed  ## fetch the default model and book, then self-specula
 	$(RUN) tests/selfspec_benchmark.py
 
 test: lint  ## checks and tests, slow ones left out
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
 	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=27000 LLAMA_SCENARIOS=700 LAW_PAIRS=46000 \
