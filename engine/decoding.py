@@ -240,7 +240,7 @@ def _round(
         block, logits = run("verify", verify)
     with phase("accept"):
         decided = run("accept", lambda: runner.ranks.decided(decide, len(lengths), 3 + gamma + gamma + 1))
-        packed = decided.tolist()  # the round's one host sync
+        packed = decided.tolist()  # the round's one read from the device
     runner.ranks.require_same(lambda: f"a round from positions {lengths.tolist()}", lambda: (lengths, block, decided))
     return [
         _Outcome(n_drafted, [*rest[:num_accepted], next_token], rest[gamma:])

@@ -90,10 +90,6 @@ class ModelRunner:
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
-    def forget_captured(self) -> None:
-        """Release captured rounds, and the drafters that they hold."""
-        self.captured.clear()
-
     def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> Prefilled:
         """Fill one row with `prompt` unless it holds it; `on_tokens` is told of each chunk's length."""
         positions = torch.arange(len(prompt), device=self.device)[None]
