@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.drafters import Drafter
 from engine.modes import Drafts, Rows, resolve_mode, start_round
+from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import FinishReason, Request, make_requests
 from engine.rounds import Called, Captured, RoundBuffers, rounds_of
 from engine.runner import ModelRunner, finite_rows
@@ -48,6 +49,8 @@ class _Slot:
         self.current = 0
         self.sampling = SamplingParams()
         self.request_id = 0
+        # The length up to which each drafter, by its index, has followed this row; absent: never told of it.
+        self.followed: dict[int, int] = {}
 
 
 @torch.inference_mode()
@@ -57,6 +60,7 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int],
     drafter: Drafter | None = None,
+    pacing: Pacing | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verification: str = "auto",
     request_ids: Sequence[int] | None = None,
@@ -75,6 +79,7 @@ def generate(
         prompts: token ids of each prompt.
         max_new_tokens: tokens to emit per prompt, one number or one a prompt.
         drafter: proposes `gamma` tokens a round; None is the autoregressive baseline.
+        pacing: decides before each round what drafts and how far, in place of one drafter in every round.
         sampling: one for all prompts, or one a prompt; None is greedy.
         verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend
             on seed, request id and text alone), or "auto": greedy at temperature 0, else rejection.
@@ -89,25 +94,20 @@ def generate(
     verify such sampling, or if two prompts share request id and seed. A row whose logits are not finite
     ends with the reason in `errors`; the other rows go on.
     """
-    gamma = drafter.gamma if drafter else 0
-    requests = make_requests(runner, prompts, max_new_tokens, stop_tokens, gamma, sampling, request_ids)
+    pacing = pacing or Fixed(drafter)
+    requests = make_requests(runner, prompts, max_new_tokens, stop_tokens, pacing.max_gamma, sampling, request_ids)
     mode = resolve_mode(verification, [request.sampling for request in requests])
-    if drafter:
-        longest = max((len(request.prompt) + request.limit for request in requests), default=0)
-        drafter.check(runner, longest + gamma + 1)
+    longest = max((len(request.prompt) + request.limit for request in requests), default=0)
+    for each in pacing.drafters:
+        each.check(runner, longest + pacing.max_gamma + 1)
     phase = phase or (lambda name: nullcontext())
     slots = [_Slot() for _ in range(runner.cache.max_batch)]
     for row in range(len(requests), len(slots)):
         runner.release_row(row)  # never admitted, it idles at position 0
         slots[row].sampling = requests[0].sampling if requests else SamplingParams()
     waiting = deque(requests)
-    buffers, run = rounds_of(runner, drafter, mode, LawShape.of([request.sampling for request in requests]))
-
-    def rollback() -> None:
-        runner.cache.rollback(buffers.lengths)
-        if drafter:
-            drafter.rollback(buffers.lengths)
-
+    shape = LawShape.of([request.sampling for request in requests])
+    buffers, run = rounds_of(runner, pacing.drafters, mode, shape)
     rounds: list[Round] = []
     prefill_seconds = draft_prefill_seconds = 0.0
 
@@ -116,26 +116,35 @@ def generate(
         n_waiting = len(waiting)
         for row, slot in enumerate(slots):
             while slot.request is None and waiting:
-                draft_prefill_seconds += _admit(runner, drafter, mode, row, slot, waiting.popleft(), progress)
+                _admit(runner, mode, row, slot, waiting.popleft(), progress)
         if len(waiting) < n_waiting or not rounds:
             buffers.set_rows([slot.sampling for slot in slots], [slot.request_id for slot in slots])
             buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
         busy = [slot for slot in slots if slot.request]
+        choice = pacing.choose() if busy else PLAIN
+        if choice.drafter is not None:
+            draft_prefill_seconds += _introduce(pacing.drafters[choice.drafter], choice.drafter, slots, progress)
         prefill_seconds += time.perf_counter() - started
         if not busy:
             break
 
         started = time.perf_counter()
-        extent = runner.cache.capacity if run.captures else max(slot.length for slot in slots) + gamma + 1
-        outcomes = _round(runner, drafter, mode, buffers, run, extent, phase)
-        emitted = 0
+        if choice.drafter is not None:
+            _resume(pacing.drafters[choice.drafter], choice.drafter, slots)
+        extent = runner.cache.capacity if run.captures else max(slot.length for slot in slots) + choice.gamma + 1
+        outcomes = _round(runner, pacing, choice, mode, buffers, run, extent, phase)
+        emitted, accepted = 0, []
         for slot, outcome in zip(slots, outcomes, strict=True):
             if request := slot.request:
                 emitted += _commit(slot, request, outcome)
+                accepted.append(len(outcome.block) - 1)
                 _tell_if_finished(request, progress)
+                if choice.drafter is not None:
+                    slot.followed[choice.drafter] = slot.length
         buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
-        run("rollback", rollback)
-        rounds.append(Round(time.perf_counter() - started, len(busy), emitted))
+        _roll_back(runner, pacing, choice, buffers, run)
+        pacing.observe(choice, accepted)
+        rounds.append(Round(time.perf_counter() - started, len(busy), emitted, choice))
         if progress:
             progress.emitted(emitted)
 
@@ -149,25 +158,15 @@ def generate(
     )
 
 
-def _admit(
-    runner: ModelRunner,
-    drafter: Drafter | None,
-    mode: str,
-    row: int,
-    slot: _Slot,
-    request: Request,
-    progress: Progress | None,
-) -> float:
-    """Prefill a prompt into a free slot and emit its first token; the slot stays free if that ends it.
-
-    Returns the seconds that the drafter took.
-    """
+def _admit(runner: ModelRunner, mode: str, row: int, slot: _Slot, request: Request, progress: Progress | None) -> None:
+    """Prefill a prompt into a free slot and emit its first token; the slot stays free if that ends it."""
     prefilled = runner.prefill_row(row, request.prompt, progress.prefilled if progress else None)
     slot.length, slot.sampling, slot.request_id = len(request.prompt), request.sampling, request.id
+    slot.followed = {}
     if prefilled.bad_position is not None:
         request.fail(prefilled.bad_position)
         _tell_if_finished(request, progress)
-        return 0.0
+        return
     # The first token ends a round without drafts, whose last known token is the prompt's.
     last = torch.tensor([slot.length - 1], device=runner.device)
     rows = Rows.of([slot.sampling], [slot.request_id], runner.device)
@@ -181,13 +180,26 @@ def _admit(
     if progress:
         progress.emitted(1)
     _tell_if_finished(request, progress)
-    if request.finish_reason is not None:
-        return 0.0
-    slot.request, slot.current = request, token
+    if request.finish_reason is None:
+        slot.request, slot.current = request, token
+
+
+def _introduce(drafter: Drafter, index: int, slots: Sequence[_Slot], progress: Progress | None) -> float:
+    """Admit the rows that this drafter has not been told of; returns the seconds that it took."""
     started = time.perf_counter()
-    if drafter:
-        drafter.admit(row, request.id, request.prompt, progress.prefilled if progress else None)
+    for row, slot in enumerate(slots):
+        if (request := slot.request) and index not in slot.followed:
+            drafter.admit(row, request.id, request.prompt, progress.prefilled if progress else None)
+            slot.followed[index] = len(request.prompt)
     return time.perf_counter() - started
+
+
+def _resume(drafter: Drafter, index: int, slots: Sequence[_Slot]) -> None:
+    """Bring the rows up to date in which rounds have gone by without this drafter."""
+    for row, slot in enumerate(slots):
+        if slot.request and slot.followed[index] != slot.length:
+            drafter.resume(row, slot.request.committed, slot.followed[index])
+            slot.followed[index] = slot.length
 
 
 def _tell_if_finished(request: Request, progress: Progress | None) -> None:
@@ -206,7 +218,8 @@ class _Outcome:
 
 def _round(
     runner: ModelRunner,
-    drafter: Drafter | None,
+    pacing: Pacing,
+    choice: Choice,
     mode: str,
     buffers: RoundBuffers,
     run: Called | Captured,
@@ -214,14 +227,14 @@ def _round(
     phase: Callable[[str], AbstractContextManager[object]],
 ) -> list[_Outcome]:
     """Draft, verify, accept."""
-    gamma = drafter.gamma if drafter else 0
+    gamma, drafter = choice.gamma, None if choice.drafter is None else pacing.drafters[choice.drafter]
     lengths, current = buffers.lengths, buffers.current
     verification = start_round(mode, buffers.rows, lengths, gamma, runner.model)
 
     def draft() -> Drafts:
         if drafter is None:
             return Drafts(current.new_empty(len(current), 0))
-        return drafter.propose(current, lengths, extent, verification)
+        return drafter.propose(current, lengths, extent, verification, gamma)
 
     def verify() -> tuple[Tensor, Tensor]:
         block = torch.cat([current[:, None], drafts.tokens], dim=1)
@@ -235,17 +248,30 @@ def _round(
         return torch.cat([counts, drafts.tokens, finite_rows(logits)], dim=1)
 
     with phase("draft"):
-        drafts = run("draft", draft) if gamma else draft()
+        drafts = draft() if drafter is None else run(("draft", choice), draft)
     with phase("verify"):
-        block, logits = run("verify", verify)
+        block, logits = run(("verify", choice), verify)
     with phase("accept"):
-        decided = run("accept", lambda: runner.ranks.decided(decide, len(lengths), 3 + gamma + gamma + 1))
+        decided = run(("accept", choice), lambda: runner.ranks.decided(decide, len(lengths), 3 + gamma + gamma + 1))
         packed = decided.tolist()  # the round's one read from the device
     runner.ranks.require_same(lambda: f"a round from positions {lengths.tolist()}", lambda: (lengths, block, decided))
     return [
         _Outcome(n_drafted, [*rest[:num_accepted], next_token], rest[gamma:])
         for n_drafted, num_accepted, next_token, *rest in packed
     ]
+
+
+def _roll_back(
+    runner: ModelRunner, pacing: Pacing, choice: Choice, buffers: RoundBuffers, run: Called | Captured
+) -> None:
+    """Forget what the round wrote behind the lengths that it left; other drafters took no part in it."""
+
+    def rollback() -> None:
+        runner.cache.rollback(buffers.lengths)
+        if choice.drafter is not None:
+            pacing.drafters[choice.drafter].rollback(buffers.lengths)
+
+    run(("rollback", choice), rollback)
 
 
 def _commit(slot: _Slot, request: Request, outcome: _Outcome) -> int:

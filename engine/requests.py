@@ -42,6 +42,11 @@ class Request:
                 return count
         return len(block)
 
+    @property
+    def committed(self) -> list[int]:
+        """The text whose KV the target's cache holds: all but the last token."""
+        return [*self.prompt, *self.tokens[:-1]]
+
     def fail(self, position: int) -> None:
         """End the request at `position`, whose logits are not finite."""
         self.finish_reason = "error"

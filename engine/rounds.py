@@ -1,13 +1,13 @@
 """What a round of decoding reads, in buffers that never move, and how its parts run: called, or replayed.
 
-A round has four parts (draft, verify, accept, and rolling the caches back). Each is a function without arguments
-over tensors that stay where they are, so on a GPU it can be captured once as a CUDA graph and replayed from then
+A round has four parts (draft, verify, accept, and rolling the caches back), named after what the round chose to draft
+with and how far. Each is a function without arguments over tensors that stay where they are, so on a GPU it can be captured once as a CUDA graph and replayed from then
 on: whatever the rows' lengths become, whoever is refilled, nothing is captured or launched one by one again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -83,7 +83,7 @@ class Called:
 
     captures = False
 
-    def __call__(self, name: str, part: Callable[[], Outputs]) -> Outputs:
+    def __call__(self, name: Hashable, part: Callable[[], Outputs]) -> Outputs:
         return part()
 
 
@@ -98,14 +98,14 @@ class Captured:
 
     def __init__(self, new_graph: Callable[[], Graph]) -> None:
         self._new_graph = new_graph
-        self._warm: set[str] = set()
-        self._captured: dict[str, tuple[Graph, Any]] = {}
+        self._warm: set[Hashable] = set()
+        self._captured: dict[Hashable, tuple[Graph, Any]] = {}
 
     @property
     def n_captured(self) -> int:
         return len(self._captured)
 
-    def __call__(self, name: str, part: Callable[[], Outputs]) -> Outputs:
+    def __call__(self, name: Hashable, part: Callable[[], Outputs]) -> Outputs:
         if name not in self._warm:
             self._warm.add(name)
             return part()
@@ -118,9 +118,9 @@ class Captured:
 
 
 def rounds_of(
-    runner: ModelRunner, drafter: object, mode: str, shape: LawShape
+    runner: ModelRunner, drafters: tuple[object, ...], mode: str, shape: LawShape
 ) -> tuple[RoundBuffers, Called | Captured]:
-    """What the rounds of that drafter in that mode read, and what runs their parts.
+    """What the rounds of those drafters in that mode read, and what runs their parts.
 
     Captured parts are kept by the runner, with all that they hold, for the next run of the same kind.
     """
@@ -128,7 +128,7 @@ def rounds_of(
     if runner.new_graph is None:
         return buffers(), Called()
     # What is captured calls these very objects; others in their place have to be captured anew.
-    key = (drafter, mode, shape, runner.model.backend, runner.model.pointwise, runner.noise_source)
+    key = (drafters, mode, shape, runner.model.backend, runner.model.pointwise, runner.noise_source)
     if key not in runner.captured:
         runner.captured[key] = buffers(), Captured(runner.new_graph)
     return runner.captured[key]

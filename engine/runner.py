@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from engine.distributed import ALONE, ModelRanks, Ranks
 from engine.noise import Source, in_passes
-from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError
 from models import ModelConfig, Transformer
+from models.attention import ObservingAttention
 from models.tensor_parallel import vocab_widths
 
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small.
@@ -118,18 +120,51 @@ class ModelRunner:
 
         Returns: the last token's hidden state `[dim]`, and which positions have finite ones, `[n]` bool.
         """
+        if self.cache.n_observed and len(prompt) > self.cache.capacity:
+            return self._fill_from_whole(row, prompt, on_tokens)
         self.cache.reset_row(row)
-        tokens = torch.tensor(prompt, device=self.device)[None]
-        positions = torch.arange(len(prompt), device=self.device)[None]
+        return self.extend_row(row, prompt, 0, on_tokens)
+
+    def extend_row(
+        self, row: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run what of `text` lies behind its first `known` tokens, which the row holds; returns as `fill_row`."""
+        tokens = torch.tensor(text, device=self.device)[None]
+        positions = torch.arange(len(text), device=self.device)[None]
         finite = []
-        for start in range(0, len(prompt), self.prefill_chunk):
-            end = min(start + self.prefill_chunk, len(prompt))
+        for start in range(known, len(text), self.prefill_chunk):
+            end = min(start + self.prefill_chunk, len(text))
             view = self.cache.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
             finite.append(finite_rows(hidden[0]))
             if on_tokens is not None:
                 on_tokens(end - start)
         return hidden[0, -1], torch.cat(finite)
+
+    def _fill_from_whole(
+        self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `fill_row` for a cache that selects by attention: the prompt runs over a whole cache of its own first."""
+        own = self.cache
+        whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
+        runner = ModelRunner(self.model, whole, ranks=self.ranks)
+        result = runner.fill_row(0, prompt, on_tokens)
+        own.fill_row(row, whole, len(prompt), queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
+        return result
+
+    def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
+        """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer.
+
+        Those tokens are run once more, over the row as it is, and nothing is stored.
+        """
+        observer, observing = copy.copy(self.model), ObservingAttention(self.model.backend)
+        observer.backend = observing
+        start = len(text) - n
+        tokens = torch.tensor(text[start:], device=self.device)[None]
+        positions = torch.arange(start, len(text), device=self.device)[None]
+        view = self.cache.view(slice(row, row + 1), len(text), block_at_end=True)
+        observer.hidden(tokens, positions, ReadOnlyKVCache(view))
+        return [queries[0].transpose(0, 1) for queries in observing.queries]
 
     def _holds(self, row: int, prompt: Sequence[int], positions: Tensor) -> bool:
         held = self.cache.notes.get(row)
@@ -180,6 +215,9 @@ class RemoteRunner:
         return self.ranks.device
 
     def fill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> None:
+        pass
+
+    def extend_row(self, row: int, text: Sequence[int], known: int) -> None:
         pass
 
     def last_logits(self, tokens: Tensor, positions: Tensor, extent: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.pacing import Choice
+
 
 @dataclass
 class Counts:
@@ -78,11 +80,12 @@ def total(counts: Sequence[Counts]) -> Counts:
 
 @dataclass(frozen=True)
 class Round:
-    """One pass of the decode loop: its wall time, the rows that were decoding, the tokens they emitted."""
+    """One pass of the decode loop: its wall time, the rows that were decoding, the tokens they emitted, what drafted."""
 
     seconds: float
     busy: int
     emitted: int
+    choice: Choice
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -162,21 +163,49 @@ class KVCache(ABC):
         self.notes.pop(row, None)
         self.positions[row] = EMPTY
 
-    def fill_row(self, row: int, source: KVCache, length: int, layers: Sequence[int] | None = None) -> None:
-        """Replace a row by what this policy keeps of `source`'s same row, a context of `length` tokens.
+    @property
+    def n_observed(self) -> int:
+        """How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone."""
+        return 0
 
-        `layers` are those of the source that this cache has, in order; None if it has them all.
+    def selected(
+        self, kept: Tensor, length: int, keys: Callable[[], Tensor], queries: Callable[[], Tensor] | None
+    ) -> Tensor:
+        """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
+
+        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`.
         """
+        return kept
+
+    def fill_row(
+        self,
+        row: int,
+        source: KVCache,
+        length: int,
+        layers: Sequence[int] | None = None,
+        queries: Sequence[Tensor] | None = None,
+        source_row: int | None = None,
+    ) -> None:
+        """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
+
+        `layers` are those of the source that this cache has, in order; None if it has them all. `queries` are
+        those of the last `n_observed` tokens in every layer of the source, `[n_head, n_observed, head_dim]`.
+        """
+        from_row = row if source_row is None else source_row
         kept = self.retained_positions(length).to(self.device)
-        from_slots, to_slots = source.slots(kept), self.slots(kept)
+        to_slots = self.slots(kept)
+        head = torch.arange(self.keys.shape[2], device=self.device)[:, None]
         self.reset_row(row)
-        for own, own_scales, theirs, their_scales in (
-            (self.keys, self.key_scales, source.keys, source.key_scales),
-            (self.values, self.value_scales, source.values, source.value_scales),
-        ):
-            for to_layer, from_layer in enumerate(range(len(own)) if layers is None else layers):
-                entries = theirs[from_layer, row][:, from_slots]
-                scale = None if their_scales is None else their_scales[from_layer, row][:, from_slots]
+        for to_layer, from_layer in enumerate(range(len(self.keys)) if layers is None else layers):
+            keys = partial(source.keys_in_order, from_layer, from_row, length)
+            asked = None if queries is None else partial(queries.__getitem__, from_layer)
+            from_slots = source.slots(self.selected(kept, length, keys, asked))
+            for own, own_scales, theirs, their_scales in (
+                (self.keys, self.key_scales, source.keys, source.key_scales),
+                (self.values, self.value_scales, source.values, source.value_scales),
+            ):
+                entries = theirs[from_layer, from_row][head, from_slots]
+                scale = None if their_scales is None else their_scales[from_layer, from_row][head, from_slots]
                 if own_scales is None:
                     entries = dequantize(entries, scale, own.dtype)
                 elif scale is None or theirs.dtype != own.dtype:
@@ -185,6 +214,12 @@ class KVCache(ABC):
                 if own_scales is not None and scale is not None:
                     own_scales[to_layer, row][:, to_slots] = scale
         self.positions[row, to_slots] = kept
+
+    def keys_in_order(self, layer: int, row: int, length: int) -> Tensor:
+        """One layer's keys of positions 0 .. length - 1 of a row that holds them all, `[n_kv_head, length, head_dim]`."""
+        slots = self.slots(torch.arange(length, device=self.device))
+        scales = None if self.key_scales is None else self.key_scales[layer, row][:, slots]
+        return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
 
     def view(self, rows: slice = slice(None), extent: int | None = None, block_at_end: bool = False) -> KVCache:
         """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.

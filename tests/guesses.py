@@ -34,16 +34,16 @@ class Guesses(SavedText):
         super().admit(row, request, prompt, on_tokens)
         self.requests[row] = request
 
-    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
-        tokens, n_tokens = super().guess(current, lengths, extent)
+    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
+        tokens, n_tokens = super().guess(current, lengths, extent, gamma)
         if self.kind == "random":
-            return self._below(self.vocab_size, lengths, self.gamma), n_tokens
-        n_right = {"oracle": self.gamma, "reject": 0}.get(self.kind)
-        right = self._below(self.gamma + 1, lengths, 1) if n_right is None else n_right
+            return self._below(self.vocab_size, lengths, gamma), n_tokens
+        n_right = {"oracle": gamma, "reject": 0}.get(self.kind)
+        right = self._below(gamma + 1, lengths, 1) if n_right is None else n_right
         wrong = (tokens + 1) % self.vocab_size
-        tokens = torch.where(torch.arange(self.gamma) < right, tokens, wrong)
+        tokens = torch.where(torch.arange(gamma) < right, tokens, wrong)
         if self.kind == "ragged":
-            n_tokens = torch.minimum(n_tokens, self._below(self.gamma + 1, lengths + 1000, 1)[:, 0])
+            n_tokens = torch.minimum(n_tokens, self._below(gamma + 1, lengths + 1000, 1)[:, 0])
         return tokens, n_tokens
 
     def _below(self, bound: int, lengths: Tensor, n: int) -> Tensor:

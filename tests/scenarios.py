@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,13 +13,20 @@ from witness import cut
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
-from kv_cache import FullKVCache, KVCache, StreamingKVCache
+from engine.pacing import PLAIN, Choice
+from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
+
+
+PACED = "paced"
+DRAFTERS = ("none", "streaming", "full", "ngram", "standalone, streaming", "standalone, full", PACED, *KINDS)
 
 
 class World(Protocol):
     """A model and the plainest way to continue a prompt with it."""
 
     model: Any
+    # Beside the drafters that work in every world.
+    drafters: tuple[str, ...]
 
     def continue_plainly(
         self, prompt: list[int], n_tokens: int, sampling: SamplingParams, request: int
@@ -44,14 +51,15 @@ class Scenario:
     ids: list[int]
 
     @classmethod
-    def random(cls, rng: random.Random, vocab_size: int) -> Scenario:
-        mode = rng.choice(["greedy", "greedy", "coupled", "rejection"])
-        drafters = ["none", "streaming", "full", "ngram", "standalone, streaming", "standalone, full", *KINDS]
+    def random(cls, rng: random.Random, vocab_size: int, drafters: Sequence[str]) -> Scenario:
+        drafter = rng.choice(drafters)
+        # What a paced round draws in rejection mode depends on the batch that it was paced for.
+        mode = rng.choice(["greedy", "greedy", "coupled", "coupled" if drafter == PACED else "rejection"])
         n_prompts = rng.randint(1, 5)
         gamma, n_sink = rng.randint(0, 6), rng.randint(0, 4)
         return cls(
             mode=mode,
-            drafter=rng.choice(drafters),
+            drafter=drafter,
             gamma=gamma,
             budget=n_sink + gamma + 1 + rng.choice([0, 1, 7, 50]),
             n_sink=n_sink,
@@ -78,7 +86,9 @@ class Scenario:
         model = world.model
         cache = FullKVCache(model.config, n_slots, room, dtype=model.dtype)
         runner = ModelRunner(model, cache, self.prefill_chunk)
-        drafter = self._drafter(runner, room, futures)
+        paced = self.drafter == PACED
+        drafter = None if paced else self._drafter(self.drafter, runner, room, futures)
+        pacing = self._random_pacing(world, runner, room, futures) if paced else None
 
         def ordered(values: list) -> list:
             return [values[i] for i in order]
@@ -89,6 +99,7 @@ class Scenario:
                 ordered(self.prompts),
                 max_new_tokens=ordered(self.limits),
                 drafter=drafter,
+                pacing=pacing,
                 sampling=ordered(self.samplings),
                 verification=self.mode,
                 request_ids=ordered(self.ids),
@@ -97,25 +108,48 @@ class Scenario:
             for _ in range(repeats)
         ]
 
-    def _drafter(self, runner: ModelRunner, room: int, futures: list[list[int]]):
+    def _random_pacing(self, world: World, runner: ModelRunner, room: int, futures: list[list[int]]) -> RandomPacing:
+        rng = random.Random(room)
+        kinds = rng.sample([kind for kind in (*DRAFTERS, *world.drafters) if kind not in ("none", PACED)], 3)
+        return RandomPacing([self._drafter(kind, runner, room, futures) for kind in kinds], self.gamma, rng)
+
+    def _drafter(self, kind: str, runner: ModelRunner, room: int, futures: list[list[int]]):
         config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.model.dtype
-        if self.drafter == "none":
+        if kind == "none":
             return None
-        if self.drafter == "ngram":
+        if kind == "ngram":
             return NGram(runner, self.gamma)
-        if self.drafter in KINDS:
-            return Guesses(
-                runner, dict(zip(self.ids, futures, strict=True)), self.gamma, self.drafter, config.vocab_size
-            )
-        if self.drafter.endswith("full"):
+        if kind in KINDS:
+            return Guesses(runner, dict(zip(self.ids, futures, strict=True)), self.gamma, kind, config.vocab_size)
+        if kind.endswith("full"):
             cache: KVCache = FullKVCache(config, n_slots, room, dtype=dtype)
+        elif kind.endswith("snapkv"):
+            cache = SnapKVCache(config, n_slots, self.budget + 1, self.budget - self.n_sink, dtype=dtype)
         else:
-            in_cache = self.drafter.startswith("standalone") and self.spare_room > 0
+            in_cache = kind.startswith("standalone") and self.spare_room > 0
             cache = StreamingKVCache(config, n_slots, self.budget, self.n_sink, dtype=dtype, rotate_on_read=in_cache)
-        if self.drafter.startswith("standalone"):
+        if kind.startswith("standalone"):
             # The target's own weights, over a cache that it has to fill itself.
             return StandaloneDraft(ModelRunner(runner.model, cache, self.prefill_chunk), self.gamma)
         return SelfSpeculation(runner, cache, self.gamma)
+
+
+class RandomPacing:
+    """Any drafter, none of them now and then, with any gamma, from round to round."""
+
+    def __init__(self, drafters: list, max_gamma: int, rng: random.Random) -> None:
+        self.drafters, self.max_gamma, self._rng = tuple(drafters), max_gamma, rng
+        self.choices: list[Choice] = []
+
+    def choose(self) -> Choice:
+        drafter = self._rng.choice([None, *range(len(self.drafters))])
+        # Runs of the same choice, so that some drafters fall behind by more than a block.
+        if not self.choices or self._rng.random() < 0.5:
+            self.choices.append(PLAIN if drafter is None else Choice(drafter, self._rng.randint(0, self.max_gamma)))
+        return self.choices[-1]
+
+    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+        assert choice == self.choices[-1] and all(0 <= n <= choice.gamma for n in accepted)
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
@@ -151,7 +185,7 @@ def run_scenarios(world: World, seeds: Iterable[int], name: str, record_property
 def run_scenario(world: World, seed: int) -> str:
     """One random scenario in that world, run and compared; returns its mode."""
     rng = random.Random(seed)
-    scenario = Scenario.random(rng, world.model.config.vocab_size)
+    scenario = Scenario.random(rng, world.model.config.vocab_size, (*DRAFTERS, *world.drafters))
     given = list(range(len(scenario.prompts)))
     futures = scenario.futures(world)
     n_slots = rng.randint(1, 4)

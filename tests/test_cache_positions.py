@@ -220,8 +220,8 @@ class Overheard(StandaloneDraft):
 
     rounds: list[tuple[list[int], list[int], list[list[int]]]]
 
-    def propose(self, current, lengths, extent, verification):
-        drafts = super().propose(current, lengths, extent, verification)
+    def propose(self, current, lengths, extent, verification, gamma):
+        drafts = super().propose(current, lengths, extent, verification, gamma)
         self.rounds.append((lengths.tolist(), current.tolist(), drafts.tokens.tolist()))
         return drafts
 

@@ -56,8 +56,8 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
     seen = []
 
     class Watched(NGram):
-        def propose(self, current, lengths, extent, verification):
-            drafts = super().propose(current, lengths, extent, verification)
+        def propose(self, current, lengths, extent, verification, gamma):
+            drafts = super().propose(current, lengths, extent, verification, gamma)
             seen.append((lengths.tolist(), self._text.clone(), drafts))
             return drafts
 
@@ -82,12 +82,12 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     for row, (request, prompt) in enumerate([(7, [1, 2]), (9, [3]), (8, [1, 1, 1])]):
         drafter.admit(row, request, prompt)
     # The first token of each text (from the prefill) sits at the prompt's length.
-    drafts = drafter.propose(torch.tensor([10, 20, 5]), torch.tensor([2, 1, 3]), 8, GreedyRound())
+    drafts = drafter.propose(torch.tensor([10, 20, 5]), torch.tensor([2, 1, 3]), 8, GreedyRound(), 3)
     assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
-    drafts = drafter.propose(torch.tensor([99, 0, 0]), torch.tensor([4, 9, 9]), 12, GreedyRound())
+    drafts = drafter.propose(torch.tensor([99, 0, 0]), torch.tensor([4, 9, 9]), 12, GreedyRound(), 3)
     assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
     drafter.admit(0, 9, [4, 4, 4, 4])  # a shorter text in a row that held a longer one
-    drafts = drafter.propose(torch.tensor([20, 0, 0]), torch.tensor([4, 1, 3]), 8, GreedyRound())
+    drafts = drafter.propose(torch.tensor([20, 0, 0]), torch.tensor([4, 1, 3]), 8, GreedyRound(), 3)
     assert drafts.lengths.tolist() == [0, 0, 0]
 
 

@@ -41,10 +41,10 @@ class Watched(SelfSpeculation):
 
     checks = 0
 
-    def propose(self, current, lengths, extent, verification):
+    def propose(self, current, lengths, extent, verification, gamma):
         for row in range(self.cache.max_batch):
             check_invariants(self.cache, row)
-        drafts = super().propose(current, lengths, extent, verification)
+        drafts = super().propose(current, lengths, extent, verification, gamma)
         for row in range(self.cache.max_batch):
             check_invariants(self.cache, row)
         return drafts
@@ -52,7 +52,7 @@ class Watched(SelfSpeculation):
     def rollback(self, lengths):
         super().rollback(lengths)
         for row, length in enumerate(lengths.tolist()):
-            for cache in (self.cache, self._target_cache):
+            for cache in (self.cache, self._target.cache):
                 check_invariants(cache, row)
                 assert not held(cache, row) or held(cache, row)[-1] < length
             self.checks += 1

@@ -19,6 +19,8 @@ SHAPES = {
 
 
 class LlamaWorld:
+    drafters = ("snapkv", "standalone, snapkv")
+
     def __init__(self, shape: str) -> None:
         self.model = tiny_model(SHAPES[shape])
 

@@ -276,7 +276,7 @@ def test_no_drafter_reads_a_value_back():
         for mode in ("greedy", "rejection", "coupled"):
             decision = start_round(mode, rows, lengths, 3, model)
             with torch.inference_mode(), NoHostSync():
-                drafts = drafter.propose(torch.tensor([5, 6]), lengths, extent, decision)
+                drafts = drafter.propose(torch.tensor([5, 6]), lengths, extent, decision, 3)
                 drafter.rollback(lengths)
             assert drafts.tokens.shape == (2, 3)
 

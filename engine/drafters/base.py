@@ -42,9 +42,15 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
-        """Drafts to follow `current [B]`, which sits at position `lengths [B]`: `gamma` columns, of which a
-        row means as many as its draft length says.
+    def resume(self, row: int, text: Sequence[int], known: int) -> None:
+        """Rounds went by without this drafter: the target's row now holds `text`, which it followed for `known` tokens."""
+        ...
+
+    def propose(
+        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
+    ) -> Drafts:
+        """Drafts to follow `current [B]`, which sits at position `lengths [B]`: `gamma` columns, at most the
+        drafter's own gamma, of which a row means as many as its draft length says.
 
         A draft model's tokens are those that `verification.draw` gives for its logits.
         """
@@ -91,15 +97,17 @@ class TextDrafter(ABC):
         self._ranks = runner.ranks
 
     @abstractmethod
-    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
         """Tokens `[B, gamma]`, and how many of each row's are meant `[B]`; both int64. Only one rank is asked."""
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+    def propose(
+        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
+    ) -> Drafts:
         def decide() -> Tensor:
-            tokens, n_tokens = self.guess(current, lengths, extent)
+            tokens, n_tokens = self.guess(current, lengths, extent, gamma)
             return torch.cat([n_tokens[:, None], tokens], dim=1)
 
-        decided = self._ranks.decided(decide, len(current), 1 + self.gamma)
+        decided = self._ranks.decided(decide, len(current), 1 + gamma)
         return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
     @property

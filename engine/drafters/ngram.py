@@ -41,11 +41,14 @@ class NGram(TextDrafter):
     ) -> None:
         self._text[row, : len(prompt)] = torch.tensor(prompt, device=self._text.device)
 
-    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+    def resume(self, row: int, text: Sequence[int], known: int) -> None:
+        self.admit(row, 0, text)
+
+    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
         text = self._text[:, :extent]
         text.scatter_(1, lengths[:, None], current[:, None])
-        place, n_tokens = find_ngram(text, lengths, self.gamma, self.max_ngram, self.min_ngram)
-        ahead = torch.arange(1, self.gamma + 1, device=text.device)
+        place, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.min_ngram)
+        ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (place[:, None] + ahead).clamp(max=extent - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
         text.scatter_(1, lengths[:, None] + ahead, tokens)

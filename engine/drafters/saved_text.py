@@ -35,9 +35,12 @@ class SavedText(TextDrafter):
         self._text[row, : len(text)] = torch.tensor(text, dtype=torch.int64, device=self._text.device)
         self._start[row], self._end[row] = len(prompt), len(text)
 
-    def guess(self, current: Tensor, lengths: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+    def resume(self, row: int, text: Sequence[int], known: int) -> None:
+        return
+
+    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
         following = lengths - self._start + 1
-        ahead = torch.arange(self.gamma, device=lengths.device)
+        ahead = torch.arange(gamma, device=lengths.device)
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
-        n_tokens = (self._end - following).clamp(min=0, max=self.gamma)
+        n_tokens = (self._end - following).clamp(min=0, max=gamma)
         return self._text.gather(1, index), n_tokens

@@ -51,7 +51,7 @@ class SelfSpeculation:
             )
         self.gamma = gamma
         self.cache = cache
-        self._target_cache = runner.cache
+        self._target = runner
         self._runner = ModelRunner(model or runner.model, cache, ranks=runner.ranks)
         self._layers = layers
         self._write_through = WriteThroughKVCache(runner.cache, cache, layers)
@@ -61,19 +61,27 @@ class SelfSpeculation:
         return self._write_through
 
     def check(self, target: ModelRunner, length: int) -> None:
-        check_target("SelfSpeculation", self._target_cache, target.cache)
+        check_target("SelfSpeculation", self._target.cache, target.cache)
         check_room("SelfSpeculation", self.cache, length)
 
     def admit(
         self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        self.cache.fill_row(row, self._target_cache, len(prompt), self._layers)
+        queries = None
+        if self.cache.n_observed and len(prompt) > self.cache.capacity:
+            queries = self._target.last_queries(row, prompt, self.cache.n_observed)
+        self.cache.fill_row(row, self._target.cache, len(prompt), self._layers, queries)
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+    def resume(self, row: int, text: Sequence[int], known: int) -> None:
+        self.admit(row, 0, text)
+
+    def propose(
+        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
+    ) -> Drafts:
         def step(i: int, tokens: Tensor) -> Tensor:
             return self._runner.last_logits(tokens[:, None], lengths[:, None] + i, extent)
 
-        return draw_drafts(self.gamma, current, step, verification, self._runner.ranks)
+        return draw_drafts(gamma, current, step, verification, self._runner.ranks)
 
     def rollback(self, lengths: Tensor) -> None:
         self.cache.rollback(lengths)

@@ -71,11 +71,20 @@ class StandaloneDraft:
     def admit(
         self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        known = [min(token, self._runner.vocab_size - 1) for token in prompt]
-        self._runner.fill_row(row, known, on_tokens)
+        self._runner.fill_row(row, self._own_ids(prompt), on_tokens)
         self._previous[row] = prompt[-1]
 
-    def propose(self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound) -> Drafts:
+    def resume(self, row: int, text: Sequence[int], known: int) -> None:
+        """What was missed is run, and the last known token once more: it may never have been (see `propose`)."""
+        self._runner.extend_row(row, self._own_ids(text), max(0, known - 1))
+        self._previous[row] = text[-1]
+
+    def _own_ids(self, text: Sequence[int]) -> list[int]:
+        return [min(token, self._runner.vocab_size - 1) for token in text]
+
+    def propose(
+        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
+    ) -> Drafts:
         def step(i: int, tokens: Tensor) -> Tensor:
             last, position = tokens[:, None], lengths[:, None] + i
             if i == 0:
@@ -86,8 +95,8 @@ class StandaloneDraft:
             )
             return _fit(logits, self._vocab_size)
 
-        drafts = draw_drafts(self.gamma, current, step, verification, self._runner.ranks)
-        self._block.copy_(torch.cat([current[:, None], drafts.tokens], dim=1))
+        drafts = draw_drafts(gamma, current, step, verification, self._runner.ranks)
+        self._block[:, : gamma + 1].copy_(torch.cat([current[:, None], drafts.tokens], dim=1))
         self._start.copy_(lengths)
         return drafts
 

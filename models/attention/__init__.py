@@ -1,6 +1,7 @@
 """Attention over a slot cache: one protocol, one file per backend, nothing imported before it is asked for."""
 
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
+from models.attention.observing import ObservingAttention
 from models.attention.select import BACKENDS, Selection, select_backend
 from models.attention.torch_backend import TorchAttention
 
@@ -9,6 +10,7 @@ __all__ = [
     "MAX_BLOCK",
     "AttentionBackend",
     "AttentionSpec",
+    "ObservingAttention",
     "Selection",
     "Slots",
     "TorchAttention",

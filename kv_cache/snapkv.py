@@ -1,0 +1,102 @@
+"""SnapKVCache: the prompt's entries that its last queries attend to most, and a ring of recent tokens (SnapKV)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv_cache.base import KVShape
+from kv_cache.errors import ConfigError
+from kv_cache.streaming import StreamingKVCache
+
+
+class SnapKVCache(StreamingKVCache):
+    """Keeps, of each layer and KV head, the `budget - window` entries of a prompt that were selected, and the
+    last `window` tokens (Li et al., "SnapKV", arXiv 2404.14469).
+
+    The queries of the prompt's last `window` tokens vote: an entry's score is the attention that they pay to it,
+    averaged over neighbours (`pool` of them, odd), so that what surrounds a hit is kept with it. A prompt within the
+    budget is kept whole. Then, as the text goes on, the window moves with it and what was selected stays, until
+    the row is filled anew.
+
+    Heads keep different tokens in one slot. `positions` holds 0, 1, ... for what was selected: no token of it
+    lies beyond any later query, so who sees it does not depend on which token it is. Keys keep the rotation of
+    their absolute position. Errors: ConfigError if the budget leaves nothing to select, or `pool` is even.
+    """
+
+    def __init__(
+        self,
+        config: KVShape,
+        max_batch: int,
+        budget: int,
+        window: int = 32,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        pool: int = 5,
+    ) -> None:
+        check_snapkv(budget, window, pool)
+        super().__init__(config, max_batch, budget, budget - window, device, dtype)
+        self.pool = pool
+
+    @property
+    def n_observed(self) -> int:
+        return self.window
+
+    def selected(
+        self, kept: Tensor, length: int, keys: Callable[[], Tensor], queries: Callable[[], Tensor] | None
+    ) -> Tensor:
+        if length <= self.capacity:
+            return kept
+        if queries is None:
+            raise ConfigError(
+                "SnapKV selects by the attention of the prompt's last queries, and has not got them",
+                where="SnapKVCache.fill_row: queries",
+                seen=None,
+                required=f"the last {self.window} queries of every layer",
+                fix="pass ModelRunner.last_queries(row, prompt, cache.n_observed)",
+            )
+        votes = attention_received(queries(), keys())[:, : length - self.window]
+        pooled = F.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
+        chosen = pooled.topk(self.n_sink, dim=1).indices.sort(dim=1).values
+        recent = torch.arange(length - self.window, length, device=chosen.device)
+        return torch.cat([chosen, recent.expand(len(chosen), -1)], dim=1)
+
+
+def attention_received(queries: Tensor, keys: Tensor) -> Tensor:
+    """What each entry gets of the attention of a text's last queries, summed over them and averaged over heads.
+
+    Args:
+        queries: `[n_head, n, D]`, of the last n tokens, rotated. keys: `[n_kv_head, C, D]`, of all C tokens, rotated.
+
+    Returns: `[n_kv_head, C]` float32; it sums to n over the entries of a head.
+    """
+    n_kv_head, n_token, head_dim = keys.shape
+    n_query = queries.shape[1]
+    grouped = queries.float().view(n_kv_head, -1, n_query, head_dim)
+    scores = grouped @ keys.float().mT[:, None] * head_dim**-0.5
+    at = torch.arange(n_token, device=keys.device)
+    scores = scores.masked_fill(at > at[n_token - n_query :, None], float("-inf"))
+    return scores.softmax(dim=-1).sum(dim=2).mean(dim=1)
+
+
+def check_snapkv(budget: int, window: int, pool: int = 5) -> None:
+    """Raise ConfigError unless the budget has room for selected entries beside the window, and `pool` is odd."""
+    if window < 1 or budget < window + 1:
+        raise ConfigError(
+            "the draft's KV budget has no room for selected entries beside its window",
+            where="SnapKVCache: budget (--draft_budget) and window (--snapkv_window)",
+            seen=f"budget {budget}, window {window}",
+            required="window >= 1 and budget >= window + 1",
+            fix=f"raise the budget to {2 * max(window, 1)} or more, or lower the window",
+        )
+    if pool < 1 or pool % 2 == 0:
+        raise ConfigError(
+            "neighbours are pooled around an entry",
+            where="SnapKVCache: pool",
+            seen=pool,
+            required="an odd number >= 1",
+            fix="use 5",
+        )
