@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
+from engine.adaptive import Adaptive
+from engine.cost_model import Costs
 from engine.decoding import GenerateOutput, generate
 from engine.distributed import is_leader
 from engine.drafters import Drafter
+from engine.measure_costs import measure_costs
+from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
 from engine.provenance import append_record
 from engine.requests import Request
-from engine.setup import Setup, make_drafter
+from engine.say import say
+from engine.setup import Setup, make_drafters
 from engine.timing import PhaseTimer
 from kv_cache.errors import UserError
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What was run. `timed` is a pass of its own, because timing phases slows them down."""
+    """What was run. `timed` is a pass of its own, because timing phases slows them down; `costs` guided `auto`."""
 
     prefill_seconds: float
     baseline: GenerateOutput | None
     speculative: GenerateOutput | None = None
     timed: tuple[PhaseTimer, GenerateOutput] | None = None
+    costs: Sequence[Costs] = ()
 
 
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
@@ -47,29 +54,77 @@ def speculation_passes(setup: Setup) -> Passes:
     if not setup.args.no_baseline:
         warm_up(setup)
         baseline = decode(setup, "baseline")
-    drafter = make_drafter(setup, baseline)
-    warm_up(setup, drafter)
-    speculative = decode(setup, "speculation", drafter)
+    drafters = make_drafters(setup, baseline)
+    costs = costs_of(setup, drafters)
+    warm_up(setup, drafters)
+
+    def speculate(name: str, timer: PhaseTimer | None = None) -> GenerateOutput:
+        return decode(setup, name, timer=timer, pacing=make_pacing(setup, drafters, costs))
+
+    speculative = speculate("speculation")
     timed = None
     if setup.args.benchmark:
         timer = PhaseTimer(setup.runner.device)
-        timed = timer, decode(setup, "phase times", drafter, timer)
-    return Passes(prefill_seconds, baseline, speculative, timed)
+        timed = timer, speculate("phase times", timer)
+    return Passes(prefill_seconds, baseline, speculative, timed, costs)
 
 
-def warm_up(setup: Setup, drafter: Drafter | None = None) -> None:
+def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:
+    """What the rounds of each drafter cost, measured from the prefilled state, where something is to be chosen.
+
+    Every rank takes part in the measurement, and the first one's counts on all.
+    """
+    if not setup.draft or not setup.draft.automatic or setup.draft.gamma < 1 or setup.args.gen_len < 2:
+        return []
+    say("measuring what rounds cost")
+    measured = measure_costs(
+        setup.runner,
+        drafters,
+        setup.prompts,
+        max_new_tokens=setup.args.gen_len,
+        sampling=setup.sampling.params,
+        verification=setup.sampling.mode,
+        gammas=None if setup.draft.auto_gamma else [setup.draft.gamma],
+    )
+    return setup.ranks.shared(lambda: measured)
+
+
+def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs]) -> Pacing:
+    """The one drafter in every round, or, by their costs, what pays best; nothing that was seen before counts."""
+    assert setup.draft is not None
+    if not costs:
+        return Fixed(drafters[0])
+    gammas = range(setup.draft.gamma + 1) if setup.draft.auto_gamma else [setup.draft.gamma]
+    return Adaptive(drafters, costs, gammas)
+
+
+def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
     """With --compile, a few rounds from the prefilled state, so that no measured round compiles or captures."""
     if not setup.args.compile:
         return
-    gamma = drafter.gamma if drafter else 0
-    generate(
-        setup.runner,
-        setup.prompts[: setup.runner.cache.max_batch],
-        max_new_tokens=min(setup.args.gen_len, WARM_UP_ROUNDS * (gamma + 1) + 1),
-        drafter=drafter,
-        sampling=setup.sampling.params,
-        verification=setup.sampling.mode,
-    )
+    choices = _possible(setup, drafters)
+    pacing = InTurn(drafters, choices, setup.runner.max_batch)
+    n_tokens = WARM_UP_ROUNDS * sum(choice.gamma + 1 for choice in choices) + 1
+    while pacing.rounds < WARM_UP_ROUNDS and setup.args.gen_len > 1:
+        generate(
+            setup.runner,
+            setup.prompts[: setup.runner.max_batch],
+            max_new_tokens=min(setup.args.gen_len, n_tokens),
+            pacing=pacing,
+            sampling=setup.sampling.params,
+            verification=setup.sampling.mode,
+        )
+
+
+def _possible(setup: Setup, drafters: Sequence[Drafter]) -> list[Choice]:
+    """Every choice that a round of these drafters can be; plain steps without any."""
+    if not drafters:
+        return [PLAIN]
+    assert setup.draft is not None
+    most = setup.draft.gamma
+    gammas = range(1, most + 1) if setup.draft.auto_gamma else [most]
+    speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in gammas]
+    return [PLAIN, *speculative] if setup.draft.auto_gamma else speculative
 
 
 @torch.inference_mode()
@@ -89,7 +144,13 @@ def prefill(setup: Setup) -> float:
     return time.perf_counter() - started
 
 
-def decode(setup: Setup, name: str, drafter: Drafter | None = None, timer: PhaseTimer | None = None) -> GenerateOutput:
+def decode(
+    setup: Setup,
+    name: str,
+    drafter: Drafter | None = None,
+    timer: PhaseTimer | None = None,
+    pacing: Pacing | None = None,
+) -> GenerateOutput:
     """One pass over the prompts from the prefilled state, with a progress bar.
 
     Raises UserError naming row and position if any row's logits were not finite.
@@ -100,6 +161,7 @@ def decode(setup: Setup, name: str, drafter: Drafter | None = None, timer: Phase
             setup.prompts,
             max_new_tokens=setup.args.gen_len,
             drafter=drafter,
+            pacing=pacing,
             sampling=setup.sampling.params,
             verification=setup.sampling.mode,
             stop_tokens=setup.stop_tokens,

@@ -87,7 +87,8 @@ def generate(
             that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
         stop_tokens: ids that end a row, one list or one list a prompt; the stop token is kept.
         progress: told of tokens as they come.
-        phase: a context manager factory around "draft", "verify" and "accept", for timing.
+        phase: a context manager factory around "resume", "draft", "verify" and "accept" of every
+            round, for timing.
 
     Errors: ConfigError, before anything runs, if a prompt is empty, has ids outside the vocabulary,
     if prompt + max_new_tokens + gamma + 1 exceeds the model's context or the cache, if the mode cannot
@@ -129,8 +130,9 @@ def generate(
             break
 
         started = time.perf_counter()
-        if choice.drafter is not None:
-            _resume(pacing.drafters[choice.drafter], choice.drafter, slots)
+        with phase("resume"):
+            if choice.drafter is not None:
+                _resume(pacing.drafters[choice.drafter], choice.drafter, slots)
         extent = runner.cache.capacity if run.captures else max(slot.length for slot in slots) + choice.gamma + 1
         outcomes = _round(runner, pacing, choice, mode, buffers, run, extent, phase)
         emitted, accepted = 0, []

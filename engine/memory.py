@@ -45,7 +45,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class DraftFootprint:
-    """A draft model of that (shard's) configuration in `dtype`, and `capacity` KV entries a row in `kv_dtype`."""
+    """A draft model of that (shard's) configuration in `dtype`, and `capacity` KV entries a row in `kv_dtype`.
+
+    observed: how many queries select entries (SnapKV). prefills: whether it runs the prompts itself.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
@@ -53,6 +56,8 @@ class DraftFootprint:
     shares_weights: bool
     quantize: str | None = None
     kv_dtype: torch.dtype | None = None
+    observed: int = 0
+    prefills: bool = False
 
 
 def plan_memory(
@@ -82,16 +87,21 @@ def plan_memory(
         noise_pass = blocks_per_pass(torch.device(device)) * PASS_BYTES
         sampling_bytes = SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
     weights = _weight_bytes(config, dtype, device, quantize)
-    draft_kv_per_row = 0
+    draft_kv_per_row = selection = 0
     if draft:
         if not draft.shares_weights:
             weights += _weight_bytes(draft.config, draft.dtype, device, draft.quantize)
-        draft_kv_per_row = draft.capacity * _kv_bytes_per_token(draft.config, draft.kv_dtype or draft.dtype)
+        kv_bytes_per_token = _kv_bytes_per_token(draft.config, draft.kv_dtype or draft.dtype)
+        draft_kv_per_row = draft.capacity * kv_bytes_per_token
+        # One row at a time: float32 scores, their mask and softmax, and the whole prompt if the draft runs it.
+        selection = 3 * 4 * draft.observed * (draft.config if draft.prefills else config).n_head * capacity
+        if draft.observed and draft.prefills:
+            selection += capacity * kv_bytes_per_token
     return MemoryPlan(
         weights=weights,
         target_kv_per_row=capacity * _kv_bytes_per_token(config, kv_dtype or dtype),
         draft_kv_per_row=draft_kv_per_row,
-        activations=(chunk_rows + 2 * chunk_mask) * itemsize + noise_pass,
+        activations=(chunk_rows + 2 * chunk_mask) * itemsize + noise_pass + selection,
         logits_per_row=block * (vocab_size or config.vocab_size) * (2 * itemsize + sampling_bytes),
     )
 

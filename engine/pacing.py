@@ -54,17 +54,23 @@ class Fixed:
 
 
 class InTurn:
-    """Every choice of a list in turn, over and over: what measures their costs beside each other."""
+    """The choices of a list in turn, over and over, in rounds in which all `n_rows` rows decode.
 
-    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice]) -> None:
+    rounds: how many such rounds the choice had that had the fewest.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int) -> None:
         self.drafters = tuple(drafters)
         self.max_gamma = max(choice.gamma for choice in choices)
-        self._choices = tuple(choices)
-        self._n_chosen = 0
+        self._n_rows = n_rows
+        self._n_rounds = dict.fromkeys(choices, 0)
+
+    @property
+    def rounds(self) -> int:
+        return min(self._n_rounds.values())
 
     def choose(self) -> Choice:
-        self._n_chosen += 1
-        return self._choices[(self._n_chosen - 1) % len(self._choices)]
+        return min(self._n_rounds, key=self._n_rounds.__getitem__)
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        return
+        self._n_rounds[choice] += len(accepted) == self._n_rows

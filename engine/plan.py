@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.arguments import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.distributed import (
     LEADER,
     check_draft_ranks,
@@ -21,6 +20,7 @@ from engine.memory import DraftFootprint, available_bytes, plan_memory, require_
 from engine.model_source import ModelSource, check_vocabulary, find_model
 from engine.provenance import require_appendable
 from engine.runner import PREFILL_CHUNK
+from engine.settings import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
 from kv_cache.errors import ConfigError
 from models import ModelConfig
 from models.pointwise import check_compiler
@@ -98,6 +98,8 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
         draft = _resolve_positions(draft, draft_source.config.max_context, capacity)
     elif draft and draft.layers is not None:
         _check_layers(draft.layers, target.config.n_layer)
+    if draft and draft.policy == "snapkv":
+        _check_no_sliding_window(draft_source or target)
     for scheme in {args.quantize, draft.quantize if draft else None} - {None}:
         check_scheme(scheme, device)
     if args.compile:
@@ -148,7 +150,14 @@ def require_room(plan: Plan) -> None:
             draft_config = replace(draft_config, n_layer=len(draft.layers))
         shares_weights = source is None and shares_target(draft, plan.dtype, args.quantize)
         footprint = DraftFootprint(
-            draft_config, draft.dtype, draft.capacity, shares_weights, draft.quantize, draft.kv_dtype
+            draft_config,
+            draft.dtype,
+            draft.entries,
+            shares_weights,
+            draft.quantize,
+            draft.kv_dtype,
+            observed=draft.window or 0,
+            prefills=source is not None,
         )
     memory = plan_memory(
         largest,
@@ -184,7 +193,7 @@ def remarks(plan: Plan) -> list[str]:
     said = []
     if args.compile and plan.device != "cpu" and len(plan.group) > 1:
         said.append("--compile compiles on every rank, but captures CUDA graphs only where one rank runs alone")
-    if draft and draft.policy == "streaming" and draft.capacity >= args.prefix_len + args.gen_len:
+    if draft and draft.policy in ("streaming", "snapkv") and draft.capacity >= args.prefix_len + args.gen_len:
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:
         n_layer = plan.target.config.n_layer
@@ -205,6 +214,17 @@ def remarks(plan: Plan) -> list[str]:
 def shares_target(draft: DraftSettings, dtype: torch.dtype, quantize: str | None) -> bool:
     """Whether a self-draft runs the target's own weights."""
     return draft.dtype == dtype and draft.quantize == quantize
+
+
+def _check_no_sliding_window(source: ModelSource) -> None:
+    if source.config.sliding_window is not None:
+        raise ConfigError(
+            "SnapKV selects entries that a sliding window hides",
+            where=f"--draft_policy on {source.name}",
+            seen=f"snapkv, and a model with a sliding window of {source.config.sliding_window} tokens",
+            required="a model that attends to the whole context",
+            fix="use --draft_policy streaming",
+        )
 
 
 def _check_layers(layers: Sequence[int], n_layer: int) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import resource
+from collections import Counter
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
 import torch
 
-from engine.arguments import DraftSettings
 from engine.benchmark import Passes
 from engine.decoding import GenerateOutput
 from engine.provenance import append_record, provenance
 from engine.say import dtype_name
+from engine.settings import AUTO, DraftSettings
 from engine.setup import Setup
 from engine.timing import PhaseTimer
 
@@ -88,12 +90,17 @@ def table(record: dict[str, Any]) -> str:
         ("speedup (all rows busy)", unit, _number(record["speedup"], 2)),
         ("speedup (to the last row)", unit, _number(record["wall_speedup"], 2)),
         ("acceptance rate", "-", _number(record["acceptance_rate"], 3)),
-        (f"tokens per round (of {record['gamma'] + 1})", one, _number(record["mean_accepted_length"], 2)),
+        (f"tokens per round (of {_most_tokens(record)})", one, _number(record["mean_accepted_length"], 2)),
         ("identical rows", "-", _identical(record)),
     ]
     if record["benchmark"] == "baseline":
         rows = [(name, plain, "") for name, plain, _ in rows[:3]]
     return "\n".join(f"  {name:<28}{plain:>16}{speculative:>18}".rstrip() for name, plain, speculative in rows)
+
+
+def _most_tokens(record: dict[str, Any]) -> str:
+    """What a round can emit at most."""
+    return "gamma + 1" if record["gamma"] == AUTO else str(record["gamma"] + 1)
 
 
 def _identical(record: dict[str, Any]) -> str:
@@ -118,7 +125,6 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
     tps = tokens_per_second(measured)
     compared = baseline is not None and speculative is not None
     params = setup.sampling.params
-    gamma = setup.draft.gamma if setup.draft else 0
     step_ms = round_ms(baseline) if baseline else None
     peaks = setup.ranks.gathered(peak_memory_bytes(setup.runner.device))
     record = {
@@ -131,7 +137,6 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
-        "gamma": gamma,
         **_draft_record(setup),
         "verification": setup.sampling.mode,
         "temperature": params.temperature,
@@ -174,7 +179,9 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         else None,
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
-        **_phase_times(passes.timed, gamma),
+        **_phase_times(passes.timed),
+        "choices": _choices(setup, speculative) if speculative else None,
+        "measured_costs": [dataclasses.asdict(costs) for costs in passes.costs] or None,
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "startup_memory_bytes_per_rank": setup.ranks.gathered(setup.startup_bytes),
@@ -189,9 +196,11 @@ def _draft_record(setup: Setup) -> dict[str, Any]:
     has_cache = draft.dtype is not None
     return {
         "draft_model": setup.draft_source.name if setup.draft_source else None,
+        "gamma": AUTO if draft.auto_gamma else draft.gamma,
         "draft_policy": draft.policy,
-        "draft_budget": draft.capacity if has_cache else None,
+        "draft_budget": (AUTO if draft.budgets else draft.capacity) if has_cache else None,
         "n_sink": draft.n_sink,
+        "snapkv_window": draft.window,
         "draft_positions": draft.positions or ("absolute" if has_cache else None),
         "draft_layers": None if draft.layers is None else list(draft.layers),
         "draft_dtype": dtype_name(draft.dtype) if draft.dtype is not None else None,
@@ -218,18 +227,39 @@ def _rank_record(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None, gamma: int) -> dict[str, float | None]:
-    """Medians over the rounds of the timed pass: one draft step, one verification, the rest of a round."""
+def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, float | None]:
+    """Medians over the rounds of the timed pass: one draft step, one verification, the rest of a round.
+
+    Where rounds choose what to draft, over those that draft.
+    """
+    names = ("draft_step_ms", "verify_step_ms", "other_ms_per_round")
     if timed is None or not timed[1].stats.rounds:
-        return dict.fromkeys(("draft_step_ms", "verify_step_ms", "other_ms_per_round"))
+        return dict.fromkeys(names)
     timer, output = timed
     phases = zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True)
-    rest = [round_.seconds - draft - verify for round_, draft, verify in phases]
-    return {
-        "draft_step_ms": timer.median_ms("draft") / gamma if gamma else None,
-        "verify_step_ms": timer.median_ms("verify"),
-        "other_ms_per_round": 1e3 * median(rest),
-    }
+    drafted = any(round_.choice.gamma for round_ in output.stats.rounds)
+    seconds = [
+        (draft / max(1, round_.choice.gamma), verify, round_.seconds - draft - verify)
+        for round_, draft, verify in phases
+        if round_.choice.gamma or not drafted
+    ]
+    draft_ms, verify_ms, other_ms = (1e3 * median(column) for column in zip(*seconds, strict=True))
+    return dict(zip(names, (draft_ms if drafted else None, verify_ms, other_ms), strict=True))
+
+
+def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:
+    """How many rounds drafted how far, and with which budget where that is chosen."""
+    draft = setup.draft
+    budgets = sorted(draft.budgets, reverse=True) if draft else []
+    counts = Counter(round_.choice for round_ in speculative.stats.rounds)
+    return [
+        {
+            "draft_budget": budgets[choice.drafter] if budgets and choice.drafter is not None else None,
+            "gamma": choice.gamma,
+            "rounds": n,
+        }
+        for choice, n in sorted(counts.items(), key=lambda item: (item[0].drafter or 0, item[0].gamma))
+    ]
 
 
 def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
@@ -269,7 +299,9 @@ def _drafting(setup: Setup) -> str:
         name += f" of {len(draft.layers)} layers"
     where = " (positions inside the cache)" if draft.positions == "cache" else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
-    return f", {dtype_name(draft.dtype)} draft{name}{weights}, {draft.capacity} KV entries{where}"
+    entries = " or ".join(map(str, draft.budgets)) or draft.capacity
+    policy = " chosen by attention" if draft.policy == "snapkv" else ""
+    return f", {dtype_name(draft.dtype)} draft{name}{weights}, {entries} KV entries{policy}{where}"
 
 
 def _storage(setup: Setup) -> str:

@@ -1,8 +1,9 @@
 """What a round of decoding reads, in buffers that never move, and how its parts run: called, or replayed.
 
-A round has four parts (draft, verify, accept, and rolling the caches back), named after what the round chose to draft
-with and how far. Each is a function without arguments over tensors that stay where they are, so on a GPU it can be captured once as a CUDA graph and replayed from then
-on: whatever the rows' lengths become, whoever is refilled, nothing is captured or launched one by one again.
+A round has four parts (draft, verify, accept, and rolling the caches back), named with what the round chose to draft
+with and how far. Each is a function without arguments over tensors that stay where they are, so on a GPU it can be
+captured once as a CUDA graph and replayed from then on: whatever the rows' lengths become, whoever is refilled,
+nothing is captured or launched one by one again.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.arguments import GREEDY, DraftSettings, Sampling
 from engine.data import load_books, make_prompts
 from engine.decoding import GenerateOutput
 from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
@@ -21,7 +20,8 @@ from engine.requests import check_prompt
 from engine.rounds import cuda_graphs
 from engine.runner import ModelRunner, RemoteRunner
 from engine.say import dtype_name, say
-from kv_cache import FullKVCache, KVCache, StreamingKVCache
+from engine.settings import GREEDY, DraftSettings, Sampling
+from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import attention_spec, select_layers
@@ -138,6 +138,14 @@ def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | Non
     say(f"{whose}: {model.backend.name} ({why})")
 
 
+def make_drafters(setup: Setup, baseline: GenerateOutput | None) -> list[Drafter]:
+    """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
+    assert setup.draft is not None, "prepare() was called without draft settings"
+    budgets = sorted(setup.draft.budgets, reverse=True) or [setup.draft.capacity]
+    each = (replace(setup, draft=replace(setup.draft, capacity=budget)) for budget in budgets)
+    return [make_drafter(one, baseline) for one in each]
+
+
 def make_drafter(setup: Setup, baseline: GenerateOutput | None) -> Drafter:
     """The drafter of the set-up's draft settings, over an empty cache; an oracle drafts the baseline's output."""
     draft, runner = setup.draft, setup.runner
@@ -171,6 +179,9 @@ def _draft_cache(setup: Setup, draft: DraftSettings, config: ModelConfig) -> KVC
         assert draft.n_sink is not None
         in_cache = draft.positions == "cache"
         return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, kv_dtype, in_cache)
+    if draft.policy == "snapkv":
+        assert draft.window is not None
+        return SnapKVCache(config, setup.args.B, draft.capacity, draft.window, device, kv_dtype)
     return FullKVCache(config, setup.args.B, draft.capacity, device, kv_dtype)
 
 

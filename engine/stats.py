@@ -80,7 +80,7 @@ def total(counts: Sequence[Counts]) -> Counts:
 
 @dataclass(frozen=True)
 class Round:
-    """One pass of the decode loop: its wall time, the rows that were decoding, the tokens they emitted, what drafted."""
+    """One pass of the decode loop: its wall time, the rows that were decoding, their new tokens, and what drafted."""
 
     seconds: float
     busy: int

@@ -216,7 +216,7 @@ class KVCache(ABC):
         self.positions[row, to_slots] = kept
 
     def keys_in_order(self, layer: int, row: int, length: int) -> Tensor:
-        """One layer's keys of positions 0 .. length - 1 of a row that holds them all, `[n_kv_head, length, head_dim]`."""
+        """One layer's keys of a row that holds all positions below `length`, `[n_kv_head, length, head_dim]`."""
         slots = self.slots(torch.arange(length, device=self.device))
         scales = None if self.key_scales is None else self.key_scales[layer, row][:, slots]
         return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)

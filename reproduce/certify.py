@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from engine import GenerateOutput, arguments, benchmark, report
+from engine import GenerateOutput, arguments, benchmark, report, settings
 from engine.certificate import Calibration, Certificate, calibrate, certify, replay
 from engine.data import load_books, make_prompts
 from engine.provenance import append_record, provenance
@@ -39,7 +39,7 @@ from kv_cache.errors import ConfigError, exit_on_user_error
 from models import ModelConfig
 from models.attention import BACKENDS
 
-DTYPES = ("auto", *arguments.DTYPES)
+DTYPES = ("auto", *settings.DTYPES)
 DRAFT_DTYPES = ("same", *DTYPES)
 
 
@@ -69,11 +69,11 @@ def parse() -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong with the flags that are the certificate's own, or stricter here."""
-    arguments.require_at_least("tokens", args.tokens, 1)
-    arguments.require_at_least("B", args.B, 1)
-    arguments.require_at_least("gamma", args.gamma, 1)  # at gamma 0 there is nothing to certify
-    arguments.require_at_least("calibration_positions", args.calibration_positions, 1)
-    arguments.require_at_least("prefix_len", args.prefix_len, args.B + 1)  # rows differ; each has a BOS and some text
+    settings.require_at_least("tokens", args.tokens, 1)
+    settings.require_at_least("B", args.B, 1)
+    settings.require_at_least("gamma", args.gamma, 1)  # at gamma 0 there is nothing to certify
+    settings.require_at_least("calibration_positions", args.calibration_positions, 1)
+    settings.require_at_least("prefix_len", args.prefix_len, args.B + 1)  # rows differ; each has a BOS and some text
     for flag, value, choices in (("dtype", args.dtype, DTYPES), ("draft_dtype", args.draft_dtype, DRAFT_DTYPES)):
         if value not in choices:
             required = f"one of {', '.join(choices)}"
@@ -93,7 +93,7 @@ def prepare(args: argparse.Namespace, gen_len: int, n_forced: int) -> tuple[Setu
     given = argparse.Namespace(**vars(args), gen_len=max(gen_len, n_forced), verification=verification)
     wired = flags.parse_args([], namespace=given)
     require_context(wired)
-    setup = prepare_setup(wired, arguments.sampling_settings(wired), arguments.draft_settings(wired))
+    setup = prepare_setup(wired, settings.sampling_settings(wired), settings.draft_settings(wired))
     assert setup.tokenizer is not None
     books, length = load_books(args.dataset), args.prefix_len + n_forced
     wired.gen_len = gen_len

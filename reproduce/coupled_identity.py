@@ -26,6 +26,7 @@ from engine import (
     arguments,
     generate,
     report,
+    settings,
 )
 from engine.drafters import Drafter, check_gamma
 from engine.provenance import append_record, provenance
@@ -125,9 +126,9 @@ def run_way(setup: Setup, way: Way, baseline: GenerateOutput) -> dict[str, Any]:
     return report.rounded(record)
 
 
-def settings(args: argparse.Namespace) -> tuple[arguments.Sampling, arguments.DraftSettings]:
+def checked(args: argparse.Namespace) -> tuple[settings.Sampling, settings.DraftSettings]:
     """The flags, checked; the draft settings are those of the largest drafts that any way makes."""
-    sampling = arguments.sampling_settings(args)
+    sampling = settings.sampling_settings(args)
     if not sampling.reproducible:
         raise ConfigError(
             "samples of this mode depend on the drafter, by design",
@@ -139,8 +140,10 @@ def settings(args: argparse.Namespace) -> tuple[arguments.Sampling, arguments.Dr
     for budget in args.budgets:
         check_budget(budget, N_SINK)
         check_gamma(MAX_GAMMA, budget - N_SINK)
-    dtype = arguments.resolve_draft_dtype(args, "auto")
-    return sampling, arguments.DraftSettings("self", MAX_GAMMA, "streaming", max(args.budgets), N_SINK, dtype)
+    dtype = settings.resolve_draft_dtype(args, "auto")
+    largest = max(args.budgets)
+    draft = settings.DraftSettings("self", MAX_GAMMA, policy="streaming", capacity=largest, n_sink=N_SINK, dtype=dtype)
+    return sampling, draft
 
 
 def main() -> None:
@@ -150,7 +153,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 512], help="KV budgets of the draft")
     parser.set_defaults(B=4, prefix_len=2000, temperature=0.6, seed=7, verification="coupled")
     args = parser.parse_args()
-    setup = prepare(args, *settings(args))
+    setup = prepare(args, *checked(args))
     lengths = [max(2, args.prefix_len - SHORTER_BY * row) for row in range(len(setup.prompts))]
     prompts = [prompt[:length] for prompt, length in zip(setup.prompts, lengths, strict=True)]
     setup = dataclasses.replace(setup, prompts=prompts)

@@ -17,7 +17,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import arguments, benchmark, report
+from engine import arguments, benchmark, report, settings
 from engine.noise import Source, compiled_source, in_passes
 from engine.provenance import append_record, provenance
 from engine.setup import Setup, load_draft_model, make_drafter, prepare
@@ -58,7 +58,7 @@ def cell_setup(setup: Setup, cell: Cell, models: dict[tuple, Transformer | None]
     args = copy.copy(setup.args)
     args.gamma, args.streamingllm_budget, args.draft_dtype = cell.gamma, cell.budget, cell.draft_dtype
     args.draft_weights, args.compile = cell.weights, cell.compile
-    draft = arguments.draft_settings(args)
+    draft = settings.draft_settings(args)
     form = draft.dtype, draft.quantize
     if form not in models:
         models[form] = load_draft_model(setup.runner.model, setup.target, setup.target_ranks, draft, args)
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument(
         "--draft_dtypes",
         nargs="+",
-        choices=["same", *arguments.DTYPES],
+        choices=["same", *settings.DTYPES],
         help="draft dtypes to compare (default: --draft_dtype)",
     )
     parser.add_argument(
@@ -118,7 +118,7 @@ def main() -> None:
 
     args.draft_dtype, args.compile = draft_dtypes[-1], False
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
-    setup = prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
+    setup = prepare(args, settings.sampling_settings(args), settings.draft_settings(args))
     models: dict[tuple, Transformer | None] = {}
     cells = [Cell(*values) for values in itertools.product(gammas, budgets, draft_dtypes, weights, ways)]
     setups = {cell: cell_setup(setup, cell, models) for cell in cells}
@@ -136,7 +136,7 @@ def main() -> None:
             use_functions(own, *functions[way])
             drafter = make_drafter(own, baseline)
             if pair == 0:
-                benchmark.warm_up(own, drafter)
+                benchmark.warm_up(own, [drafter])
             timer = PhaseTimer(own.runner.device)
             speculative = benchmark.decode(own, f"gamma {drafter.gamma}", drafter, timer)
             # On a CPU a phase needs no synchronisation, so timing it costs nothing.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import arguments, benchmark, report
+from engine import arguments, benchmark, report, settings
 from engine.launch import run_on_ranks
 from engine.setup import prepare
 
@@ -19,7 +19,7 @@ def main() -> None:
     arguments.add_standalone_arguments(parser)
     arguments.add_pass_arguments(parser)
     args = parser.parse_args()
-    setup = prepare(args, arguments.sampling_settings(args), arguments.standalone_settings(args))
+    setup = prepare(args, settings.sampling_settings(args), settings.standalone_settings(args))
     report.finish("longspec", setup, benchmark.speculation_passes(setup))
 
 

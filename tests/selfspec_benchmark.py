@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import arguments, benchmark, report
+from engine import arguments, benchmark, report, settings
 from engine.launch import run_on_ranks
 from engine.setup import prepare
 
@@ -22,7 +22,7 @@ def main() -> None:
     arguments.add_draft_arguments(parser)
     arguments.add_pass_arguments(parser)
     args = parser.parse_args()
-    setup = prepare(args, arguments.sampling_settings(args), arguments.draft_settings(args))
+    setup = prepare(args, settings.sampling_settings(args), settings.draft_settings(args))
     report.finish("selfspec", setup, benchmark.speculation_passes(setup))
 
 

@@ -320,7 +320,7 @@ BAD_INPUT = {
     "negative seed": Bad("--temperature 1 --seed -3", ("--seed", "seen:     -3")),
     "filter without a temperature": Bad("--top_p 0.9", ("top_p 0.9 at temperature 0", "--temperature")),
     "greedy at a temperature": Bad("--temperature 1 --verification greedy", ("--verification", "temperature 1.0")),
-    "n-gram with a KV budget": Bad("--draft ngram", ("--streamingllm_budget", "16 with draft ngram", "--max_ngram")),
+    "n-gram with a KV budget": Bad("--draft ngram", ("--streamingllm_budget", "16, 4 with draft ngram", "--max_ngram")),
     "full cache with a budget": Bad("--draft_policy full", ("--streamingllm_budget", "draft self, full")),
     "self-speculation with n-grams": Bad("--max_ngram 3", ("--max_ngram", "3 with draft self, streaming")),
     "unknown device": Bad("--device tpu", ("--device", "tpu", "--device auto")),

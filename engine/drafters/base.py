@@ -43,7 +43,7 @@ class Drafter(Protocol):
         ...
 
     def resume(self, row: int, text: Sequence[int], known: int) -> None:
-        """Rounds went by without this drafter: the target's row now holds `text`, which it followed for `known` tokens."""
+        """Rounds went by without this drafter: the row now holds `text`, of which it followed `known` tokens."""
         ...
 
     def propose(

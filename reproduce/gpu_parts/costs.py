@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 from engine import benchmark, report
+from engine.cost_model import tokens_per_round
 from engine.decoding import GenerateOutput
 from engine.setup import Setup
 from models.config import ModelConfig
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.gpu_parts.setups import TINY, dummy_setup, speculation_passes, under, with_drafter
+from reproduce.gpu_parts.setups import TINY, dummy_setup, speculation_passes, with_drafter
+from reproduce.variants import under
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
 # Model, rows, context, entries of the target's cache: of the published settings those that one card may hold.
@@ -85,11 +87,6 @@ def costs(
             "baseline_share_of_copy": bandwidth / copy_bandwidth(options),
         }
     )
-
-
-def tokens_per_round(alpha: float, gamma: int) -> float:
-    """Expected tokens per round: (1 - alpha^(gamma + 1)) / (1 - alpha), Leviathan et al. 2023, equation 1."""
-    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def bytes_per_step(setup: Setup, context: int) -> int:

@@ -18,7 +18,8 @@ from engine.drafters import Drafter
 from engine.report import rounded
 from engine.setup import Setup, make_drafter
 from reproduce.gpu_parts.cells import Cell, Options, Shared
-from reproduce.gpu_parts.setups import TINY, dummy_setup, forget
+from reproduce.gpu_parts.setups import TINY, dummy_setup
+from reproduce.variants import forget
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
@@ -72,7 +73,7 @@ def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what:
     setup: Setup = shared.get(size, partial(_filled, options, *size))
     drafter = make_drafter(setup, None) if what == "speculation" else None
     try:
-        benchmark.warm_up(setup, drafter)
+        benchmark.warm_up(setup, [drafter] if drafter else [])
         wall, kernels = _wall_and_kernels(options, setup, drafter)
     finally:
         if drafter is not None:

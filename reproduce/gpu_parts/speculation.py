@@ -14,7 +14,8 @@ from engine.decoding import GenerateOutput
 from engine.setup import Setup
 from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
-from reproduce.gpu_parts.setups import make_setup, speculation_passes, under, with_drafter
+from reproduce.gpu_parts.setups import make_setup, speculation_passes, with_drafter
+from reproduce.variants import under
 
 COUPLED = {"temperature": 0.6, "seed": 7, "verification": "coupled"}
 SAMPLINGS = {"coupled": COUPLED, "greedy": {"temperature": 0.0, "verification": "greedy"}}

@@ -1,0 +1,110 @@
+"""Adaptive: before every round, the drafter and the gamma that pay best by measured costs and the acceptance seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.cost_model import Costs, tokens_per_round
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice
+
+# What is expected of a drafter that has not drafted yet, worth as many judged drafts ...
+PRIOR_ALPHA, PRIOR_WEIGHT = 0.8, 8.0
+# ... and what is hoped of it, when it is decided whether it is tried at all.
+HOPED_ALPHA = 0.98
+# Rounds that every drafter with a hope gets before drafters are compared.
+TRIAL_ROUNDS = 3
+# What is left of a round's evidence one round later: texts change.
+MEMORY = 0.97
+# Plain rounds after which speculation that did not pay is tried again; doubled after every trial in vain.
+FIRST_PAUSE, LONGEST_PAUSE = 16, 512
+# Another drafter has to promise this much more: the change itself costs something.
+WORTH_A_CHANGE = 1.03
+
+
+class Acceptance:
+    """How many drafts at each place of a block were accepted, lately, given that those before them were."""
+
+    def __init__(self, max_gamma: int) -> None:
+        self._judged = [0.0] * max_gamma
+        self._accepted = [0.0] * max_gamma
+
+    def add(self, gamma: int, accepted: Sequence[int]) -> None:
+        """One round of that gamma, and how many drafts of each row were accepted in it."""
+        for counts in (self._judged, self._accepted):
+            counts[:] = [MEMORY * count for count in counts]
+        for n_accepted in accepted:
+            for place in range(min(n_accepted + 1, gamma)):
+                self._judged[place] += 1
+                self._accepted[place] += place < n_accepted
+
+    def tokens(self, gamma: int) -> float:
+        """Expected tokens of a row in a round of that gamma.
+
+        A place with little evidence of its own takes the rate of all places together.
+        """
+        prior = PRIOR_WEIGHT * PRIOR_ALPHA
+        pooled = (sum(self._accepted) + prior) / (sum(self._judged) + PRIOR_WEIGHT)
+        expected = reached = 1.0
+        for judged, accepted in zip(self._judged[:gamma], self._accepted[:gamma], strict=True):
+            reached *= (accepted + PRIOR_WEIGHT * pooled) / (judged + PRIOR_WEIGHT)
+            expected += reached
+        return expected
+
+
+class Adaptive:
+    """A `Pacing` over drafters of one kind; `costs[i]` are those of drafter i.
+
+    Speculation that is not expected to beat plain decoding gives way to plain rounds, and is tried again after a
+    pause. `gammas`: those to choose among, for each drafter the same.
+    Its choices follow from costs and accepted counts alone, so ranks that were given the same costs choose alike.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], costs: Sequence[Costs], gammas: Sequence[int]) -> None:
+        self.drafters = tuple(drafters)
+        self.costs = tuple(costs)
+        self.max_gamma = max(gammas)
+        self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
+        self._may_be_plain = 0 in gammas
+        self._acceptance = [Acceptance(self.max_gamma) for _ in drafters]
+        self._n_rounds = [0] * len(drafters)
+        self._active = 0
+        self._plain_rounds, self._pause = 0, FIRST_PAUSE
+
+    def choose(self) -> Choice:
+        for index in range(len(self.drafters)):
+            if self._n_rounds[index] < TRIAL_ROUNDS and self._hopeful(index):
+                return Choice(index, self._best(index)[0])
+        found = [self._best(index) for index in range(len(self.drafters))]
+        best = max(range(len(found)), key=lambda index: found[index][1])
+        if found[best][1] > WORTH_A_CHANGE * found[self._active][1]:
+            self._active = best
+        gamma, speedup = found[self._active]
+        if speedup > 1 or not self._may_be_plain:
+            return Choice(self._active, gamma)
+        if self._plain_rounds >= self._pause and self._hopeful(self._active):
+            return Choice(self._active, gamma)
+        return PLAIN
+
+    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+        if choice.drafter is None:
+            self._plain_rounds += 1
+            return
+        self._n_rounds[choice.drafter] += 1
+        self._acceptance[choice.drafter].add(choice.gamma, accepted)
+        if self._plain_rounds:  # a trial after plain rounds
+            pays = self._best(choice.drafter)[1] > 1
+            self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LONGEST_PAUSE)
+            self._plain_rounds = 0
+
+    def _best(self, index: int) -> tuple[int, float]:
+        """The gamma that pays best by the acceptance seen, and its speedup."""
+        seen, costs = self._acceptance[index], self.costs[index]
+        return max(((g, costs.speedup(seen.tokens(g), g)) for g in self._gammas), key=lambda found: found[1])
+
+    def _hopeful(self, index: int) -> bool:
+        """Whether any gamma would pay if nearly every draft were accepted."""
+        if not self._may_be_plain:
+            return True
+        costs = self.costs[index]
+        return any(costs.speedup(tokens_per_round(HOPED_ALPHA, g), g) > 1 for g in self._gammas)

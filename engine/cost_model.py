@@ -1,0 +1,131 @@
+"""What a round of speculation costs on this machine, and so what pays: measured costs -> predicted speedup.
+
+    python -m engine.cost_model --B 1 4 8 --prefix_len 1000 4000 --draft_budget 128 512 --alpha 0.8
+
+measures plain steps, verifications and draft steps on a grid, over KV caches of random entries, and prints the
+predicted speedup of every (policy, budget, gamma), with the best of each batch and context.
+
+    speedup = tokens_per_round(alpha, gamma) * plain / (gamma * draft + verify(gamma) + other)
+
+is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with what else a round takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def tokens_per_round(alpha: float, gamma: int) -> float:
+    """Expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023, equation 1.
+
+    alpha: the probability that a draft is accepted, given that those before it were, the same for every draft.
+    """
+    return float(sum(alpha**i for i in range(gamma + 1)))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of one batch at one context, for one way to draft.
+
+    plain_ms: a step of plain decoding. verify_ms: a verification of gamma drafts, at the gammas `at`, ascending.
+    draft_ms: one step of the draft. other_ms: what else a round takes.
+    """
+
+    plain_ms: float
+    at: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    draft_ms: float
+    other_ms: float
+
+    def round_ms(self, gamma: int) -> float:
+        """A round of that gamma; verifications between and beyond the measured gammas lie on straight lines."""
+        at, ms = np.array(self.at, dtype=float), np.array(self.verify_ms)
+        if gamma > at[-1] and len(at) > 1:
+            verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
+        else:
+            verify = np.interp(gamma, at, ms)
+        return gamma * self.draft_ms + float(verify) + self.other_ms
+
+    def speedup(self, tokens: float, gamma: int) -> float:
+        """Of rounds that emit so many tokens a row (see `tokens_per_round`) over plain decoding."""
+        return tokens * self.plain_ms / self.round_ms(gamma)
+
+    def best_gamma(self, alpha: float, gammas: Iterable[int]) -> tuple[int, float]:
+        """The gamma with the largest predicted speedup at that acceptance rate, and the speedup."""
+        return max(
+            ((gamma, self.speedup(tokens_per_round(alpha, gamma), gamma)) for gamma in gammas),
+            key=lambda found: found[1],
+        )
+
+
+@dataclass(frozen=True)
+class CostGrid:
+    """Costs over batches and contexts (tokens), both ascending, for drafts named by (policy, budget).
+
+    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    gammas: tuple[int, ...]
+    drafts: tuple[tuple[str, int], ...]
+    plain: np.ndarray
+    verify: np.ndarray
+    draft: np.ndarray
+    other: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[int],
+        contexts: Sequence[int],
+        drafts: Sequence[tuple[str, int]],
+        cells: Sequence[Sequence[Sequence[Costs]]],
+    ) -> CostGrid:
+        """`cells[b][s][d]`: the costs of that batch, context and draft."""
+
+        def table(values) -> np.ndarray:
+            return np.array([[values(cell) for cell in row] for row in cells], dtype=float)
+
+        return cls(
+            batches=tuple(batches),
+            contexts=tuple(contexts),
+            gammas=cells[0][0][0].at,
+            drafts=tuple(drafts),
+            plain=table(lambda cell: cell[0].plain_ms),
+            verify=table(lambda cell: cell[0].verify_ms),
+            draft=table(lambda cell: [costs.draft_ms for costs in cell]),
+            other=table(lambda cell: cell[0].other_ms),
+        )
+
+    def at(self, batch: int, context: int, draft: tuple[str, int]) -> Costs:
+        """Interpolated between the measured batches and contexts. Errors: ValueError outside of them."""
+        for value, measured, name in ((batch, self.batches, "batch"), (context, self.contexts, "context")):
+            if not measured[0] <= value <= measured[-1]:
+                raise ValueError(f"{name} {value} lies outside the measured {measured[0]} to {measured[-1]}")
+
+        def between(values: np.ndarray) -> np.ndarray:
+            """`[B, S, ...] -> [...]`."""
+            flat = values.reshape(len(self.batches), len(self.contexts), -1)
+            columns = [
+                np.interp(batch, self.batches, [np.interp(context, self.contexts, row) for row in column])
+                for column in np.moveaxis(flat, 2, 0)
+            ]
+            return np.array(columns)
+
+        return Costs(
+            plain_ms=float(between(self.plain)[0]),
+            at=self.gammas,
+            verify_ms=tuple(map(float, between(self.verify))),
+            draft_ms=float(between(self.draft)[self.drafts.index(draft)]),
+            other_ms=float(between(self.other)[0]),
+        )
+
+
+if __name__ == "__main__":
+    from engine.cost_report import main
+
+    main()

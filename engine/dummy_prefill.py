@@ -1,0 +1,26 @@
+"""Random entries instead of a prefill, where only costs are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.runner import ModelRunner, Prefilled
+
+
+@torch.inference_mode()
+def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
+    """Every row holds random keys and values at the positions of its prompt, and counts as prefilled with it."""
+    cache, model = runner.cache, runner.model
+    for storage, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
+        if scales is None:
+            storage.normal_()
+        else:
+            storage.view(torch.int8).random_(-64, 65)
+            scales.fill_(1 / 64)
+    for row, prompt in enumerate(prompts):
+        cache.reset_row(row)
+        cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
+        logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=model.dtype)
+        cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)

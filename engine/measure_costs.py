@@ -1,0 +1,76 @@
+"""Measures what rounds cost: plain steps and rounds of every gamma in turn, in one decode over a filled cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from engine.cost_model import Costs
+from engine.decoding import generate
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice, InTurn
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.timing import PhaseTimer
+
+# Rounds of each kind that are timed, and those before them that are not: one runs, one captures, one replays.
+TIMED_ROUNDS, UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 4, 1, 3
+
+
+def measured_gammas(max_gamma: int) -> tuple[int, ...]:
+    """The gammas to measure so that straight lines between them will do: 1, the middle, and the largest."""
+    return tuple(sorted({1, (max_gamma + 1) // 2, max_gamma} - {0}))
+
+
+def measure_costs(
+    runner: ModelRunner,
+    drafters: Sequence[Drafter],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    verification: str = "auto",
+    gammas: Sequence[int] | None = None,
+    timed_rounds: int = TIMED_ROUNDS,
+) -> list[Costs]:
+    """The costs of each drafter's rounds, behind prompts that fill the runner's rows; medians of interleaved rounds.
+
+    Only the first drafter's rounds are measured at every gamma. What the others' differ in is their draft step,
+    which is measured at the middle gamma. `max_new_tokens`, 2 or more, is what the cache has room for. As many
+    prompts as the runner has rows.
+    """
+    gammas = tuple(gammas or measured_gammas(min(drafter.gamma for drafter in drafters)))
+    middle = gammas[len(gammas) // 2]
+    choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
+    choices += [Choice(index, middle) for index in range(1, len(drafters))]
+    untimed = UNTIMED_ROUNDS if runner.new_graph is None else UNTIMED_ROUNDS_CAPTURED
+    pacing = InTurn(drafters, choices, runner.max_batch)
+    found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+    while pacing.rounds < untimed + timed_rounds:
+        timer = PhaseTimer(runner.device)
+        output = generate(
+            runner,
+            prompts[: runner.max_batch],
+            max_new_tokens=max_new_tokens,
+            pacing=pacing,
+            sampling=sampling,
+            verification=verification,
+            phase=timer,
+        )
+        rounds = output.stats.rounds
+        phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
+        for round_, resume, draft, verify in zip(rounds, *phases, strict=True):
+            other = round_.seconds - resume - draft - verify
+            if round_.busy == runner.max_batch:
+                found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
+
+    def ms(choice: Choice, phase: str) -> float:
+        return 1e3 * median(seconds[phase] for seconds in found[choice][untimed:])
+
+    # A plain step has a little of everything but drafts.
+    plain_ms = sum(ms(PLAIN, phase) for phase in ("draft", "verify", "other"))
+    other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
+    verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
+    draft_ms = [ms(Choice(index, middle), "draft") / middle for index in range(len(drafters))]
+    return [Costs(plain_ms, gammas, verify_ms, draft, other_ms) for draft in draft_ms]

@@ -1,0 +1,41 @@
+"""One loaded model over one filled cache, under other draft and sampling flags."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from engine import settings
+from engine.drafters import Drafter
+from engine.setup import Setup, load_draft_model
+from models.pointwise import use_pointwise
+
+
+def under(setup: Setup, **flags: Any) -> Setup:
+    """The same model, cache and prompts under other flags; what drafts is loaded anew only in another form."""
+    args = copy.copy(setup.args)
+    for name, value in flags.items():
+        assert hasattr(args, name), f"no flag --{name}"
+        setattr(args, name, value)
+    held, model = setup.draft, setup.runner.model
+    standalone = getattr(args, "draft_model", None) is not None
+    draft = settings.standalone_settings(args) if standalone else settings.draft_settings(args)
+    draft_model = setup.draft_model
+    if standalone:
+        assert held is not None and (held.dtype, held.quantize) == (draft.dtype, draft.quantize)
+        draft = dataclasses.replace(draft, positions=held.positions if draft.policy == "streaming" else "absolute")
+    elif held is None or (held.dtype, held.quantize) != (draft.dtype, draft.quantize):
+        draft_model = load_draft_model(model, setup.target, setup.target_ranks, draft, args)
+        if draft_model is not None:
+            use_pointwise(draft_model, model.pointwise)
+    return dataclasses.replace(
+        setup, args=args, draft=draft, draft_model=draft_model, sampling=settings.sampling_settings(args)
+    )
+
+
+def forget(setup: Setup, drafter: Drafter | None) -> None:
+    """Let go of the graphs that were captured for a drafter, with all that they hold."""
+    captured = setup.runner.captured
+    for key in [key for key in captured if isinstance(key, tuple) and drafter in key[0]]:
+        del captured[key]
