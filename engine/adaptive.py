@@ -12,12 +12,12 @@ from engine.pacing import PLAIN, Choice
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.8, 8.0
 # ... and what is hoped of it, when it is decided whether it is tried at all.
 HOPED_ALPHA = 0.98
-# Rounds that every drafter with a hope gets before drafters are compared.
+# Rounds that a drafter gets when it is tried, whatever the first of them say.
 TRIAL_ROUNDS = 3
-# What is left of a round's evidence one round later: texts change.
-MEMORY = 0.97
+# What is left of a round's evidence one round later, and of all of it when a trial begins: texts change.
+MEMORY, FADED = 0.97, 0.25
 # Plain rounds after which speculation that did not pay is tried again; doubled after every trial in vain.
-FIRST_PAUSE, LONGEST_PAUSE = 16, 512
+SHORTEST_PAUSE, LONGEST_PAUSE = 32, 512
 # Another drafter has to promise this much more: the change itself costs something.
 WORTH_A_CHANGE = 1.03
 
@@ -31,12 +31,16 @@ class Acceptance:
 
     def add(self, gamma: int, accepted: Sequence[int]) -> None:
         """One round of that gamma, and how many drafts of each row were accepted in it."""
-        for counts in (self._judged, self._accepted):
-            counts[:] = [MEMORY * count for count in counts]
+        self.fade(MEMORY)
         for n_accepted in accepted:
             for place in range(min(n_accepted + 1, gamma)):
                 self._judged[place] += 1
                 self._accepted[place] += place < n_accepted
+
+    def fade(self, share: float) -> None:
+        """Let all evidence count for that share of what it did."""
+        for counts in (self._judged, self._accepted):
+            counts[:] = [share * count for count in counts]
 
     def tokens(self, gamma: int) -> float:
         """Expected tokens of a row in a round of that gamma.
@@ -67,13 +71,17 @@ class Adaptive:
         self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
         self._may_be_plain = 0 in gammas
         self._acceptance = [Acceptance(self.max_gamma) for _ in drafters]
-        self._n_rounds = [0] * len(drafters)
+        self._trial_rounds = [TRIAL_ROUNDS if self._hopeful(index) else 0 for index in range(len(drafters))]
         self._active = 0
-        self._plain_rounds, self._pause = 0, FIRST_PAUSE
+        self._plain_rounds, self._pause = 0, SHORTEST_PAUSE // 2
 
     def choose(self) -> Choice:
-        for index in range(len(self.drafters)):
-            if self._n_rounds[index] < TRIAL_ROUNDS and self._hopeful(index):
+        if self._plain_rounds >= self._pause and self._hopeful(self._active):
+            self._plain_rounds = 0
+            self._trial_rounds[self._active] = TRIAL_ROUNDS
+            self._acceptance[self._active].fade(FADED)
+        for index, rounds in enumerate(self._trial_rounds):
+            if rounds:
                 return Choice(index, self._best(index)[0])
         found = [self._best(index) for index in range(len(self.drafters))]
         best = max(range(len(found)), key=lambda index: found[index][1])
@@ -81,21 +89,18 @@ class Adaptive:
             self._active = best
         gamma, speedup = found[self._active]
         if speedup > 1 or not self._may_be_plain:
+            self._pause, self._plain_rounds = SHORTEST_PAUSE // 2, 0
             return Choice(self._active, gamma)
-        if self._plain_rounds >= self._pause and self._hopeful(self._active):
-            return Choice(self._active, gamma)
+        if not self._plain_rounds:  # it has just given way
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return PLAIN
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         if choice.drafter is None:
             self._plain_rounds += 1
             return
-        self._n_rounds[choice.drafter] += 1
+        self._trial_rounds[choice.drafter] = max(0, self._trial_rounds[choice.drafter] - 1)
         self._acceptance[choice.drafter].add(choice.gamma, accepted)
-        if self._plain_rounds:  # a trial after plain rounds
-            pays = self._best(choice.drafter)[1] > 1
-            self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LONGEST_PAUSE)
-            self._plain_rounds = 0
 
     def _best(self, index: int) -> tuple[int, float]:
         """The gamma that pays best by the acceptance seen, and its speedup."""

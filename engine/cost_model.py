@@ -1,6 +1,6 @@
 """What a round of speculation costs on this machine, and so what pays: measured costs -> predicted speedup.
 
-    python -m engine.cost_model --B 1 4 8 --prefix_len 1000 4000 --draft_budget 128 512 --alpha 0.8
+    python -m engine.cost_model --batches 1 4 8 --contexts 1000 4000 --budgets 128 512 --alpha 0.8
 
 measures plain steps, verifications and draft steps on a grid, over KV caches of random entries, and prints the
 predicted speedup of every (policy, budget, gamma), with the best of each batch and context.

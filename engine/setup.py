@@ -26,6 +26,7 @@ from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import attention_spec, select_layers
 from models.pointwise import compiled, use_pointwise
+from models.pointwise_cpp import cpp_or_eager
 from models.tokenizer import Tokenizer
 
 
@@ -89,10 +90,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
     if draft_model is not None and draft is not None:
         _choose_attention(plan, draft_model, draft.kv_dtype, "the draft's attention")
-    if args.compile:
-        pointwise = compiled()
-        for part in filter(None, (model, draft_model)):
-            use_pointwise(part, pointwise)
+    _choose_pointwise([part for part in (model, draft_model) if part is not None], args.compile)
     new_graph = cuda_graphs() if args.compile and ranks.size == 1 and plan.device != "cpu" else None
     cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
     noise_source = compiled_source() if args.compile else in_passes
@@ -138,6 +136,18 @@ def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | Non
     say(f"{whose}: {model.backend.name} ({why})")
 
 
+def _choose_pointwise(models: list[Transformer], compile_: bool) -> None:
+    """Compiled where that is asked for, in C++ where attention is, and else as they are."""
+    if compile_:
+        pointwise = compiled()
+        for model in models:
+            use_pointwise(model, pointwise)
+        return
+    for model in models:
+        if model.backend.name == "cpp":
+            use_pointwise(model, cpp_or_eager())
+
+
 def make_drafters(setup: Setup, baseline: GenerateOutput | None) -> list[Drafter]:
     """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
     assert setup.draft is not None, "prepare() was called without draft settings"
@@ -159,7 +169,8 @@ def make_drafter(setup: Setup, baseline: GenerateOutput | None) -> Drafter:
     if draft.kind == "standalone":
         return StandaloneDraft(_draft_runner(setup, draft), draft.gamma)
     model = setup.draft_model or runner.model
-    return SelfSpeculation(runner, _draft_cache(setup, draft, model.config), draft.gamma, model, draft.layers)
+    cache = draft_cache(draft, model.config, setup.args.B, runner.device)
+    return SelfSpeculation(runner, cache, draft.gamma, model, draft.layers)
 
 
 def _draft_runner(setup: Setup, draft: DraftSettings) -> ModelRunner | RemoteRunner:
@@ -168,21 +179,21 @@ def _draft_runner(setup: Setup, draft: DraftSettings) -> ModelRunner | RemoteRun
     assert source is not None and ranks is not None and draft.dtype is not None
     if model is None:
         return RemoteRunner(source.config, draft.dtype, setup.args.B, setup.ranks, ranks)
-    return ModelRunner(model, _draft_cache(setup, draft, model.config), ranks=setup.ranks)
+    return ModelRunner(model, draft_cache(draft, model.config, setup.args.B, setup.runner.device), ranks=setup.ranks)
 
 
-def _draft_cache(setup: Setup, draft: DraftSettings, config: ModelConfig) -> KVCache:
-    device = setup.runner.device
+def draft_cache(draft: DraftSettings, config: ModelConfig, n_rows: int, device: torch.device) -> KVCache:
+    """An empty cache of the draft's policy and budget, for a model of that configuration."""
     kv_dtype = draft.kv_dtype or draft.dtype
     assert kv_dtype is not None
     if draft.policy == "streaming":
         assert draft.n_sink is not None
         in_cache = draft.positions == "cache"
-        return StreamingKVCache(config, setup.args.B, draft.capacity, draft.n_sink, device, kv_dtype, in_cache)
+        return StreamingKVCache(config, n_rows, draft.capacity, draft.n_sink, device, kv_dtype, in_cache)
     if draft.policy == "snapkv":
         assert draft.window is not None
-        return SnapKVCache(config, setup.args.B, draft.capacity, draft.window, device, kv_dtype)
-    return FullKVCache(config, setup.args.B, draft.capacity, device, kv_dtype)
+        return SnapKVCache(config, n_rows, draft.capacity, draft.window, device, kv_dtype)
+    return FullKVCache(config, n_rows, draft.capacity, device, kv_dtype)
 
 
 def load_draft_model(

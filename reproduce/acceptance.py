@@ -8,6 +8,7 @@ share of distinct 4-grams says how much a text repeats itself. The record is the
 """
 
 import argparse
+import copy
 import dataclasses
 import json
 import sys
@@ -48,13 +49,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser().parse_args()
+    given = copy.copy(args)
     require_appendable(args.output)
     _check(args)
     variants = [(policy, budget) for policy in args.policies if policy != "full" for budget in args.budgets]
     variants += [("full", None)] if "full" in args.policies else []
     # The largest draft first, so that what does not fit is found before anything is loaded.
     variants.sort(key=lambda variant: variant[1] or sys.maxsize, reverse=True)
-    args.draft_policy, args.streamingllm_budget = variants[0]
+    for name, value in _flags(args, *variants[0]).items():
+        setattr(args, name, value)
     standalone = args.draft_model is not None
     draft = settings.standalone_settings(args) if standalone else settings.draft_settings(args)
     setup = prepare(args, settings.sampling_settings(args), draft)
@@ -64,7 +67,7 @@ def main() -> None:
     for policy, budget in variants:
         for text in args.texts:
             temperature = args.temperature if text == "sampled" else 0.0
-            one = under(setup, draft_policy=policy, streamingllm_budget=budget, temperature=temperature)
+            one = under(setup, temperature=temperature, **_flags(given, policy, budget))
             rows.append(_measured(one, text, continuations))
             say(_line(rows[-1]))
     record = {
@@ -87,6 +90,16 @@ def main() -> None:
     }
     append_record(args.output, record)
     print(json.dumps(record), flush=True)
+
+
+def _flags(args: argparse.Namespace, policy: str, budget: int | None) -> dict[str, object]:
+    """The draft flags of one variant: sinks and window only where the policy knows them."""
+    return {
+        "draft_policy": policy,
+        "streamingllm_budget": budget,
+        "n_sink": args.n_sink if policy == "streaming" else None,
+        "snapkv_window": args.snapkv_window if policy == "snapkv" else None,
+    }
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ keep their largest, and "p-value: X" figures stand for themselves. They survive 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,3 +46,38 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
         passed, failed = (len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed"))
         record = {"benchmark": "lossless_tests", "passed": passed, "failed": failed, "figures": figures}
         append_record(config.getoption("evidence"), record | provenance())
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted random Llama, one token a byte; every seventh token ends a row where ends are asked for."""
+    from hf_tiny import N_TOKENS, random_model, save_folder
+    from transformers import LlamaConfig
+
+    from convert_hf_checkpoint import convert
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = LlamaConfig(
+        vocab_size=N_TOKENS,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=list(range(3, N_TOKENS, 7)),
+    )
+    save_folder(random_model(config), folder)
+    convert(folder, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three books of 200 characters."""
+    folder = tmp_path_factory.mktemp("books")
+    for number in range(3):
+        text = " ".join(f"{number}{word} and" for word in range(200))
+        (folder / f"book{number}.txt").write_text(text[:200])
+    return folder

@@ -16,7 +16,6 @@ from engine.decoding import GenerateOutput
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
 
-
 PACED = "paced"
 DRAFTERS = ("none", "streaming", "full", "ngram", "standalone, streaming", "standalone, full", PACED, *KINDS)
 

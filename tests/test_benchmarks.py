@@ -17,14 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_tiny import N_TOKENS, random_model, save_folder
-from transformers import LlamaConfig
 
-from convert_hf_checkpoint import convert
 from models.checkpoint import read_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTEXT, BOOK_LEN, N_BOOKS = 256, 200, 3
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
 SIZES = {"--B": 2, "--prefix_len": PREFIX_LEN, "--gen_len": GEN_LEN}
 DRAFT = {"--gamma": GAMMA, "--streamingllm_budget": 16, "--n_sink": 4}
@@ -51,35 +47,6 @@ NULLABLE = (
     | OF_REAL_WEIGHTS
     | {"identical_sequences": int, "seed": int, "git_commit": str}
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted random Llama, one token a byte; every seventh token ends a row where ends are asked for."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = LlamaConfig(
-        vocab_size=N_TOKENS,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=list(range(3, N_TOKENS, 7)),
-    )
-    save_folder(random_model(config), folder)
-    convert(folder, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("books")
-    for number in range(N_BOOKS):
-        text = " ".join(f"{number}{word} and" for word in range(BOOK_LEN))
-        (folder / f"book{number}.txt").write_text(text[:BOOK_LEN])
-    return folder
 
 
 def flat(arguments: dict[str, object]) -> list[str]:

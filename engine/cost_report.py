@@ -1,0 +1,271 @@
+"""The command line of the cost model: measures a grid, predicts, and prints what pays best, with a heat map."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+from tqdm import tqdm
+
+from engine import arguments, settings
+from engine.cost_model import CostGrid, Costs, tokens_per_round
+from engine.data import load_books, make_prompts
+from engine.drafters import Drafter, SelfSpeculation
+from engine.dummy_prefill import fill_with_noise
+from engine.measure_costs import measure_costs
+from engine.provenance import append_record, provenance
+from engine.runner import ModelRunner
+from engine.say import say
+from engine.setup import Setup, draft_cache, prepare
+from engine.stats import total
+from engine.teacher_forcing import forced_acceptance
+from kv_cache.errors import ConfigError, exit_on_user_error
+
+# New tokens that the caches have room for, and what the acceptance is measured on: rows, and tokens of each.
+ROOM, ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 48, 4, 96
+SHADES = " .:-=+*#%@"
+
+Draft = tuple[str, int]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = arguments.Parser(
+        prog="python -m engine.cost_model",
+        description="Measure what rounds cost on this machine, and predict what speculation gains.",
+        formatter_class=arguments.HelpFormatter,
+    )
+    arguments.add_common_arguments(parser)
+    arguments.add_sampling_arguments(parser)
+    arguments.add_draft_arguments(parser)
+    add = parser.add_argument
+    parser.set_defaults(no_baseline=True, benchmark=False, gen_len=ACCEPTANCE_TOKENS)
+    add("--batches", type=int, nargs="+", default=[1, 4, 8], help="rows decoded together (in place of --B)")
+    add("--contexts", type=int, nargs="+", default=[1000, 4000], help="tokens per row (in place of --prefix_len)")
+    add("--policies", nargs="+", choices=["streaming", "snapkv"], default=["streaming", "snapkv"], help="of the draft")
+    add("--budgets", type=int, nargs="+", default=[64, 128, 256, 512], help="KV entries of the draft")
+    add("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="tokens drafted per round")
+    add("--alpha", type=float, help="acceptance rate of every draft (default: measured on the data set's own text)")
+    add("--acceptance_rows", type=int, default=ACCEPTANCE_ROWS, help="rows of text, --gen_len tokens each, for that")
+    return parser
+
+
+def main() -> None:
+    exit_on_user_error(_main)
+
+
+def _main() -> None:
+    args = make_parser().parse_args()
+    check(args)
+    setup = prepare_largest(args)
+    alphas = _acceptance(setup, args)
+    grid = measure_grid(setup, args.batches, args.contexts, drafts_of(args), args.gammas)
+    best = [
+        {"B": batch, "prefix_len": context, **best_of(grid, batch, context, alphas, args.gammas)}
+        for batch in grid.batches
+        for context in grid.contexts
+    ]
+    print(f"\n{cost_table(grid)}\n")
+    for draft in grid.drafts:
+        print(f"{heat_map(grid, draft, alphas[draft], args.gammas)}\n")
+    print(f"{best_table(best)}\n")
+    record = {
+        "benchmark": "cost_model",
+        "model": setup.name,
+        **grid_record(grid),
+        "acceptance_rates": [alphas[draft] for draft in grid.drafts],
+        "acceptance_of": "given" if args.alpha is not None else "the data set's own text",
+        "best": best,
+        **provenance(),
+    }
+    append_record(args.output, record)
+    print(json.dumps(record), flush=True)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Errors: ConfigError for a list with a number too small, and for random weights without --alpha."""
+    least = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
+    settings.require_at_least("acceptance_rows", args.acceptance_rows, 1)
+    settings.require_at_least("gen_len", args.gen_len, max(args.gammas) + 2)
+    for name, minimum in least.items():
+        settings.require_at_least(name, min(getattr(args, name)), minimum)
+        setattr(args, name, sorted(set(getattr(args, name))))
+    if args.alpha is not None and not 0 <= args.alpha <= 1:
+        raise ConfigError(
+            "an acceptance rate is a probability", where="--alpha", seen=args.alpha, required="0 to 1", fix="use 0.8"
+        )
+    if args.load_format == "dummy" and args.alpha is None:
+        raise ConfigError(
+            "random weights have no acceptance",
+            where="--alpha",
+            seen="not given, with --load_format dummy",
+            required="an acceptance rate",
+            fix="add --alpha 0.8",
+        )
+
+
+def prepare_largest(args: argparse.Namespace) -> Setup:
+    """The models, and a cache for the largest batch and context of the grid."""
+    largest = copy.copy(args)
+    largest.B, largest.prefix_len, largest.gamma = max(args.batches), max(args.contexts), max(args.gammas)
+    largest.gen_len = max(ROOM, args.gen_len)
+    largest.draft_policy, largest.streamingllm_budget, largest.snapkv_window = "streaming", max(args.budgets), None
+    if args.alpha is None:  # the text that the drafts are measured on needs rows of its own
+        largest.B = max(largest.B, args.acceptance_rows)
+    return prepare(largest, settings.sampling_settings(largest), settings.draft_settings(largest))
+
+
+def drafts_of(args: argparse.Namespace) -> list[Draft]:
+    return [(policy, budget) for policy in args.policies for budget in args.budgets]
+
+
+def measure_grid(
+    setup: Setup, batches: Sequence[int], contexts: Sequence[int], drafts: Sequence[Draft], gammas: Sequence[int]
+) -> CostGrid:
+    """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps."""
+    budgets = sorted({budget for _, budget in drafts}, reverse=True)
+    cells: list[list[list[Costs]]] = []
+    with tqdm(total=len(batches) * len(contexts), desc="costs", unit="cell") as bar:
+        for batch in batches:
+            cells.append([])
+            for context in contexts:
+                measured = dict(zip(budgets, _cell(setup, batch, context, budgets, gammas), strict=True))
+                cells[-1].append([measured[budget] for _, budget in drafts])
+                bar.update()
+    return CostGrid.of(batches, contexts, drafts, cells)
+
+
+def _cell(setup: Setup, batch: int, context: int, budgets: Sequence[int], gammas: Sequence[int]) -> list[Costs]:
+    narrow = _narrowed(setup.runner, batch, context + ROOM + max(gammas) + 1)
+    prompts = [[(row + i) % narrow.vocab_size for i in range(context)] for row in range(batch)]
+    fill_with_noise(narrow, prompts)
+    drafters = [_drafter(setup, narrow, "streaming", budget, max(gammas), 0) for budget in budgets]
+    return measure_costs(
+        narrow,
+        drafters,
+        prompts,
+        max_new_tokens=ROOM,
+        sampling=setup.sampling.params,
+        verification=setup.sampling.mode,
+        gammas=gammas,
+    )
+
+
+def _narrowed(runner: ModelRunner, n_rows: int, extent: int) -> ModelRunner:
+    """The same model over the first rows and slots of the same cache, as if it had no others."""
+    cache = runner.cache.view(slice(0, n_rows), extent)
+    cache.capacity, cache.notes = cache.positions.shape[1], {}
+    return ModelRunner(
+        runner.model, cache, ranks=runner.ranks, new_graph=runner.new_graph, noise_source=runner.noise_source
+    )
+
+
+def _drafter(setup: Setup, runner: ModelRunner, policy: str, budget: int, gamma: int, window: int) -> Drafter:
+    assert setup.draft is not None
+    draft = dataclasses.replace(setup.draft, policy=policy, capacity=budget, window=window)
+    model = setup.draft_model or runner.model
+    return SelfSpeculation(
+        runner, draft_cache(draft, model.config, runner.max_batch, runner.device), gamma, model, draft.layers
+    )
+
+
+def _acceptance(setup: Setup, args: argparse.Namespace) -> dict[Draft, float]:
+    """Of each draft on the data set's own text at the longest context, or what was given."""
+    if args.alpha is not None:
+        return dict.fromkeys(drafts_of(args), args.alpha)
+    assert setup.tokenizer is not None
+    context, n_row, n_token = max(args.contexts), args.acceptance_rows, args.gen_len
+    runner = _narrowed(setup.runner, n_row, context + n_token + max(args.gammas) + 1)
+    books = load_books(args.dataset)
+    stretches = make_prompts(books, setup.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
+    say(f"measuring the acceptance of {len(drafts_of(args))} drafts on {n_row} rows of text, {context} tokens each")
+    prompts = [stretch[:context] for stretch in stretches]
+    window = settings.DEFAULT_SNAPKV_WINDOW if args.snapkv_window is None else args.snapkv_window
+    rates = {}
+    for policy, budget in drafts_of(args):
+        counts = forced_acceptance(
+            runner,
+            _drafter(setup, runner, policy, budget, min(3, max(args.gammas)), window),
+            prompts,
+            [stretch[context:] for stretch in stretches],
+            setup.sampling.params,
+            setup.sampling.mode,
+        )
+        rates[policy, budget] = round(total(counts).acceptance_rate or 0.0, 4)
+    return rates
+
+
+def best_of(
+    grid: CostGrid, batch: int, context: int, alphas: Mapping[Draft, float], gammas: Sequence[int]
+) -> dict[str, object]:
+    """The draft and gamma with the largest predicted speedup; gamma 0 and no draft where plain decoding is faster."""
+    found = {draft: grid.at(batch, context, draft).best_gamma(alphas[draft], gammas) for draft in grid.drafts}
+    policy, budget = max(found, key=lambda draft: found[draft][1])
+    gamma, speedup = found[policy, budget]
+    if speedup <= 1:
+        return {"draft_policy": None, "draft_budget": None, "gamma": 0, "predicted_speedup": 1.0}
+    return {"draft_policy": policy, "draft_budget": budget, "gamma": gamma, "predicted_speedup": round(speedup, 4)}
+
+
+def grid_record(grid: CostGrid) -> dict[str, object]:
+    """The measured grid, for a JSON record."""
+    return {
+        "batches": grid.batches,
+        "contexts": grid.contexts,
+        "gammas": grid.gammas,
+        "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in grid.drafts],
+        **{f"{name}_ms": getattr(grid, name).round(4).tolist() for name in ("plain", "verify", "draft", "other")},
+    }
+
+
+def cost_table(grid: CostGrid) -> str:
+    """Milliseconds of plain steps, and verifications and draft steps as shares of them."""
+    budgets = sorted({budget for _, budget in grid.drafts})
+    draft_of = {budget: next(i for i, (_, b) in enumerate(grid.drafts) if b == budget) for budget in budgets}
+    head = [f"{'B':>4}{'context':>9}{'plain ms':>10}"]
+    head += [f"{f'verify g={gamma}':>12}" for gamma in grid.gammas]
+    head += [f"{f'draft b={budget}':>14}" for budget in budgets]
+    lines = ["costs; verification and draft step in plain steps", "".join(head)]
+    for i, batch in enumerate(grid.batches):
+        for j, context in enumerate(grid.contexts):
+            plain = grid.plain[i, j]
+            line = f"{batch:>4}{context:>9}{plain:>10.1f}"
+            line += "".join(f"{ms / plain:>12.2f}" for ms in grid.verify[i, j])
+            line += "".join(f"{grid.draft[i, j, draft_of[budget]] / plain:>14.2f}" for budget in budgets)
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def heat_map(grid: CostGrid, draft: Draft, alpha: float, gammas: Sequence[int]) -> str:
+    """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
+    policy, budget = draft
+    lines = [
+        f"predicted speedup, {policy} {budget}, acceptance {alpha:.3f} (darker is larger; below 1 plain decoding wins)",
+        f"{'B':>4}{'context':>9}" + "".join(f"{f'g={gamma}':>9}" for gamma in gammas),
+    ]
+    for batch in grid.batches:
+        for context in grid.contexts:
+            costs = grid.at(batch, context, draft)
+            speedups = [costs.speedup(tokens_per_round(alpha, gamma), gamma) for gamma in gammas]
+            cells = (f"{_shade(speedup)} {speedup:.2f}" for speedup in speedups)
+            lines.append(f"{batch:>4}{context:>9}" + "".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _shade(speedup: float) -> str:
+    """Two characters: blank at 0.5 and below, black at 2 and above."""
+    place = round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))
+    return 2 * SHADES[place]
+
+
+def best_table(best: Sequence[Mapping[str, object]]) -> str:
+    """What pays best at each batch and context."""
+    lines = ["what pays best", f"{'B':>4}{'context':>9}  draft"]
+    for row in best:
+        draft = "none: plain decoding is faster"
+        if row["gamma"]:
+            draft = f"{row['draft_policy']} {row['draft_budget']}, gamma {row['gamma']}: {row['predicted_speedup']}"
+        lines.append(f"{row['B']:>4}{row['prefix_len']:>9}  {draft}")
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+// What a block does between its matrix products and its attention, on a CPU: one pass over each row.
+//
+// Everything is computed in float32, 16 lanes at a time, and rounded to bfloat16 where PyTorch rounds. Lanes are a
+// constant, not the processor's, and belong to places in a row: a row's bits depend on nothing but the row.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace {
+
+constexpr int W = 16;
+// Elements of a call from which a second thread saves more than it costs to wake.
+constexpr int64_t WORTH_A_THREAD = 32768;
+using Whole = std::integral_constant<int, W>;
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef uint8_t bvec __attribute__((vector_size(W)));
+
+struct bfloat16 { uint16_t bits; };
+
+inline vec broadcast(float x) { return x - vec{}; }
+
+// The first n lanes, the others 0.
+template <typename N>
+inline vec load(const float* p, N n) {
+    vec x{};
+    std::memcpy(&x, p, n * sizeof *p);
+    return x;
+}
+template <typename N>
+inline vec load(const bfloat16* p, N n) {
+    hvec bits{};
+    std::memcpy(&bits, p, n * sizeof *p);
+    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+}
+
+template <typename N>
+inline void store(float* p, vec x, N n) { std::memcpy(p, &x, n * sizeof *p); }
+template <typename N>
+inline void store(bfloat16* p, vec x, N n) {
+    const hvec bits = __builtin_convertvector((uvec)x >> 16, hvec);  // rounded before
+    std::memcpy(p, &bits, n * sizeof *p);
+}
+
+// To the nearest value that T holds, ties to even. The lower half of a NaN that comes of bfloat16 is 0: it stays one.
+template <typename T>
+inline vec rounded(vec x) {
+    if constexpr (std::is_same_v<T, float>) {
+        return x;
+    } else {
+        const uvec bits = (uvec)x;
+        return (vec)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+    }
+}
+
+inline float sum_of_lanes(vec x) {
+    float lanes[W];
+    std::memcpy(lanes, &x, sizeof x);
+    for (int half = W / 2; half; half /= 2)
+        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
+// e^-x: a power of two, and a polynomial for what is left of -x, at most ln(2) / 2 (Taylor's, error below 1e-7).
+// Exact only as a summand beside 1: it ends at e^-86. A NaN gives anything.
+inline vec exp_of_minus(vec x) {
+    const vec within = x > broadcast(86.0f) ? broadcast(86.0f) : x, magic = broadcast(12582912.0f);
+    const vec shifted = magic - within * broadcast(1.44269504f);  // 1.5 * 2^23 rounds to whole numbers
+    const vec whole = shifted - magic;
+    const vec left = -within - whole * broadcast(0.693359375f) + whole * broadcast(2.12194440e-4f);  // ln(2) in two
+    vec p = broadcast(1.0f / 5040);
+    p = p * left + broadcast(1.0f / 720);
+    p = p * left + broadcast(1.0f / 120);
+    p = p * left + broadcast(1.0f / 24);
+    p = p * left + broadcast(1.0f / 6);
+    p = p * left + broadcast(0.5f);
+    p = p * left + broadcast(1.0f);
+    p = p * left + broadcast(1.0f);
+    const vec power = (vec)((ivec)p + ((ivec)shifted << 23));
+    return x < broadcast(-88.722839f) ? broadcast(INFINITY) : power;
+}
+
+template <typename Body>
+inline void in_vectors(int64_t n, const Body& body) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) body(i, Whole{});
+    if (i < n) body(i, (int)(n - i));
+}
+
+template <typename Body>
+void in_rows(int64_t n_row, int64_t width, int n_thread, const Body& body) {
+    if (n_thread == 1 || n_row * width < WORTH_A_THREAD) {
+        for (int64_t row = 0; row < n_row; ++row) body(row);
+        return;
+    }
+#pragma omp parallel for num_threads(n_thread) schedule(static)
+    for (int64_t row = 0; row < n_row; ++row) body(row);
+}
+
+template <typename T>
+void add_norm(const T* x, const T* update, const T* weight, float eps, int64_t dim, T* sums, T* normed) {
+    vec squares{};
+    in_vectors(dim, [&](int64_t i, auto n) {
+        const vec sum = rounded<T>(load(x + i, n) + load(update + i, n));
+        store(sums + i, sum, n);
+        squares += sum * sum;
+    });
+    const vec scale = broadcast(1 / std::sqrt(sum_of_lanes(squares) / dim + eps));
+    in_vectors(dim, [&](int64_t i, auto n) {
+        store(normed + i, rounded<T>(load(sums + i, n) * scale * load(weight + i, n)), n);
+    });
+}
+
+template <typename T>
+void rotate(const T* x, const T* cos, const T* signed_sin, int64_t half, T* out) {
+    in_vectors(half, [&](int64_t i, auto n) {
+        const vec first = load(x + i, n), second = load(x + half + i, n);
+        const vec kept_first = rounded<T>(first * load(cos + i, n));
+        const vec kept_second = rounded<T>(second * load(cos + half + i, n));
+        store(out + i, rounded<T>(kept_first + second * load(signed_sin + i, n)), n);
+        store(out + half + i, rounded<T>(kept_second + first * load(signed_sin + half + i, n)), n);
+    });
+}
+
+template <typename T>
+void swiglu(const T* gate, const T* up, int64_t n_out, T* out) {
+    in_vectors(n_out, [&](int64_t i, auto n) {
+        const vec x = load(gate + i, n);
+        const vec silu = rounded<T>(x / (broadcast(1.0f) + exp_of_minus(x)));
+        store(out + i, rounded<T>(silu * load(up + i, n)), n);
+    });
+}
+
+template <typename T>
+void round_to_uint8(const T* x, int64_t dim, uint8_t* bytes, float* scale) {
+    ivec largest{};  // magnitudes compare as integers do, and NaN is the largest
+    in_vectors(dim, [&](int64_t i, auto n) {
+        const ivec magnitude = (ivec)load(x + i, n) & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    });
+    int32_t most = 0;
+    for (int lane = 0; lane < W; ++lane) most = largest[lane] > most ? largest[lane] : most;
+    std::memcpy(scale, &most, sizeof most);
+    *scale /= 127;
+    *scale = *scale < 1e-12f ? 1e-12f : *scale;
+    const vec by = broadcast(*scale), magic = broadcast(12582912.0f);
+    in_vectors(dim, [&](int64_t i, auto n) {
+        const vec shifted = load(x + i, n) / by + broadcast(128.0f) + magic;
+        const ivec whole = shifted == shifted ? (ivec)shifted & 0xff : ivec{};
+        const bvec rounded = __builtin_convertvector(whole, bvec);
+        std::memcpy(bytes + i, &rounded, n);
+    });
+}
+
+// Calls with a null pointer to the elements' type, which bytes per element tell: 4 float, 2 bfloat16.
+template <typename Call>
+void with_elements(int64_t bytes, const Call& call) {
+    if (bytes == 4) call((float*)nullptr);
+    if (bytes == 2) call((bfloat16*)nullptr);
+}
+
+}  // namespace
+
+// Strides are in elements. What is written is contiguous, as are the weight, the cosines and the sines.
+extern "C" {
+
+void foretoken_add_norm(int64_t bytes, int64_t n_row, int64_t dim, const void* x, int64_t x_row, const void* update,
+                        int64_t update_row, const void* weight, float eps, void* sums, void* normed, int n_thread) {
+    with_elements(bytes, [&](auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        in_rows(n_row, dim, n_thread, [&](int64_t row) {
+            add_norm((const T*)x + row * x_row, (const T*)update + row * update_row, (const T*)weight, eps, dim,
+                     (T*)sums + row * dim, (T*)normed + row * dim);
+        });
+    });
+}
+
+void foretoken_rotate_heads(int64_t bytes, int64_t n_token, int64_t n_head, int64_t head_dim, const void* heads,
+                            int64_t token, int64_t head, const void* cos, const void* signed_sin, void* out,
+                            int n_thread) {
+    with_elements(bytes, [&](auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        in_rows(n_token, n_head * head_dim, n_thread, [&](int64_t t) {
+            for (int64_t h = 0; h < n_head; ++h)
+                rotate((const T*)heads + t * token + h * head, (const T*)cos + t * head_dim,
+                       (const T*)signed_sin + t * head_dim, head_dim / 2, (T*)out + (t * n_head + h) * head_dim);
+        });
+    });
+}
+
+void foretoken_swiglu(int64_t bytes, int64_t n_row, int64_t n_out, const void* gate_and_up, int64_t in_row, void* out,
+                      int n_thread) {
+    with_elements(bytes, [&](auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        in_rows(n_row, n_out, n_thread, [&](int64_t row) {
+            const T* gate = (const T*)gate_and_up + row * in_row;
+            swiglu(gate, gate + n_out, n_out, (T*)out + row * n_out);
+        });
+    });
+}
+
+void foretoken_round_to_uint8(int64_t bytes, int64_t n_row, int64_t dim, const void* x, int64_t x_row, void* out,
+                              void* scales, int n_thread) {
+    with_elements(bytes, [&](auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        in_rows(n_row, dim, n_thread, [&](int64_t row) {
+            round_to_uint8((const T*)x + row * x_row, dim, (uint8_t*)out + row * dim, (float*)scales + row);
+        });
+    });
+}
+
+}  // extern "C"

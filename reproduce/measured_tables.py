@@ -1,0 +1,126 @@
+"""Tables of Foretoken's own measurements: speedups, costs, throughput against latency, acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, reproduction, speedup_tables
+from reproduce import throughput_latency as throughput
+from reproduce.page_records import Records, source
+from reproduce.performance_page import grid
+from reproduce.published import SELF
+from reproduce.reproduction import ACCEPTANCE, NONE, SLOWER, SPEEDUPS, Record, number, speedup_text
+
+
+def text(record: Record, *names: str) -> list[str]:
+    return [str(record.get(name)) if record.get(name) is not None else "-" for name in names]
+
+
+def by_size(record: Record) -> tuple:
+    who = record["model"], reproduction.draft_name(record) != SELF, reproduction.draft_name(record)
+    return *who, record["prefix_len"], record["B"], record["gamma"], record.get("draft_budget") or 0
+
+
+def own_table(records: Sequence[Record], head: Sequence[str], line: Callable[[Record], list[str]], file: str) -> str:
+    if not records:
+        return f"{NONE} (no record in `results/{file}`)."
+    return f"{grid(head, [line(record) for record in records])}\n\n{source(records)}"
+
+
+SIZE = ["model", "draft", "rows", "prompt", "gamma", "budget", "draft weights"]
+
+
+def size(record: Record) -> list[str]:
+    who = [record["model"], reproduction.draft_name(record)]
+    weights = record.get("draft_weights") or str(record.get("draft_dtype"))
+    return [*who, *text(record, "B", "prefix_len", "gamma", "draft_budget"), weights]
+
+
+def speedup_line(record: Record) -> list[str]:
+    same = record.get("identical_sequences")
+    return [
+        *size(record),
+        *(speedup_text(record.get(key)) for key in ("speedup", "wall_speedup")),
+        speedup_text(speedup_tables.formula_speedup(record)),
+        number(record.get("acceptance_rate"), 3),
+        number(record.get("mean_accepted_length")),
+        f"{same} of {record['sequences']}" if same is not None else "-",
+        number(record.get("distinct_4gram_fraction")),
+    ]
+
+
+def cost_line(record: Record) -> list[str]:
+    times = (number(record.get(f"{what}_ms"), 1) for what in ("baseline_step", "draft_step", "verify_step", "round"))
+    return [*size(record), *times, *(number(cost_ratios.ratio_of(record, kind)) for kind in cost_ratios.KINDS)]
+
+
+def throughput_line(record: Record) -> list[str]:
+    points = throughput.plain_point(record), throughput.speculative_point(record)
+    values = (value for p in points for value in ((p.ms_per_token, p.tokens_per_second) if p else (None, None)))
+    return [*size(record), *(number(value, 1) for value in values)]
+
+
+def acceptance_line(row: Record) -> list[str]:
+    return [
+        row["model"],
+        reproduction.draft_name(row),
+        row["text"],
+        row["draft_policy"],
+        *text(row, "draft_budget", "prefix_len", "B", "gamma"),
+        number(row["acceptance_rate"], 3),
+        ", ".join(number(rate, 2) for rate in row.get("acceptance_per_position") or []) or "-",
+        *text(row, "judged"),
+        number(row.get("mean_accepted_length")),
+        number(row.get("distinct_4gram_fraction")),
+    ]
+
+
+def acceptance_order(row: Record) -> tuple:
+    who = row["model"], reproduction.draft_name(row)
+    return *who, row["text"], row["draft_policy"], row["draft_budget"] or 0, row["prefix_len"], row["B"]
+
+
+def figure_of(name: str, folder: Path) -> str:
+    return f"![{name.replace('_', ' ')}](figures/{name}.svg)\n\n" if (folder / f"{name}.svg").is_file() else ""
+
+
+def measured_section(records: Records, figures: Path) -> str:
+    runs = sorted(records.speculation, key=by_size)
+    swept_costs = [record for record in records.costs if record["file"] == SPEEDUPS]
+    costs = sorted([*runs, *swept_costs], key=by_size)
+    rows = sorted(acceptance_by_context.rows_of(records.acceptance), key=acceptance_order)
+    head = ["speedup", "to the last row", "by the formula", "acceptance", "tokens a round", "rows identical"]
+    speed = own_table(runs, [*SIZE, *head, "distinct 4-grams"], speedup_line, SPEEDUPS)
+    head = ["plain step, ms", "draft step, ms", "verification, ms", "round, ms", *cost_ratios.KINDS.values()]
+    cost = own_table(costs, [*SIZE, *head], cost_line, SPEEDUPS)
+    head = ["plain, ms a token", "plain, tokens/s", "speculation, ms a token", "speculation, tokens/s"]
+    flow = own_table(runs, [*SIZE, *head], throughput_line, SPEEDUPS)
+    head = [
+        "model",
+        "draft",
+        "text",
+        "policy",
+        "budget",
+        "prompt",
+        "rows",
+        "gamma",
+        "acceptance",
+        "by place in the block",
+    ]
+    accepted = own_table(
+        rows, [*head, "judged drafts", "tokens a round", "distinct 4-grams"], acceptance_line, ACCEPTANCE
+    )
+    by_context, by_budget = (figure_of(one.NAME, figures) for one in (acceptance_by_context, acceptance_by_budget))
+    return (
+        "## Measured here\n\n"
+        "Every run whose record is in `results/`, each beside plain decoding in the same process.\n\n"
+        f"### Speedup\n\n`{SLOWER}`: slower than plain decoding. *by the formula*: what the published formula makes of "
+        "the acceptance and the step times of the same run. *distinct 4-grams* near 0 warns of rows that loop, which "
+        f"inflates acceptance.\n\n{figure_of(speedup_tables.NAME, figures)}{speed}\n\n"
+        f"### Costs\n\n{figure_of(cost_ratios.NAME, figures)}{cost}\n\n"
+        "### Throughput against latency\n\nThe published figure has no numbers that are recorded here.\n\n"
+        f"{figure_of(throughput.NAME, figures)}{flow}\n\n"
+        "### Acceptance\n\nText: `greedy` and `sampled` are the model's own continuation, `book` the book's.\n\n"
+        f"{by_context}{by_budget}{accepted}"
+    )

@@ -1,0 +1,282 @@
+"""What a sweep runs: cells, the grids that they come from, and the choice among them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_cache.errors import ConfigError
+from models.default_model import ROOT
+
+FLAG_NAME = re.compile(r"[A-Za-z]\w*(-\w+)*")
+KEY_PREFIX = re.compile(r"[0-9a-f]{1,16}")
+SWEEP_ENTRIES = {"script", "flags", "axes", "skip"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration: `script` is a path below the project's root (or an absolute one), `flags` its flags.
+
+    True is a bare flag, None and False are left out, a list is several values behind one flag.
+    Errors: ConfigError for a name or value that cannot be a flag.
+    """
+
+    script: str
+    flags: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        for name, value in self.flags.items():
+            if not FLAG_NAME.fullmatch(name):
+                raise ConfigError(
+                    "the name of a flag is none",
+                    where=self.script,
+                    seen=repr(name),
+                    required="letters, digits and _, without leading dashes",
+                    fix='write "gamma" for --gamma',
+                )
+            if not is_value(value):
+                raise ConfigError(
+                    "the value of a flag cannot be put on a command line",
+                    where=f"{self.script}: {name}",
+                    seen=repr(value),
+                    required="a boolean, a finite number, a text, or a list of numbers and texts that is not empty",
+                    fix="write it as a text",
+                )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The flags that are on the command line."""
+        kept = {name: value for name, value in self.flags.items() if value is not None and value is not False}
+        return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in kept.items()}
+
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits of what is run, whatever the order of the flags."""
+        return hashlib.sha256(_canonical([self.script, self.given]).encode()).hexdigest()[:16]
+
+    @property
+    def label(self) -> str:
+        """The script and its flags, for people."""
+        return " ".join([Path(self.script).stem, *_words(self.given)])
+
+    def argv(self) -> list[str]:
+        """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
+        arguments = [str(ROOT / self.script)]
+        for name, value in self.given.items():
+            texts = [value_text(item) for item in value] if isinstance(value, list) else [value_text(value)]
+            if value is True:
+                arguments.append(f"--{name}")
+            elif len(texts) == 1 and texts[0].startswith("-"):  # which argparse would take for a flag
+                arguments.append(f"--{name}={texts[0]}")
+            else:
+                arguments += [f"--{name}", *texts]
+        return arguments
+
+
+def is_value(value: object) -> bool:
+    """Whether it can stand behind a flag."""
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(item, (int, float, str)) and is_value(item) for item in value)
+    return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def value_text(value: object) -> str:
+    """A flag's value as it is written in TOML without quotes, and by people: true, 0.5, 64,128."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(value_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    return [name if value is True else f"{name}={value_text(value)}" for name, value in flags.items()]
+
+
+def labels(cells: Sequence[Cell]) -> list[str]:
+    """Each cell's label without what all of them share."""
+    shared = {name for name, values in varieties(cells).items() if len(values) == 1}
+    show_script = len({cell.script for cell in cells}) > 1
+    named = []
+    for cell in cells:
+        words = _words({name: value for name, value in cell.given.items() if name not in shared})
+        named.append(" ".join([Path(cell.script).stem, *words] if show_script or not words else words))
+    return named
+
+
+def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """Every flag's values over the cells, as texts; false where a cell goes without it."""
+    names = dict.fromkeys(name for cell in cells for name in cell.given)
+    return {name: list(dict.fromkeys(_text_of(cell, name) for cell in cells)) for name in names}
+
+
+def _text_of(cell: Cell, name: str) -> str:
+    return value_text(cell.given.get(name, False))
+
+
+def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
+    """One cell for every combination of the axes' values, the last axis varying fastest.
+
+    Errors: ConfigError for an unknown script, an empty axis, a flag that is fixed and an axis, equal cells.
+    """
+    cells = _product(script, fixed, axes)
+    check_cells(cells)
+    return cells
+
+
+def _product(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
+    for name, values in axes.items():
+        if not isinstance(values, (list, tuple)) or not values:
+            raise ConfigError(
+                "an axis has no values",
+                where=f"{script}: axis {name}",
+                seen=values,
+                required="a list of one value or more",
+                fix=f"list the values of --{name}, or leave the axis out",
+            )
+        if name in fixed:
+            raise ConfigError(
+                "a flag is fixed and an axis at once",
+                where=f"{script}: {name}",
+                seen=f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}",
+                required="one of the two",
+                fix=f"take {name} out of the fixed flags",
+            )
+    return [
+        Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in itertools.product(*axes.values())
+    ]
+
+
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError for a script that is not there, and for two cells that are one."""
+    for script in dict.fromkeys(cell.script for cell in cells):
+        path = (ROOT / script).resolve()
+        is_below = Path(script).is_absolute() or path.is_relative_to(ROOT)
+        if not script or not is_below or not path.is_file():
+            raise ConfigError(
+                "the script is not there",
+                where="script",
+                seen=script or "nothing",
+                required=f"a file below {ROOT}, or an absolute path",
+                fix="name it from the project's root, such as tests/selfspec_benchmark.py",
+            )
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.key in seen:
+            raise ConfigError(
+                "the grid holds a cell twice",
+                where=cell.script,
+                seen=cell.label,
+                required="cells that differ",
+                fix="leave one of them out, or give it a flag that tells them apart",
+            )
+        seen.add(cell.key)
+
+
+def read_grid(path: str | Path) -> list[Cell]:
+    """The cells of a TOML file, in its order.
+
+    Each table `[[sweep]]` has `script`, and may have `[sweep.flags]` (the same for all its cells), `[sweep.axes]`
+    (a list of values per flag) and `skip`, a list of combinations of flags to leave out.
+    Errors: ConfigError naming the file and the table.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: no TOML, or no UTF-8
+        raise ConfigError(
+            "the grid cannot be read",
+            where=str(path),
+            seen=error,
+            required="a TOML file with tables [[sweep]]",
+            fix="start from reproduce/grids/example.toml",
+        ) from None
+    tables = content.get("sweep")
+    if (
+        set(content) != {"sweep"}
+        or not isinstance(tables, list)
+        or not all(isinstance(table, dict) for table in tables)
+    ):
+        raise ConfigError(
+            "the grid is not made of sweeps",
+            where=str(path),
+            seen=", ".join(content) or "an empty file",
+            required="tables [[sweep]] and nothing else",
+            fix="start from reproduce/grids/example.toml",
+        )
+    cells = [
+        cell for number, table in enumerate(tables, 1) for cell in _cells_of_table(table, f"{path}: sweep {number}")
+    ]
+    check_cells(cells)
+    return cells
+
+
+def _cells_of_table(table: dict[str, Any], where: str) -> list[Cell]:
+    kinds = {"script": str, "flags": dict, "axes": dict, "skip": list}
+    wrong = [name for name, value in table.items() if not isinstance(value, kinds.get(name, ()))]
+    if wrong or "script" not in table:
+        raise ConfigError(
+            "a sweep has other entries than it should",
+            where=where,
+            seen=f"{wrong[0]} = {table[wrong[0]]}" if wrong else "no script",
+            required='script = "...", and optionally [sweep.flags], [sweep.axes] and skip = [{...}]',
+            fix="start from reproduce/grids/example.toml",
+        )
+    cells = _product(table["script"], table.get("flags", {}), table.get("axes", {}))
+    for flags in table.get("skip", []):
+        kept = [cell for cell in cells if not _has(cell, flags)]
+        if len(kept) == len(cells):
+            raise ConfigError(
+                "a combination to leave out is in no cell",
+                where=f"{where}: skip",
+                seen=flags,
+                required="flags and values that cells of this sweep have",
+                fix="correct it, or take it out",
+            )
+        cells = kept
+    return cells
+
+
+def _has(cell: Cell, flags: object) -> bool:
+    if not isinstance(flags, dict) or not flags:
+        return False
+    return all(_canonical(cell.flags.get(name)) == _canonical(value) for name, value in flags.items())
+
+
+def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """The cells that match `only`, each `name=value` or the beginning of a key; all without any.
+
+    Of one name any value may match, of several names each has to. Errors: ConfigError if no cell matches.
+    """
+    wanted: dict[str, list[str]] = {}
+    for text in only:
+        name, has_value, value = text.partition("=")
+        wanted.setdefault(name if has_value else "", []).append(value if has_value else text)
+    prefixes = tuple(wanted.pop("", []))
+    readable = all(KEY_PREFIX.fullmatch(prefix) for prefix in prefixes)
+    chosen = [
+        cell
+        for cell in cells
+        if (not prefixes or cell.key.startswith(prefixes))
+        and all(name in cell.flags and _text_of(cell, name) in values for name, values in wanted.items())
+    ]
+    if not chosen or not readable:
+        known = varieties(cells)
+        axes = {name: values for name, values in known.items() if len(values) > 1} or known
+        raise ConfigError(
+            "no cell matches",
+            where="--only",
+            seen=" ".join(only) or "no cells",
+            required="; ".join(f"{name}={'|'.join(values)}" for name, values in axes.items()) or "a cell",
+            fix="choose among these values, or give the beginning of a key that --list shows",
+        )
+    return chosen

@@ -1,0 +1,245 @@
+"""Runs the cells that have no row yet, one at a time, and appends a row of each as it ends.
+
+The rows are lines of JSON, keyed by a hash of what was run. Wherever the runner is killed, the next one goes on
+behind the last whole row: a row is written at once and forced to disk, a torn last line is dropped, and a lock,
+which a killed runner's last child keeps until it is gone, too, lets one runner at a time write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from engine.provenance import append_record, git_commit, require_appendable
+from engine.say import say
+from kv_cache.errors import ConfigError, UserError
+from reproduce.sweeping.cells import Cell, check_cells, labels, select
+from reproduce.sweeping.child import run_child
+
+OK, FAILED = "ok", "failed"
+# How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
+LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
+
+
+def read_rows(output: str | Path) -> dict[str, dict]:
+    """The rows of a sweep by key; of several rows the last counts. A torn last line is none.
+
+    Errors: ConfigError naming a line that is no row.
+    """
+    path = Path(output)
+    if not path.exists():
+        return {}
+    lines = path.read_bytes().split(b"\n")
+    rows = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            if number == len(lines):
+                break
+            row = line[:80].decode(errors="replace")
+        if isinstance(row, dict) and row.get("status") in (OK, FAILED) and isinstance(row.get("key"), str):
+            rows[row["key"]] = row
+        elif row is not None:
+            raise ConfigError(
+                "a line is not a row of a sweep",
+                where=f"{path}, line {number}",
+                seen=str(row)[:80],
+                required=f"a JSON object with a key and a status, {OK} or {FAILED}",
+                fix="delete this line if it was damaged, or choose another --output if the file is of another kind",
+            )
+    return rows
+
+
+def unfinished(cells: Sequence[Cell], rows: Mapping[str, dict], retry_failed: bool) -> list[Cell]:
+    """The cells that are to be run: without a row, or with one of a failure that is to be tried again."""
+    final = (OK,) if retry_failed else (OK, FAILED)
+    return [cell for cell in cells if cell.key not in rows or rows[cell.key]["status"] not in final]
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    output: str | Path,
+    *,
+    retry_failed: bool = False,
+    timeout_s: float | None = None,
+    only: Sequence[str] = (),
+) -> list[dict]:
+    """Run every cell that has no row in `output`, append its row, and return the cells' rows, in their order.
+
+    A cell that fails, or takes longer than `timeout_s`, is a row with its error, and is not run again unless
+    `retry_failed`. only: as in `select`; rows of other cells are returned, too, if they are there. What a cell
+    says goes to `<output>.logs/<key>.log`. Errors: ConfigError, also if another runner writes to `output`.
+    """
+    check_cells(cells)
+    selected = select(cells, only) if cells else []
+    _check_timeout(timeout_s)
+    require_appendable(str(output))
+    path = Path(output).resolve()
+    with _only_runner(path) as lock:
+        rows = read_rows(path)
+        waiting = unfinished(selected, rows, retry_failed)
+        progress = _Progress(selected, waiting)
+        progress.begin(path)
+        try:
+            for cell in waiting:
+                progress.start(cell)
+                row = _run(cell, path, timeout_s, lock)
+                _append(path, row)
+                rows[cell.key] = row
+                progress.end(cell, row)
+        except KeyboardInterrupt:
+            progress.interrupt(path)
+            raise
+    return [rows[cell.key] for cell in cells if cell.key in rows]
+
+
+def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    commit = git_commit()
+    outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, lock)
+    return {
+        "key": cell.key,
+        "script": cell.script,
+        "flags": cell.given,
+        "status": FAILED if outcome.error else OK,
+        "error": outcome.error,
+        "seconds": outcome.seconds,
+        "record": outcome.record,
+        "git_commit": commit,
+        "started": started,
+    }
+
+
+def _append(output: Path, row: dict[str, Any]) -> None:
+    try:
+        append_record(str(output), row)
+    except OSError as error:
+        raise UserError(
+            "a row could not be written",
+            where=str(output),
+            seen=error,
+            required="room on the disk",
+            fix="make room and run the same command again; rows that are there stay, this cell runs anew",
+        ) from None
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < float("inf"):
+        raise ConfigError(
+            "no cell can end in this time",
+            where="--timeout",
+            seen=timeout_s,
+            required="> 0 seconds",
+            fix="leave it out to let cells take their time",
+        )
+
+
+def logs_of(output: str | Path) -> Path:
+    """The folder of what the cells said."""
+    return Path(f"{output}.logs")
+
+
+@contextmanager
+def _only_runner(output: Path) -> Iterator[int]:
+    """Hold the lock of `output`; yields its file descriptor, which keeps it as long as any process has it open."""
+    try:
+        logs_of(output).mkdir(exist_ok=True)
+        file = (logs_of(output) / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            "there is no place for the logs",
+            where=str(logs_of(output)),
+            seen=error,
+            required="a folder that can be written",
+            fix="move away what is there, or choose another --output",
+        ) from None
+    with file:
+        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        while not _is_locked_now(file.fileno()):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise ConfigError(
+                    "another runner writes to the same file",
+                    where="--output",
+                    seen=f"{output}, locked by process {file.read().strip() or 'unknown'} or its child",
+                    required="one runner at a time",
+                    fix="wait until it is done, end it, or choose another --output",
+                )
+            time.sleep(LOCK_POLL_SECONDS)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield file.fileno()
+
+
+def _is_locked_now(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class _Progress:
+    """One line per cell that ends; on a terminal also one that goes away again, while a cell runs."""
+
+    def __init__(self, selected: Sequence[Cell], waiting: Sequence[Cell]) -> None:
+        self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
+        self._n_cells, self._n_left = len(selected), len(waiting)
+        self._seconds: list[float] = []
+        self._running: Cell | None = None
+
+    @property
+    def _n_done(self) -> int:
+        return self._n_cells - self._n_left
+
+    def begin(self, output: Path) -> None:
+        say(f"{self._n_done} of {self._n_cells} cells have a row in {output}, {self._n_left} to run")
+
+    def start(self, cell: Cell) -> None:
+        self._running = cell
+        if sys.stderr.isatty():
+            text = f"[{self._n_done + 1} of {self._n_cells}]  {self._labels[cell.key]}  running, {self._time_left()}"
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def end(self, cell: Cell, row: dict[str, Any]) -> None:
+        self._n_left -= 1
+        self._running = None
+        if row["status"] == OK:
+            self._seconds.append(row["seconds"])
+        lead = "\r\x1b[K" if sys.stderr.isatty() else ""
+        head = f"{lead}[{self._n_done} of {self._n_cells}]  {self._labels[cell.key]}"
+        say(f"{head}  {row['seconds']:.1f} s  {row['status']}  {self._time_left()}")
+        if row["error"]:
+            say("    " + row["error"].replace("\n", "\n    "))
+
+    def interrupt(self, output: Path) -> None:
+        lost = f"; {self._labels[self._running.key]} was cut off and runs anew" if self._running else ""
+        say(f"\ninterrupted: {self._n_done} of {self._n_cells} cells have a row in {output}{lost}")
+        say("run the same command again to go on")
+
+    def _time_left(self) -> str:
+        return time_left(self._seconds, self._n_left)
+
+
+def time_left(seconds: Sequence[float], n_left: int) -> str:
+    """What is left if `n_left` cells take as long as those that went well did on average."""
+    if not n_left:
+        return "done"
+    if not seconds:
+        return "time left unknown"
+    left = n_left * mean(seconds)
+    for unit, size in (("h", 3600), ("min", 60)):
+        if left >= 2 * size:
+            return f"about {left / size:.0f} {unit} left"
+    return f"about {left:.0f} s left"

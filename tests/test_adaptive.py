@@ -1,0 +1,217 @@
+"""What pays best, chosen before every round: its rules on a simulated machine, and that no token changes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from recorded_graph import RecordedGraph
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from torch._dynamo.testing import CompileCounter
+
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.adaptive import SHORTEST_PAUSE, TRIAL_ROUNDS, Acceptance, Adaptive
+from engine.cost_model import Costs, tokens_per_round
+from engine.measure_costs import measure_costs
+from engine.pacing import PLAIN, Choice, InTurn
+from kv_cache import StreamingKVCache
+from models.pointwise import compiled, use_pointwise
+
+GAMMAS = range(7)
+
+
+class Named:
+    """Stands for a drafter where nothing is drafted."""
+
+    gamma = 6
+
+
+def costs(plain: float, draft: float, verify: tuple[float, float]) -> Costs:
+    """Verification of 1 and of 6 drafts."""
+    return Costs(plain, (1, 6), verify, draft, 1.0)
+
+
+def simulate(adaptive: Adaptive, alphas, n_rounds: int, n_rows: int = 8, seed: int = 0) -> tuple[list[Choice], float]:
+    """Rounds on a machine that has those very costs; `alphas(round)[drafter]` drafts are accepted.
+
+    Returns the choices, and the speedup over plain decoding of the last half of them.
+    """
+    rng, choices, tokens, ms = random.Random(seed), [], 0.0, 0.0
+    for n in range(n_rounds):
+        choice = adaptive.choose()
+        choices.append(choice)
+        accepted = [0] * n_rows
+        if choice.drafter is not None:
+            alpha = alphas(n)[choice.drafter]
+            for row in range(n_rows):
+                while accepted[row] < choice.gamma and rng.random() < alpha:
+                    accepted[row] += 1
+        adaptive.observe(choice, accepted)
+        if n >= n_rounds // 2:
+            measured = adaptive.costs[choice.drafter or 0]
+            tokens += 1 + sum(accepted) / n_rows
+            ms += measured.plain_ms if choice == PLAIN else measured.round_ms(choice.gamma)
+    return choices, tokens * adaptive.costs[0].plain_ms / ms
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("measured", [costs(100, 10, (110, 150)), costs(100, 30, (120, 260)), costs(40, 25, (45, 60))])
+def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
+    """Within 4% of the best fixed gamma, plain decoding included, though it begins without knowing alpha."""
+    adaptive = Adaptive([Named()], [measured], GAMMAS)
+    _, speedup = simulate(adaptive, lambda n: [alpha], 600)
+    best = max(1.0, *(measured.speedup(tokens_per_round(alpha, gamma), gamma) for gamma in GAMMAS[1:]))
+    assert speedup > 0.96 * best
+
+
+def test_speculation_that_loses_gives_way_and_is_tried_again_ever_more_rarely():
+    measured = costs(100, 60, (130, 250))
+    choices, speedup = simulate(Adaptive([Named()], [measured], GAMMAS), lambda n: [0.2], 800)
+    drafted = [n for n, choice in enumerate(choices) if choice != PLAIN]
+    assert drafted[:TRIAL_ROUNDS] == list(range(TRIAL_ROUNDS))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(drafted) if later > earlier + 1]
+    assert gaps[0] > SHORTEST_PAUSE and gaps == sorted(gaps) and gaps[-1] > 4 * SHORTEST_PAUSE
+    assert speedup > 0.98
+
+
+def test_it_comes_back_when_the_text_becomes_easy():
+    measured = costs(100, 15, (115, 160))
+    choices, _ = simulate(Adaptive([Named()], [measured], GAMMAS), lambda n: [0.05 if n < 60 else 0.95], 300)
+    assert choices[59] == PLAIN
+    assert all(choice.gamma >= 3 for choice in choices[-50:])
+
+
+def test_what_cannot_pay_is_never_tried():
+    """Even if every draft were accepted."""
+    adaptive = Adaptive([Named()], [costs(100, 90, (300, 600))], GAMMAS)
+    choices, _ = simulate(adaptive, lambda n: [1.0], 100)
+    assert set(choices) == {PLAIN}
+
+
+def test_the_best_of_several_budgets_is_found():
+    """A large budget that is accepted more against a small one that costs less; each is tried first."""
+    large, small = costs(100, 40, (110, 150)), costs(100, 10, (110, 150))
+    for alphas, wanted in (((0.9, 0.85), 1), ((0.95, 0.3), 0)):
+        adaptive = Adaptive([Named(), Named()], [large, small], [3])
+        choices, _ = simulate(adaptive, lambda n, alphas=alphas: alphas, 200)
+        assert choices[: 2 * TRIAL_ROUNDS] == [Choice(0, 3)] * TRIAL_ROUNDS + [Choice(1, 3)] * TRIAL_ROUNDS
+        assert {choice.drafter for choice in choices[-50:]} == {wanted}
+
+
+def test_expected_tokens_are_those_of_the_counts():
+    """Places with much evidence go by their own rates, which fall along the block here; others by all together."""
+    rates, rng, seen = [0.9, 0.6, 0.3], random.Random(3), Acceptance(6)
+    for _ in range(400):
+        accepted = []
+        for _ in range(8):
+            n = 0
+            while n < 3 and rng.random() < rates[n]:
+                n += 1
+            accepted.append(n)
+        seen.add(3, accepted)
+    wanted = 1 + 0.9 + 0.9 * 0.6 + 0.9 * 0.6 * 0.3
+    assert abs(seen.tokens(3) - wanted) < 0.15
+    assert seen.tokens(1) < seen.tokens(3) < seen.tokens(6) < seen.tokens(3) + 1
+    assert Acceptance(6).tokens(2) == pytest.approx(1 + 0.8 + 0.64)
+
+
+def drafters_of(runner: ModelRunner) -> list:
+    """One of each kind that can fall behind: two budgets, a model of its own, and the row's own text."""
+    small, large = (StreamingKVCache(TINY, runner.max_batch, n, 2, dtype=torch.float64) for n in (10, 24))
+    own = StreamingKVCache(TINY, runner.max_batch, 24, 2, dtype=torch.float64, rotate_on_read=True)
+    return [
+        SelfSpeculation(runner, large, gamma=4),
+        SelfSpeculation(runner, small, gamma=4),
+        StandaloneDraft(ModelRunner(tiny_model(seed=1), own), gamma=4),
+        NGram(runner, gamma=4),
+    ]
+
+
+class Scripted:
+    """Choices in the order given, over and over."""
+
+    def __init__(self, drafters, choices) -> None:
+        self.drafters, self.max_gamma, self._choices, self._n = tuple(drafters), 4, choices, 0
+
+    def choose(self):
+        self._n += 1
+        return self._choices[self._n % len(self._choices)]
+
+    def observe(self, choice, accepted):
+        assert len(accepted) and all(0 <= n <= choice.gamma for n in accepted)
+
+
+SCRIPT = [Choice(0, 3), PLAIN, PLAIN, PLAIN, Choice(2, 2), Choice(1, 4), Choice(3, 1), Choice(1, 0), Choice(2, 4)]
+SCRIPT += [PLAIN, Choice(0, 1), Choice(2, 1), PLAIN, Choice(3, 4)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_changing_drafters_and_gammas_changes_no_token(mode, captured):
+    """Ragged, refilled rows; what fell behind catches up. Captured, each choice has graphs of its own."""
+    model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
+    graphs: list[RecordedGraph] = []
+
+    def new_graph() -> RecordedGraph:
+        graphs.append(RecordedGraph())
+        return graphs[-1]
+
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graph=new_graph if captured else None)
+    sampling = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5)
+    drafters, limits = drafters_of(runner), [40, 9, 33, 30, 41]
+    for _ in range(3):
+        pacing = Scripted(drafters, SCRIPT)
+        out = generate(runner, prompts, max_new_tokens=limits, pacing=pacing, sampling=sampling, verification=mode)
+        assert out.tokens == [
+            continue_by_recomputing(model, prompt, n, sampling, i)
+            for i, (prompt, n) in enumerate(zip(prompts, limits, strict=True))
+        ]
+    assert {round_.choice for round_ in out.stats.rounds} == set(SCRIPT)
+    # Four graphs of every choice, three of a plain step.
+    assert len(graphs) == (4 * (len(set(SCRIPT)) - 1) + 3 if captured else 0)
+
+
+def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
+    """The target itself over a full cache is always right: also after rounds without it."""
+    model, prompts = tiny_model(), random_prompts([30, 11])
+    runner = ModelRunner(model, full_cache(model, 2))
+    perfect = StandaloneDraft(ModelRunner(model, full_cache(model, 2)), gamma=3)
+    shadow = SelfSpeculation(runner, full_cache(model, 2), gamma=3)
+    script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
+    out = generate(runner, prompts, max_new_tokens=60, pacing=Scripted([perfect, shadow], script))
+    assert out.stats.counts.judged > 40 and out.stats.counts.acceptance_rate == 1.0
+
+
+def test_changing_gamma_compiles_nothing():
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    model = tiny_model()
+    use_pointwise(model, compiled(counter))
+    runner = ModelRunner(model, full_cache(model, 3), prefill_chunk=8)
+    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), gamma=6)
+    generate(runner, random_prompts([9, 20, 33]), max_new_tokens=20, drafter=drafter)
+    generate(runner, random_prompts([9, 20, 33]), max_new_tokens=5)
+    warm = counter.frame_count
+    choices = [Choice(0, gamma) for gamma in GAMMAS] + [PLAIN]
+    out = generate(runner, random_prompts([17, 40, 3]), max_new_tokens=60, pacing=InTurn([drafter], choices, 3))
+    assert {round_.choice for round_ in out.stats.rounds} == set(choices)
+    assert warm > 0 and counter.frame_count == warm
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("max_new_tokens", [2, 40])
+def test_costs_are_measured_for_every_choice(max_new_tokens):
+    """Also where rows end after a round or two; and the rows decode as before afterwards."""
+    model, prompts = tiny_model(), random_prompts([30, 30])
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafters = drafters_of(runner)[:2]
+    measured = measure_costs(runner, drafters, prompts, max_new_tokens=max_new_tokens, timed_rounds=2)
+    assert [one.at for one in measured] == [(1, 2, 4)] * 2
+    for one in measured:
+        assert min(one.plain_ms, one.draft_ms, one.other_ms, *one.verify_ms) > 0
+        assert one.round_ms(2) > one.round_ms(1)
+    assert measured[0].verify_ms == measured[1].verify_ms and measured[0].draft_ms != measured[1].draft_ms
+    out = generate(runner, prompts, max_new_tokens=10, drafter=drafters[0])
+    assert out.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]

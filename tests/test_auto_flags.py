@@ -1,0 +1,174 @@
+"""`auto` and SnapKV from the command line: records, what is refused, and the cost model's and acceptance's programs."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import cost_report
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, books: Path):
+    """Runs a program in this process; its exit code, standard output and standard error."""
+
+    def call(path: str, flags: str) -> tuple[object, str, str]:
+        arguments = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books), *flags.split()]
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        code: object = 0
+        try:
+            if path == "engine.cost_model":
+                cost_report.main()
+            else:
+                runpy.run_path(str(ROOT / path), run_name="__main__")
+        except SystemExit as ending:
+            code = ending.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def record_of(done: tuple[object, str, str]) -> dict[str, Any]:
+    code, out, err = done
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+SELFSPEC = "tests/selfspec_benchmark.py"
+
+
+@pytest.mark.parametrize("flags", ["--gamma auto", "--gamma auto --draft_policy snapkv --snapkv_window 12"])
+def test_gamma_auto_says_what_it_chose_and_why(call, flags):
+    record = record_of(call(SELFSPEC, f"{SIZES} --draft_budget 40 {flags} --benchmark"))
+    assert record["gamma"] == "auto" and record["identical_sequences"] == 2
+    assert sum(choice["rounds"] for choice in record["choices"]) >= 5
+    assert all(0 <= choice["gamma"] <= 6 for choice in record["choices"])
+    (costs,) = record["measured_costs"]
+    assert costs["at"] == [1, 3, 6] and costs["plain_ms"] > 0
+
+
+def test_the_budget_is_chosen_among_those_that_leave_something_out(call):
+    """Of 64, 128, ... only those below the prompt, or the smallest: here a prompt of 60 leaves one."""
+    record = record_of(call(SELFSPEC, f"{SIZES} --draft_budget auto --gamma 2"))
+    assert record["draft_budget"] == "auto" and record["gamma"] == 2 and record["identical_sequences"] == 2
+    assert {choice["draft_budget"] for choice in record["choices"]} == {64}
+    longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64"
+    record = record_of(call(SELFSPEC, f"{longer} --draft_budget auto --gamma auto"))
+    budgets = {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]}
+    assert budgets <= {64, 128} and len(record["measured_costs"]) == 2
+    assert record["identical_sequences"] == 2
+
+
+@pytest.mark.parametrize("drafter", ["--draft ngram", "--draft oracle", "--draft_policy full", "--draft_policy snapkv"])
+def test_every_drafter_takes_an_automatic_gamma(call, drafter):
+    record = record_of(call(SELFSPEC, f"{SIZES} --gamma auto {drafter}"))
+    assert record["identical_sequences"] == 2 and record["gamma"] == "auto"
+
+
+def test_a_standalone_draft_with_snapkv_and_an_automatic_gamma(call, checkpoint):
+    flags = f"{SIZES} --target {checkpoint}/model.pth --gamma auto --draft_policy snapkv --draft_budget 40"
+    record = record_of(call("tests/longspec_benchmark.py", flags))
+    assert record["draft_policy"] == "snapkv" and record["identical_sequences"] == 2
+    assert record["snapkv_window"] == 32 and record["n_sink"] is None
+
+
+def test_draft_budget_is_another_name(call):
+    one = record_of(call(SELFSPEC, f"{SIZES} --draft_budget 24"))
+    other = record_of(call(SELFSPEC, f"{SIZES} --streamingllm_budget 24"))
+    assert one["draft_budget"] == other["draft_budget"] == 24
+    assert one["acceptance_rate"] == other["acceptance_rate"]
+
+
+REFUSED = {
+    "snapkv with sinks": ("--draft_policy snapkv --n_sink 4", ("--n_sink", "self, snapkv", "--snapkv_window")),
+    "a window without snapkv": ("--snapkv_window 8", ("--snapkv_window", "self, streaming")),
+    "several without effect": (
+        "--draft ngram --n_sink 4 --draft_layers 0",
+        ("--draft_layers, --n_sink", "0, 4 with draft ngram"),
+    ),
+    "no room to select": ("--draft_policy snapkv --draft_budget 32", ("budget 32, window 32", "64 or more")),
+    "everything by attention": ("--draft_policy snapkv --draft_budget -1", ("-1", "leave out --draft_policy")),
+    "a window below a block": ("--draft_policy snapkv --snapkv_window 3 --gamma 4", ("gamma 4, window 3",)),
+    "a gamma that is no number": ("--gamma many", ("--gamma", "many")),
+    "a budget that is no number": ("--draft_budget lots", ("--draft_budget", "lots")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_flags_are_refused(call, what):
+    flags, says = REFUSED[what]
+    code, out, err = call(SELFSPEC, f"{SIZES} {flags}")
+    assert (code, out) == (2, "")
+    for part in (*says, "where:", "seen:", "required:", "fix:"):
+        assert part in err
+    assert "Traceback" not in err and err.count("error:") == 1
+
+
+def test_a_standalone_draft_cannot_change_its_budget(call, checkpoint):
+    target = f"--target {checkpoint}/model.pth"
+    code, _, err = call("tests/longspec_benchmark.py", f"{SIZES} {target} --draft_budget auto")
+    assert code == 2 and "engine.cost_model" in err
+
+
+GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
+
+
+def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
+    code, out, err = call("engine.cost_model", f"{GRID} --gen_len 20 --acceptance_rows 1")
+    assert code == 0, err
+    record = json.loads(out.splitlines()[-1])
+    assert len(record["best"]) == 4 and len(record["acceptance_rates"]) == len(record["drafts"]) == 4
+    assert all(0 <= rate <= 1 for rate in record["acceptance_rates"])
+    assert len(record["plain_ms"]) == 2 and len(record["draft_ms"][0][0]) == 4
+    assert out.count("predicted speedup,") == 4 and "what pays best" in out
+    given = record_of(call("engine.cost_model", f"{GRID} --alpha 0.9"))
+    assert given["acceptance_rates"] == [0.9] * 4 and given["acceptance_of"] == "given"
+
+
+@pytest.mark.parametrize(
+    "flags,says",
+    [("--alpha 1.5", ("--alpha", "1.5")), ("--gammas 0 3 --alpha 0.5", ("--gammas", ">= 1"))],
+)
+def test_the_cost_model_refuses(call, flags, says):
+    code, _, err = call("engine.cost_model", f"{GRID} {flags}")
+    assert code == 2 and all(part in err for part in says)
+
+
+def test_acceptance_on_three_kinds_of_text(call):
+    sizes = "--B 2 --prefix_len 80 --gen_len 24 --device cpu --dtype float64 --snapkv_window 8 --gamma 2"
+    lists = "--budgets 16 40 --policies streaming snapkv full"
+    record = record_of(call("reproduce/acceptance.py", f"{sizes} {lists}"))
+    rows = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in record["rows"]}
+    assert len(rows) == len(record["rows"]) == 3 * (2 * 2 + 1)
+    for (text, policy, _), row in rows.items():
+        assert row["judged"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
+        assert row["temperature"] == (0.6 if text == "sampled" else 0)
+        # The draft is the target over the same cache, in the same dtype.
+        assert row["acceptance_rate"] == 1 or policy != "full"
+    assert min(row["acceptance_rate"] for row in rows.values()) < 1
+    # The book's text does not depend on who drafts it.
+    assert len({row["distinct_4gram_fraction"] for (text, *_), row in rows.items() if text == "book"}) == 1
+
+
+@pytest.mark.parametrize(
+    "flags,says",
+    [
+        ("--gamma auto", ("--gamma", "auto")),
+        ("--gen_len 4", ("--gen_len", "seen:     4")),
+        ("--temperature 0", ("--temperature", "sampled")),
+        ("--prefix_len 190", ("distinct prompts",)),
+    ],
+)
+def test_acceptance_refuses(call, flags, says):
+    code, _, err = call("reproduce/acceptance.py", f"--B 2 --prefix_len 80 --gen_len 24 {flags}")
+    assert code == 2 and all(part in err for part in says), err

@@ -1,0 +1,220 @@
+"""SnapKV: what is selected, against a selection on plain lists; what the cache then holds, and how it goes on."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from recorded_graph import RecordedGraph
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from kv_cache import EMPTY, FullKVCache, SnapKVCache, StreamingKVCache
+from kv_cache.errors import ConfigError
+from kv_cache.snapkv import attention_received
+
+WINDOW, BUDGET, POOL = 6, 16, 3
+SHAPES = {
+    "group 1": replace(TINY, n_kv_head=4),
+    "group 2": TINY,
+    "group 3": replace(TINY, n_head=6, n_kv_head=2),
+    "group 4": replace(TINY, n_kv_head=1),
+}
+
+
+def received_by_lists(queries, keys):
+    """The same by loops: softmax of the scaled scores of every query over what it may see."""
+    n_head, n_query, head_dim = queries.shape
+    n_kv_head, n_token, _ = keys.shape
+    group = n_head // n_kv_head
+    received = [[0.0] * n_token for _ in range(n_kv_head)]
+    for head in range(n_head):
+        for i in range(n_query):
+            last = n_token - n_query + i
+            scores = [float(queries[head, i] @ keys[head // group, j]) / math.sqrt(head_dim) for j in range(last + 1)]
+            weights = [math.exp(score - max(scores)) for score in scores]
+            for j, weight in enumerate(weights):
+                received[head // group][j] += weight / sum(weights) / group
+    return received
+
+
+def selected_by_lists(received, n_selected: int, window: int, pool: int) -> list[list[int]]:
+    """The prompt's best entries outside the window, by the mean over their neighbours (zeros beyond the ends)."""
+    chosen = []
+    for head in received:
+        votes = head[: len(head) - window]
+        padded = [0.0] * (pool // 2) + votes + [0.0] * (pool // 2)
+        pooled = [sum(padded[i : i + pool]) / pool for i in range(len(votes))]
+        best = sorted(range(len(votes)), key=lambda i: -pooled[i])[:n_selected]
+        chosen.append(sorted(best))
+    return chosen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_that_of_a_causal_softmax(shape):
+    config = SHAPES[shape]
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(config.n_head, 5, 8, generator=generator, dtype=torch.float64)
+    keys = torch.randn(config.n_kv_head, 23, 8, generator=generator, dtype=torch.float64)
+    received = attention_received(queries, keys)
+    torch.testing.assert_close(received, torch.tensor(received_by_lists(queries, keys)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(received.sum(dim=1), torch.full((config.n_kv_head,), 5.0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_cache_holds_what_lists_select(shape):
+    """Every layer and head of ragged rows: the target's own entries of the selected tokens, and the window's."""
+    model = tiny_model(SHAPES[shape])
+    prompts = random_prompts([40, 11, 29])
+    runner = ModelRunner(model, full_cache(model, 3), prefill_chunk=7)
+    cache = SnapKVCache(model.config, 3, BUDGET, WINDOW, dtype=torch.float64, pool=POOL)
+    drafter = SelfSpeculation(runner, cache, gamma=2)
+    heads_differ = False
+    for row, prompt in enumerate(prompts):
+        runner.prefill_row(row, prompt)
+        before = runner.cache.keys.clone()
+        drafter.admit(row, row, prompt)
+        assert torch.equal(runner.cache.keys, before), "looking must not store anything"
+        n_token = len(prompt)
+        if n_token <= BUDGET:
+            assert cache.positions[row, :n_token].tolist() == list(range(n_token))
+            assert torch.equal(cache.keys[:, row, :, :n_token], runner.cache.keys[:, row, :, :n_token])
+            continue
+        queries = runner.last_queries(row, prompt, WINDOW)
+        ring = cache.slots(torch.arange(n_token - WINDOW, n_token))
+        for layer in range(model.config.n_layer):
+            keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.values[layer, row, :, :n_token]
+            chosen = selected_by_lists(received_by_lists(queries[layer], keys), BUDGET - WINDOW, WINDOW, POOL)
+            heads_differ |= len({tuple(head) for head in chosen}) > 1
+            for head, positions in enumerate(chosen):
+                assert torch.equal(cache.keys[layer, row, head, : BUDGET - WINDOW], keys[head, positions])
+                assert torch.equal(cache.values[layer, row, head, : BUDGET - WINDOW], values[head, positions])
+                assert torch.equal(cache.keys[layer, row, head, ring], keys[head, n_token - WINDOW :])
+    assert heads_differ or shape == "group 4"
+
+
+def test_the_queries_are_those_of_the_prefill():
+    """Run once more over the cache, in other chunks: what a forward over the whole prompt computes."""
+    model, prompt = tiny_model(), random_prompts([33])[0]
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=5)
+    runner.prefill_row(1, prompt)
+    seen = []
+
+    class Spy:
+        def __init__(self, backend):
+            self.backend, self.name = backend, backend.name
+
+        def prepare(self, *arguments):
+            return self.backend.prepare(*arguments)
+
+        def attend(self, q, kv, prepared):
+            seen.append(q)
+            return self.backend.attend(q, kv, prepared)
+
+    queries = runner.last_queries(1, prompt, 9)
+    model.backend = Spy(model.backend)
+    model(torch.tensor([prompt]), torch.arange(33)[None], full_cache(model, 1))
+    for got, whole in zip(queries, seen, strict=True):
+        torch.testing.assert_close(got, whole[0, -9:].transpose(0, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_the_window_moves_on_and_the_selection_stays():
+    model, prompt = tiny_model(), random_prompts([40])[0]
+    runner = ModelRunner(model, full_cache(model, 1))
+    cache = SnapKVCache(TINY, 1, BUDGET, WINDOW, dtype=torch.float64)
+    drafter = SelfSpeculation(runner, cache, gamma=2)
+    runner.prefill_row(0, prompt)
+    drafter.admit(0, 0, prompt)
+    selection = cache.keys[:, 0, :, : BUDGET - WINDOW].clone()
+    out = generate(runner, [prompt], max_new_tokens=30, drafter=drafter)
+    assert torch.equal(cache.keys[:, 0, :, : BUDGET - WINDOW], selection)
+    held = cache.positions[0].tolist()
+    assert held[: BUDGET - WINDOW] == list(range(BUDGET - WINDOW))
+    # The last token's KV is never computed, and what the last round drafted behind it is forgotten.
+    length = len(prompt) + len(out.tokens[0]) - 1
+    recent = sorted(position for position in held[BUDGET - WINDOW :] if position != EMPTY)
+    assert recent and recent[-1] < length and recent[0] >= length - WINDOW - 2
+    assert out.tokens[0] == continue_by_recomputing(model, prompt, 30)
+
+
+def test_a_standalone_draft_selects_from_its_own_prompt():
+    """The draft's row equals what the policy keeps of a whole cache that the same model filled."""
+    target, draft, prompts = tiny_model(), tiny_model(seed=4), random_prompts([37, 9, 28])
+    cache = SnapKVCache(TINY, 3, BUDGET, WINDOW, dtype=torch.float64)
+    drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=2)
+    whole = ModelRunner(draft, full_cache(draft, 3))
+    expected = SnapKVCache(TINY, 3, BUDGET, WINDOW, dtype=torch.float64)
+    for row, prompt in enumerate(prompts):
+        drafter.admit(row, row, prompt)
+        whole.fill_row(row, prompt)
+        queries = whole.last_queries(row, prompt, WINDOW) if len(prompt) > BUDGET else None
+        expected.fill_row(row, whole.cache, len(prompt), queries=queries)
+    assert torch.equal(cache.positions, expected.positions)
+    torch.testing.assert_close(cache.keys, expected.keys, rtol=1e-10, atol=1e-10)
+    out = generate(ModelRunner(target, full_cache(target, 3)), prompts, max_new_tokens=12, drafter=drafter)
+    assert out.tokens == [continue_by_recomputing(target, prompt, 12) for prompt in prompts]
+
+
+def test_selected_layers_and_8_bit_entries():
+    """A draft of some layers selects by those layers' queries; 8-bit entries keep their scales."""
+    model = tiny_model(replace(TINY, n_layer=4), dtype=torch.float32)
+    prompt = random_prompts([40])[0]
+    runner = ModelRunner(model, FullKVCache(model.config, 1, 80, dtype=torch.int8))
+    runner.prefill_row(0, prompt)
+    queries = runner.last_queries(0, prompt, WINDOW)
+    shape = replace(TINY, n_layer=2)
+    all_layers = SnapKVCache(model.config, 1, BUDGET, WINDOW, dtype=torch.int8)
+    some = SnapKVCache(shape, 1, BUDGET, WINDOW, dtype=torch.int8)
+    wide = SnapKVCache(shape, 1, BUDGET, WINDOW, dtype=torch.float32)
+    all_layers.fill_row(0, runner.cache, 40, queries=queries)
+    for cache in (some, wide):
+        cache.fill_row(0, runner.cache, 40, [3, 1], queries)
+    for own, layer in enumerate([3, 1]):
+        assert torch.equal(some.keys[own], all_layers.keys[layer])
+        assert torch.equal(some.value_scales[own], all_layers.value_scales[layer])
+        torch.testing.assert_close(wide.keys[own], some.keys[own] * some.key_scales[own][..., None])
+
+
+def test_what_the_prompts_end_asks_for_is_kept():
+    """One far token that every last query looks at: SnapKV holds it in that head, streaming does not."""
+    rng = random.Random(0)
+    length, far = 60, 21
+    source = FullKVCache(replace(TINY, n_layer=1), 1, length)
+    source.keys.copy_(0.01 * torch.randn(source.keys.shape, generator=torch.Generator().manual_seed(rng.randrange(9))))
+    source.values.copy_(torch.arange(length).float()[:, None].expand_as(source.values))
+    source.positions[0] = torch.arange(length)
+    source.keys[0, 0, 1, far] = 10.0
+    queries = [torch.ones(TINY.n_head, WINDOW, TINY.head_dim)]
+    snap = SnapKVCache(replace(TINY, n_layer=1), 1, BUDGET, WINDOW, pool=POOL)
+    streaming = StreamingKVCache(replace(TINY, n_layer=1), 1, BUDGET, BUDGET - WINDOW)
+    snap.fill_row(0, source, length, queries=queries)
+    streaming.fill_row(0, source, length)
+    assert {far - 1, far, far + 1} <= set(snap.values[0, 0, 1, :, 0].tolist())
+    assert far not in streaming.values[0, 0, 1, :, 0].tolist()
+
+
+def test_captured_rounds_give_the_same_tokens():
+    model, prompts = tiny_model(), random_prompts([40, 7, 23, 31])
+
+    def run(new_graph=None):
+        runner = ModelRunner(model, full_cache(model, 2), new_graph=new_graph)
+        drafter = SelfSpeculation(runner, SnapKVCache(TINY, 2, BUDGET, WINDOW, dtype=torch.float64), gamma=3)
+        return generate(runner, prompts, max_new_tokens=[20, 9, 14, 17], drafter=drafter)
+
+    called, replayed = run(), run(RecordedGraph)
+    assert replayed.tokens == called.tokens and replayed.stats.counts == called.stats.counts
+    assert 0 < called.stats.counts.acceptance_rate < 1
+
+
+def test_what_cannot_work_is_refused():
+    for budget, window in ((WINDOW, WINDOW), (8, 0), (3, 5)):
+        with pytest.raises(ConfigError, match="no room for selected entries"):
+            SnapKVCache(TINY, 1, budget, window)
+    with pytest.raises(ConfigError, match="an odd number"):
+        SnapKVCache(TINY, 1, BUDGET, WINDOW, pool=4)
+    source = full_cache(tiny_model(), 1)
+    with pytest.raises(ConfigError, match="has not got them"):
+        SnapKVCache(TINY, 1, BUDGET, WINDOW, dtype=torch.float64).fill_row(0, source, 40)

@@ -1,0 +1,92 @@
+"""Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.stats import total
+from engine.teacher_forcing import forced_acceptance
+from kv_cache import SnapKVCache, StreamingKVCache
+from kv_cache.errors import ConfigError
+
+GAMMA, N_TOKEN = 2, 13
+PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
+
+
+def expected(model, draft_tokens) -> list[tuple[int, int]]:
+    """Per row (judged, accepted): at every (gamma + 1)-th place, the draft's tokens against the target's own."""
+    counts = []
+    for prompt, book in zip(PROMPTS, BOOK, strict=True):
+        judged = accepted = 0
+        for start in range(0, N_TOKEN - GAMMA - 1, GAMMA + 1):
+            text = [*prompt, *book[: start + 1]]
+            own = continue_by_recomputing(model, text, GAMMA)
+            drafted = draft_tokens(text)
+            n = next((i for i in range(GAMMA) if drafted[i] != own[i]), GAMMA)
+            judged += min(n + 1, GAMMA)
+            accepted += n
+        counts.append((judged, accepted))
+    return counts
+
+
+def counted(runner, drafter) -> list[tuple[int, int]]:
+    return [(row.judged, row.accepted) for row in forced_acceptance(runner, drafter, PROMPTS, BOOK)]
+
+
+def test_another_models_drafts_are_judged_behind_the_books_tokens():
+    """A full cache, so that the draft is what recomputing gives too; it is nearly the target."""
+    target, draft = tiny_model(), tiny_model()
+    draft.output.weight += 0.4 * tiny_model(seed=5).output.weight
+    runner = ModelRunner(target, full_cache(target, 3))
+    drafter = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), GAMMA)
+    wanted = expected(target, lambda text: continue_by_recomputing(draft, text, GAMMA))
+    assert counted(runner, drafter) == wanted
+    assert 0 < sum(accepted for _, accepted in wanted) < sum(judged for judged, _ in wanted)
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_the_target_itself_is_always_right(standalone):
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 3))
+    cache = full_cache(target, 3)
+    drafter = (
+        StandaloneDraft(ModelRunner(target, cache), GAMMA) if standalone else SelfSpeculation(runner, cache, GAMMA)
+    )
+    n_rounds = len(range(0, N_TOKEN - GAMMA - 1, GAMMA + 1))
+    assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
+
+
+@pytest.mark.parametrize("kind", ["streaming", "snapkv", "ngram"])
+def test_the_row_is_left_as_the_prompt_left_it(kind):
+    """A decode behind it finds the prefilled rows, and emits what it would have emitted before."""
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 3))
+    drafter = {
+        "streaming": lambda: SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), GAMMA),
+        "snapkv": lambda: SelfSpeculation(runner, SnapKVCache(TINY, 3, 12, 5, dtype=torch.float64), GAMMA),
+        "ngram": lambda: NGram(runner, GAMMA),
+    }[kind]()
+    counts = total(forced_acceptance(runner, drafter, PROMPTS, BOOK, SamplingParams(0.8, seed=3)))
+    assert counts.rounds == 3 * 4 and 0 <= counts.accepted <= counts.judged
+    prefilled = []
+    run = runner.fill_row
+    runner.fill_row = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)
+    out = generate(runner, PROMPTS, max_new_tokens=9, drafter=drafter)
+    assert not prefilled
+    assert out.tokens == [continue_by_recomputing(target, prompt, 9) for prompt in PROMPTS]
+
+
+def test_what_does_not_fit_is_refused():
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 3))
+    drafter = NGram(runner, GAMMA)
+    for prompts, book in (
+        (PROMPTS[:2], BOOK[:2]),
+        (PROMPTS, [row[: GAMMA + 1] for row in BOOK]),
+        (PROMPTS, [BOOK[0], BOOK[1], [1]]),
+    ):
+        with pytest.raises(ConfigError, match="a prompt and a continuation for each row"):
+            forced_acceptance(runner, drafter, prompts, book)
