@@ -26,7 +26,7 @@ from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import attention_spec, select_layers
 from models.pointwise import compiled, use_pointwise
-from models.pointwise_cpp import cpp_or_eager
+from models.pointwise_cpp import pointwise_beside
 from models.tokenizer import Tokenizer
 
 
@@ -90,7 +90,9 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
     if draft_model is not None and draft is not None:
         _choose_attention(plan, draft_model, draft.kv_dtype, "the draft's attention")
-    _choose_pointwise([part for part in (model, draft_model) if part is not None], args.compile)
+    pointwise = compiled() if args.compile else None
+    for part in filter(None, (model, draft_model)):
+        use_pointwise(part, pointwise or pointwise_beside(part.backend))
     new_graph = cuda_graphs() if args.compile and ranks.size == 1 and plan.device != "cpu" else None
     cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
     noise_source = compiled_source() if args.compile else in_passes
@@ -134,18 +136,6 @@ def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | Non
     spec = attention_spec(model.config, model.dtype)
     model.backend, why = select_backend(plan.args.attention, plan.device, spec, entries)
     say(f"{whose}: {model.backend.name} ({why})")
-
-
-def _choose_pointwise(models: list[Transformer], compile_: bool) -> None:
-    """Compiled where that is asked for, in C++ where attention is, and else as they are."""
-    if compile_:
-        pointwise = compiled()
-        for model in models:
-            use_pointwise(model, pointwise)
-        return
-    for model in models:
-        if model.backend.name == "cpp":
-            use_pointwise(model, cpp_or_eager())
 
 
 def make_drafters(setup: Setup, baseline: GenerateOutput | None) -> list[Drafter]:

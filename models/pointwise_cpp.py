@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from models.attention import AttentionBackend
 from models.cpp_build import BuildError, load_library
 from models.pointwise import EAGER, Pointwise
 from models.rope import Rotation
@@ -57,8 +58,10 @@ def cpp() -> Pointwise:
     )
 
 
-def cpp_or_eager() -> Pointwise:
-    """In C++, or eager where the kernel cannot be built."""
+def pointwise_beside(backend: AttentionBackend) -> Pointwise:
+    """In C++ beside attention in C++, which has shown that kernels can be built here; else eager."""
+    if backend.name != "cpp":
+        return EAGER
     try:
         return cpp()
     except BuildError:

@@ -57,6 +57,7 @@ class Series:
     is_published: bool = False
     marker: str = "o"
     names: Sequence[str] = ()  # one for each point, written beside it
+    has_line: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,14 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
 def _draw(axes: Any, panel: Panel) -> None:
     for series in panel.series:
         points = sorted(zip(series.x, series.y, strict=True))
+        line = {} if series.has_line else {"linestyle": "none"}
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             marker=series.marker,
             color=series.colour,
             label=series.label,
-            **(PUBLISHED if series.is_published else MEASURED),
+            **(PUBLISHED if series.is_published else MEASURED) | line,
         )
         for x, y, name in zip(series.x, series.y, series.names, strict=False):
             axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=6.5, color=series.colour)

@@ -90,11 +90,11 @@ def add_acceptance_arguments(parser: argparse.ArgumentParser) -> None:
 
 def speculation_cells(args: argparse.Namespace) -> list[Cell]:
     """Self-speculation at every size, and a draft model's at fewer rows, if there is one."""
-    fixed = _given(args, "device", "dtype", "dataset", "draft_dtype", "draft_weights", "load_format", "model_name")
+    fixed = given(args, "device", "dtype", "dataset", "draft_dtype", "draft_weights", "load_format", "model_name")
     fixed |= {"compile": True} if args.compile else {}
     fixed |= {"gen_len": args.gen_len, "benchmark": True}
     axes = {"prefix_len": args.prefix_len, "B": args.B, "gamma": args.gamma, "streamingllm_budget": args.budget}
-    target = {} if args.model is None else {"model": _checkpoint(args.model, "model", args.load_format)}
+    target = {} if args.model is None else {"model": checkpoint_path(args.model, "model", args.load_format)}
     cells = grid(SELFSPEC, fixed | target, axes)
     draft = _draft_model(args)
     if draft is not None:
@@ -105,18 +105,18 @@ def speculation_cells(args: argparse.Namespace) -> list[Cell]:
 
 def acceptance_cells(args: argparse.Namespace) -> list[Cell]:
     """One for each prompt length, number of rows and gamma; each measures all budgets, policies and texts."""
-    fixed = _given(args, "device", "dtype", "dataset", "draft_dtype", "draft_weights")
-    fixed |= {} if args.model is None else {"model": _checkpoint(args.model, "model")}
+    fixed = given(args, "device", "dtype", "dataset", "draft_dtype", "draft_weights")
+    fixed |= {} if args.model is None else {"model": checkpoint_path(args.model, "model")}
     fixed |= {"gen_len": args.gen_len, "policies": args.policies, "budgets": args.budget, "texts": args.texts}
     return grid(ACCEPT, fixed, {"prefix_len": args.prefix_len, "B": args.B, "gamma": args.gamma})
 
 
-def _given(args: argparse.Namespace, *flags: str) -> dict[str, object]:
+def given(args: argparse.Namespace, *flags: str) -> dict[str, object]:
     """Only what was asked for: what the default means is the benchmarks' own affair."""
     return {flag: getattr(args, flag) for flag in flags if getattr(args, flag) is not None}
 
 
-def _checkpoint(path: str, flag: str, load_format: str | None = None) -> str:
+def checkpoint_path(path: str, flag: str, load_format: str | None = None) -> str:
     """The path as a cell carries it: relative to the checkout, where it is in it. Errors: ConfigError."""
     if load_format == "dummy":
         return path
@@ -135,10 +135,10 @@ def _checkpoint(path: str, flag: str, load_format: str | None = None) -> str:
 def _draft_model(args: argparse.Namespace) -> str | None:
     """The draft model's checkpoint, or None, which is said."""
     if args.draft_model is not None:
-        return _checkpoint(args.draft_model, "draft_model", args.load_format)
+        return checkpoint_path(args.draft_model, "draft_model", args.load_format)
     is_default = args.load_format != "dummy" and args.model in (None, str(DEFAULT_CHECKPOINT / "model.pth"))
     if is_default and DEFAULT_DRAFT.is_file():
-        return _checkpoint(str(DEFAULT_DRAFT), "draft_model")
+        return checkpoint_path(str(DEFAULT_DRAFT), "draft_model")
     how = f"make the default one: {MAKE_DRAFT}" if is_default else "name one with --draft_model"
     print(f"Self-speculation only, without a draft model of its own ({how}).\n", file=sys.stderr)
     return None

@@ -1,0 +1,207 @@
+"""The cost model against end-to-end runs: predicted and measured speedups, and `--gamma auto` against fixed gammas.
+
+    python reproduce/cost_model_error.py
+
+The costs are measured over random entries on a grid of batches and contexts, in a process of its own; the runs are
+of real prompts at those sizes and at one between them, which the model interpolates. Each prediction takes the
+acceptance rate of the run that it is compared with.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from engine.arguments import HelpFormatter, Parser
+from engine.cost_model import CostGrid, tokens_per_round
+from engine.settings import DTYPES
+from kv_cache.errors import exit_on_user_error
+from reproduce import reproduction
+from reproduce.figures import CATEGORIES, Figure, Panel, Series
+from reproduce.reproduction import FIGURES, RESULTS, Record, side_by_side
+from reproduce.sweeping.cells import Cell, grid
+
+NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamma_cell.py"
+BATCHES, CONTEXTS, BETWEEN = (1, 8), (1000, 4000), (4, 2000)
+BUDGETS, GAMMAS = (128, 512), (1, 3, 5)
+TARGET = 0.10
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    add = parser.add_argument
+    add("--model", help="the target's converted checkpoint (default: the built-in model)")
+    add("--dataset", help="as that of the benchmarks (default: the built-in book)")
+    add("--B", type=int, nargs="+", default=list(BATCHES), help="rows decoded together: the costs' grid")
+    add("--prefix_len", type=int, nargs="+", default=list(CONTEXTS), help="prompt tokens per row: the costs' grid")
+    add("--between", type=int, nargs=2, default=list(BETWEEN), help="rows and prompt tokens of one more run")
+    add("--budget", type=int, nargs="+", default=list(BUDGETS), help="KV entries of the draft")
+    add("--gamma", type=int, nargs="+", default=list(GAMMAS), help="tokens drafted per round")
+    add("--gen_len", type=int, default=64, help="new tokens per row")
+    add("--repeats", type=int, default=3, help="how often every run is made, in turn with all others of its size")
+    add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
+    add("--compile", action="store_true", help="as that of the benchmarks")
+    add("--output", default=str(RESULTS / "cost_model.jsonl"), help="the file of records")
+    add("--figures", default=str(FIGURES), help="the folder for the figure, as PNG and SVG")
+    add("--retry_failed", action="store_true", help="run cells again that failed")
+    add("--only", nargs="+", default=[], metavar="CHOICE", help="name=value of a flag, or a cell's key: run only these")
+    add("--all", action="store_true", help="show every record in --output, not only those of these cells")
+    add("--timeout", type=float, help="seconds after which a cell is ended and has failed")
+    return parser
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """The costs, then the runs at the corners of their grid and at the place between."""
+    fixed = reproduction.given(args, "device", "dtype", "dataset") | ({"compile": True} if args.compile else {})
+    fixed |= {} if args.model is None else {"model": reproduction.checkpoint_path(args.model, "model")}
+    costs = {"batches": args.B, "contexts": args.prefix_len, "gammas": args.gamma, "budgets": args.budget}
+    costs |= {"policies": ["streaming"], "alpha": 0.8}
+    runs = {"gammas": args.gamma, "budgets": args.budget, "gen_len": args.gen_len, "repeats": args.repeats}
+    sizes = [*grid(CELL, fixed | runs, {"B": args.B, "prefix_len": args.prefix_len})]
+    batch, context = args.between
+    sizes.append(Cell(CELL, {**fixed, **runs, "B": batch, "prefix_len": context}))
+    return [Cell(GRID, {**fixed, **costs}), *dict((cell.key, cell) for cell in sizes).values()]
+
+
+def comparisons(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One for each fixed (rows, context, budget, gamma): the measured speedup, the predicted one, and the error."""
+    grids = [grid_of(record) for record in records if record["benchmark"] == "cost_model"]
+    found = []
+    for record in (record for record in records if record["benchmark"] == "gamma_cell" and grids):
+        for row in record["rows"]:
+            if isinstance(row["gamma"], int) and row["gamma"] > 0:
+                costs = grids[-1].at(record["B"], record["prefix_len"], ("streaming", row["draft_budget"]))
+                tokens = tokens_per_round(row["acceptance_rate"], row["gamma"])
+                predicted = costs.speedup(tokens, row["gamma"])
+                sizes = {name: record[name] for name in ("B", "prefix_len")}
+                sizes |= {name: row[name] for name in ("draft_budget", "gamma", "acceptance_rate")}
+                error = predicted / row["speedup"] - 1
+                found.append(sizes | {"predicted": predicted, "measured": row["speedup"], "error": error})
+    return found
+
+
+def grid_of(record: Record) -> CostGrid:
+    """The grid of a cost model's record."""
+    return CostGrid(
+        batches=tuple(record["batches"]),
+        contexts=tuple(record["contexts"]),
+        gammas=tuple(record["gammas"]),
+        drafts=tuple((draft["draft_policy"], draft["draft_budget"]) for draft in record["drafts"]),
+        **{name: np.array(record[f"{name}_ms"]) for name in ("plain", "verify", "draft", "other")},
+    )
+
+
+def against_fixed(record: Record) -> dict[str, Any]:
+    """`auto` over the better of plain decoding and gamma 3 (or the gamma nearest to it) with the same budget."""
+    rows = {row["way"]: row for row in record["rows"]}
+    auto = rows["auto"]
+    same = [row for row in record["rows"] if row["draft_budget"] == auto["draft_budget"] and row["way"] != "auto"]
+    usual = min(same, key=lambda row: abs(row["gamma"] - 3))
+    rates = zip(*(rows[way]["tokens_per_second"] for way in ("auto", "plain", usual["way"])), strict=True)
+    ratios = [own / max(plain, fixed) for own, plain, fixed in rates]
+    return {
+        "B": record["B"],
+        "prefix_len": record["prefix_len"],
+        "auto": auto["speedup"],
+        "usual": usual["speedup"],
+        "usual_gamma": usual["gamma"],
+        "best": max(row["speedup"] for row in same),
+        "best_gamma": max(same, key=lambda row: row["speedup"])["gamma"],
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "identical": auto["identical_rows"],
+        "mean_gamma": float(np.mean([gamma for run in auto["gammas"] for gamma in run])),
+    }
+
+
+def table(records: list[Record]) -> str:
+    compared = comparisons(records)
+    head = ["rows", "context", "budget", "gamma", "acceptance", "predicted", "measured", "error"]
+    lines = [
+        [
+            *(str(row[name]) for name in ("B", "prefix_len", "draft_budget", "gamma")),
+            *(f"{row[name]:.2f}" for name in ("acceptance_rate", "predicted", "measured")),
+            f"{row['error']:+.1%}",
+        ]
+        for row in compared
+    ]
+    parts = ["  Speedups, predicted by the cost model and measured end to end\n", side_by_side(head, lines)]
+    if compared:
+        errors = [abs(row["error"]) for row in compared]
+        parts.append(f"  median error {median(errors):.1%}, largest {max(errors):.1%}; the aim is {TARGET:.0%}")
+    autos = [against_fixed(record) for record in records if record["benchmark"] == "gamma_cell"]
+    head = [
+        "rows",
+        "context",
+        "gamma 3",
+        "best fixed",
+        "its gamma",
+        "auto",
+        "its mean gamma",
+        "auto / better",
+        "lowest",
+    ]
+    lines = [
+        [
+            str(row["B"]),
+            str(row["prefix_len"]),
+            f"{row['usual']:.2f}" + ("" if row["usual_gamma"] == 3 else f" (gamma {row['usual_gamma']})"),
+            f"{row['best']:.2f}",
+            str(row["best_gamma"]),
+            f"{row['auto']:.2f}",
+            f"{row['mean_gamma']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{min(row['ratios']):.2f}",
+        ]
+        for row in autos
+    ]
+    parts += ["\n  --gamma auto, at the largest budget, against the better of gamma 3 and plain decoding\n"]
+    return "\n".join([*parts, side_by_side(head, lines)])
+
+
+def figure(records: list[Record]) -> Figure:
+    compared = comparisons(records)
+    by_size: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in compared:
+        by_size.setdefault((row["B"], row["prefix_len"]), []).append(row)
+    ends = [row[name] for row in compared for name in ("predicted", "measured")] or [1.0]
+    diagonal = Series("equal", [min(ends), max(ends)], [min(ends), max(ends)], "#999999", marker="")
+    points = [
+        Series(
+            f"B {size[0]}, {size[1]} tokens",
+            [row["measured"] for row in rows],
+            [row["predicted"] for row in rows],
+            colour,
+            has_line=False,
+        )
+        for (size, rows), colour in zip(sorted(by_size.items()), CATEGORIES, strict=False)
+    ]
+    left = Panel("the cost model", "measured speedup", "predicted speedup", (diagonal, *points), is_log_x=False)
+    autos = [against_fixed(record) for record in records if record["benchmark"] == "gamma_cell"]
+    bars = [
+        Series(name, range(len(autos)), [row[key] for row in autos], colour, has_line=False)
+        for (name, key), colour in zip(
+            (("gamma 3", "usual"), ("best fixed gamma", "best"), ("auto", "auto")), CATEGORIES, strict=False
+        )
+    ]
+    sizes = ", ".join(f"{i}: B {row['B']}, {row['prefix_len']}" for i, row in enumerate(autos))
+    right = Panel(
+        "--gamma auto", f"setting\n({sizes})", "speedup", tuple(bars), is_log_x=False, reference=(1.0, "plain decoding")
+    )
+    return Figure("Predicted and measured speedups", (left, right))
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    reproduction.present(args, cells(args), NAME, table, figure)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

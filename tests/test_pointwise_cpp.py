@@ -1,0 +1,213 @@
+"""The pointwise functions in C++ against the eager ones, and their promise: a row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from functools import partial
+
+import pytest
+import torch
+from tiny import TINY, full_cache, random_prompts, tiny_model
+from torch import Tensor
+
+from engine import ModelRunner, SelfSpeculation, generate
+from kv_cache import StreamingKVCache
+from models import pointwise_cpp
+from models.attention import TorchAttention
+from models.cpp_build import BuildError
+from models.pointwise import EAGER, Pointwise, use_pointwise
+from models.pointwise_cpp import cpp, pointwise_beside
+from models.rope import Rotation, rotation
+
+DTYPES = (torch.float32, torch.bfloat16)
+ROWS, DIMS = (1, 3, 8, 33), (576, 64, 100)
+N_THREADS = 3
+MANY = 700  # rows enough for every function to share them between threads
+FUNCTIONS = ("add_norm", "rotate_heads", "swiglu", "round_to_uint8")
+
+
+class CppNamed(TorchAttention):
+    name = "cpp"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Pointwise:
+    try:
+        return cpp()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def no_fallback(monkeypatch):
+    """What is meant for the kernel has to reach it."""
+    broken = Pointwise(*(partial(pytest.fail, f"{name} ran eagerly") for name in FUNCTIONS))
+    monkeypatch.setattr(pointwise_cpp, "EAGER", broken)
+
+
+def inputs(name: str, n_row: int, dim: int, dtype: torch.dtype, strided: bool = True) -> tuple:
+    """Arguments of one function, where `strided` cut out of larger tensors, as heads are."""
+    generator = torch.Generator().manual_seed(n_row + dim)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def cut(*shape: int) -> Tensor:
+        whole = normal(shape[0], shape[1] + 3 * strided, *shape[2:])
+        return whole[:, : shape[1]]
+
+    if name == "add_norm":
+        return 3 * cut(n_row, dim), cut(n_row, dim), normal(dim), 1e-5
+    if name == "rotate_heads":
+        turns = rotation(torch.arange(n_row) * 37, torch.linspace(0.01, 1, dim // 2), dtype)
+        return cut(n_row, 5, dim), turns
+    return (8 * cut(n_row, 2 * dim if name == "swiglu" else dim),)
+
+
+def results(function, arguments: tuple) -> tuple[Tensor, ...]:
+    got = function(*arguments)
+    return got if isinstance(got, tuple) else (got,)
+
+
+def rows_of(arguments: tuple, rows: slice) -> tuple:
+    """The arguments for some rows; a weight or a number serves all of them."""
+
+    def part(value):
+        if isinstance(value, Rotation):
+            return Rotation(*(each[rows] for each in value))
+        return value[rows] if isinstance(value, Tensor) and value.dim() > 1 else value
+
+    return tuple(map(part, arguments))
+
+
+def ulps(got: Tensor, wanted: Tensor) -> int:
+    """The largest distance in steps of bfloat16, for values of one sign."""
+    return int((got.view(torch.int16).int() - wanted.view(torch.int16).int()).abs().max())
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equals_the_eager_function(kernel, no_fallback, name, dtype, strided):
+    for n_row in ROWS:
+        for dim in DIMS:
+            arguments = inputs(name, n_row, dim, dtype, strided)
+            pairs = zip(
+                results(getattr(kernel, name), arguments), results(getattr(EAGER, name), arguments), strict=True
+            )
+            for index, (got, wanted) in enumerate(pairs):
+                assert got.dtype == wanted.dtype and got.shape == wanted.shape and got.is_contiguous()
+                sum_of_two = name == "add_norm" and index == 0
+                if sum_of_two or name == "round_to_uint8" or (name == "rotate_heads" and dtype == torch.bfloat16):
+                    assert torch.equal(got, wanted)
+                elif name == "rotate_heads":  # a sum of two products, of which either may be fused
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+                elif dtype == torch.float32:
+                    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
+                else:
+                    # swiglu rounds its silu before the product: a silu on the edge may cost another step
+                    assert ulps(got, wanted) <= (2 if name == "swiglu" else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bits_depend_on_neither_the_other_rows_nor_the_threads(kernel, no_fallback, name, dtype):
+    arguments = inputs(name, MANY, 100, dtype)
+    function, before = getattr(kernel, name), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = results(function, arguments)
+        torch.set_num_threads(N_THREADS)
+        assert all(map(torch.equal, results(function, arguments), whole))
+        for row in (0, 1, MANY // 2, MANY - 1):
+            for n_row in (1, 3):
+                rows = slice(max(0, row + 1 - n_row), row + 1)
+                assert all(map(torch.equal, results(function, rows_of(arguments, rows)), (x[rows] for x in whole)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [3, 99])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_not_finite_stays_in_its_row_as_in_the_eager_function(kernel, no_fallback, name, dtype, place, value):
+    arguments = inputs(name, 5, 100, dtype)
+    clean = results(getattr(kernel, name), arguments)
+    arguments[0][2, ..., place] = value
+    got, wanted = (results(getattr(functions, name), arguments) for functions in (kernel, EAGER))
+    for mine, theirs, before in zip(got, wanted, clean, strict=True):
+        finite = theirs.isfinite()
+        assert not theirs.dtype.is_floating_point or not finite[2].all()
+        assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.isfinite(), finite)
+        assert torch.equal(mine[theirs.isinf()], theirs[theirs.isinf()])
+        others = [0, 1, 3, 4]
+        assert torch.equal(mine[others], before[others])
+
+
+def test_silu_at_both_ends(kernel, no_fallback):
+    """Where the exponential is infinite, is about to be, and is nothing beside 1; small values stay what they are."""
+    ends = torch.tensor([88.0, 88.5, 88.7, 88.8, 90, 200, 1e30, 86, 17, 1e-3, 1e-30, 0])
+    gate = torch.cat([ends, -ends])
+    pair = torch.cat([gate, torch.ones_like(gate)])[None]
+    torch.testing.assert_close(kernel.swiglu(pair), EAGER.swiglu(pair), rtol=1e-6, atol=0)
+
+
+def test_a_row_of_zeros_has_a_scale(kernel, no_fallback):
+    zeros = torch.zeros(2, 40)
+    q, scale = kernel.round_to_uint8(zeros)
+    assert torch.equal(q, torch.full_like(q, 128)) and torch.equal(scale, EAGER.round_to_uint8(zeros)[1])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_rows_are_no_trouble(kernel, name):
+    arguments = inputs(name, 0, 64, torch.float32)
+    pairs = zip(results(getattr(kernel, name), arguments), results(getattr(EAGER, name), arguments), strict=True)
+    assert all(got.shape == wanted.shape for got, wanted in pairs)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_the_kernel_cannot_read_runs_eagerly(kernel, name):
+    """Other dtypes; elements that do not lie side by side; a weight or a rotation of another dtype."""
+    cases = [inputs(name, 5, 64, dtype) for dtype in (torch.float64, torch.float16)]
+    first, *others = inputs(name, 5, 64, torch.float32)
+    spread = torch.stack([first, first], dim=-1).flatten(-2)[..., ::2]
+    cases.append((spread, *others))
+    if name == "add_norm":
+        cases += [(first, others[0].bfloat16(), *others[1:]), (first, others[0], others[1].double(), 1e-5)]
+        cases.append((first, others[0][:1], *others[1:]))
+    if name == "rotate_heads":
+        cases += [(first.bfloat16(), *others), (first, rotation(torch.arange(1), torch.ones(32), torch.float32))]
+    for arguments in cases:
+        pairs = zip(results(getattr(kernel, name), arguments), results(getattr(EAGER, name), arguments), strict=True)
+        assert all(torch.equal(got, wanted) for got, wanted in pairs)
+
+
+def test_a_model_decodes_the_same_tokens(kernel):
+    """Rows of different lengths, drafted for from a small cache; in float32, as greedy as eager functions are."""
+    tokens = []
+    for functions in (EAGER, kernel):
+        model = tiny_model(dtype=torch.float32)
+        use_pointwise(model, functions)
+        runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
+        drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float32), gamma=3)
+        prompts = random_prompts([30, 5, 17])
+        for each in (None, drafter):
+            tokens.append(generate(runner, prompts, max_new_tokens=[12, 20, 9], drafter=each).tokens)
+    assert all(each == tokens[0] for each in tokens)
+
+
+def test_they_are_chosen_beside_attention_in_cpp_only(kernel):
+    assert pointwise_beside(TorchAttention()) == EAGER
+    chosen = pointwise_beside(CppNamed())
+    assert all(isinstance(function, partial) for function in astuple(chosen))
+
+
+def test_a_machine_without_a_compiler_uses_the_eager_functions(monkeypatch, tmp_path):
+    pointwise_cpp.load_kernel.cache_clear()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert pointwise_beside(CppNamed()) == EAGER
+    with pytest.raises(BuildError, match="/nowhere/g"):
+        cpp()
+    pointwise_cpp.load_kernel.cache_clear()
