@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+REPRODUCTION ?= reproduction
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all mutants certify lint format clean
+.PHONY: help demo reproduce test test-all mutants certify lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +16,20 @@ demo: $(VENV)/.installed  ## fetch the default model and book, then self-specula
 	$(RUN) download.py
 	$(RUN) convert_hf_checkpoint.py
 	$(RUN) tests/selfspec_benchmark.py
+
+# Measured here, whatever is recorded in reproduce/results/ already. An interrupted run goes on where it was.
+HERE = --figures $(REPRODUCTION)/figures --output $(REPRODUCTION)
+
+reproduce: $(VENV)/.installed-dev  ## published tables and figures beside what this machine measures
+	$(RUN) download.py
+	$(RUN) convert_hf_checkpoint.py
+	mkdir -p $(REPRODUCTION)
+	$(RUN) reproduce/acceptance_by_context.py $(HERE)/acceptance.jsonl
+	$(RUN) reproduce/acceptance_by_budget.py $(HERE)/acceptance.jsonl
+	$(RUN) reproduce/speedup_tables.py $(HERE)/speedups.jsonl
+	$(RUN) reproduce/cost_ratios.py $(HERE)/speedups.jsonl
+	$(RUN) reproduce/throughput_latency.py $(HERE)/speedups.jsonl
+	$(RUN) reproduce/cost_model_error.py $(HERE)/cost_model.jsonl
 
 test: lint  ## checks and tests, slow ones left out
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal

@@ -17,13 +17,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kv_cache.errors import ConfigError
+
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
-    """Expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023, equation 1.
+    """Expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
+    (arXiv 2211.17192), equation 1. Summed as 1 + alpha + ... + alpha^gamma, which divides by nothing.
 
     alpha: the probability that a draft is accepted, given that those before it were, the same for every draft.
+    Errors: ConfigError.
     """
-    return float(sum(alpha**i for i in range(gamma + 1)))
+    if not 0 <= alpha <= 1:
+        raise ConfigError(
+            "an acceptance rate is a probability",
+            where="tokens_per_round: alpha",
+            seen=alpha,
+            required="0 to 1",
+            fix="divide accepted drafts by judged ones",
+        )
+    if gamma < 0:
+        raise ConfigError(
+            "no fewer than zero tokens can be drafted",
+            where="tokens_per_round: gamma",
+            seen=gamma,
+            required=">= 0",
+            fix="use a gamma of 1 or more, or 0 for plain decoding",
+        )
+    return float(sum(alpha**place for place in range(gamma + 1)))
 
 
 @dataclass(frozen=True)

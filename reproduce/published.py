@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from engine.cost_model import tokens_per_round
 from kv_cache.errors import ConfigError
 
 FILE = Path(__file__).resolve().parent / "published.json"
@@ -121,31 +122,6 @@ def same_context(a: int, b: int) -> bool:
     return abs(a - b) <= SAME_CONTEXT * max(a, b)
 
 
-def omega(alpha: float, gamma: int) -> float:
-    """Expected tokens per round: (1 - alpha^(gamma + 1)) / (1 - alpha), and gamma + 1 where alpha is 1.
-
-    Leviathan et al. 2023 (arXiv 2211.17192), equation 1. Summed as 1 + alpha + ... + alpha^gamma, which is the
-    same and divides by nothing. Errors: ConfigError.
-    """
-    if not 0 <= alpha <= 1:
-        raise ConfigError(
-            "an acceptance rate is a probability",
-            where="omega: alpha",
-            seen=alpha,
-            required="0 to 1",
-            fix="divide accepted drafts by judged ones",
-        )
-    if gamma < 0:
-        raise ConfigError(
-            "no fewer than zero tokens can be drafted",
-            where="omega: gamma",
-            seen=gamma,
-            required=">= 0",
-            fix="use a gamma of 1 or more, or 0 for plain decoding",
-        )
-    return sum(alpha**place for place in range(gamma + 1))
-
-
 def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_target: float) -> float:
     """Omega / (gamma * T_D / T_T + T_V / T_T): MagicDec (arXiv 2408.11049), its formula for the speedup.
 
@@ -160,4 +136,4 @@ def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_targ
             required="a cost above 0",
             fix="divide measured step times by that of plain decoding",
         )
-    return omega(alpha, gamma) / cost
+    return tokens_per_round(alpha, gamma) / cost

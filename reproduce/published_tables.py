@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from engine.cost_model import tokens_per_round
 from models.default_model import DEFAULT_NAME
 from reproduce import acceptance_by_context, cost_ratios, reproduction
 from reproduce.page_records import Records, link
 from reproduce.performance_page import grid
-from reproduce.published import SELF, Ratio, Speedup, omega, published, same_context
+from reproduce.published import SELF, Ratio, Speedup, published, same_context
 from reproduce.reproduction import (
     NONE,
     SLOWER,
@@ -60,7 +61,7 @@ def predicted_speedup(records: Records, fact: Speedup) -> str:
     ]
 
     def show(record: Record) -> str:
-        predicted = omega(alpha, record["gamma"]) / (quotient(record, "round_ms") or math.nan)
+        predicted = tokens_per_round(alpha, record["gamma"]) / (quotient(record, "round_ms") or math.nan)
         return f"predicted {link(speedup_text(predicted), record)} (acceptance {alpha}, {_details(record)})"
 
     return _listed(found, show)

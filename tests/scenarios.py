@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from guesses import KINDS, Guesses
+from policies import POLICIES, Size
 from witness import cut
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
 from engine.pacing import PLAIN, Choice
-from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
+from kv_cache import FullKVCache
 
 PACED = "paced"
 DRAFTERS = ("none", "streaming", "full", "ngram", "standalone, streaming", "standalone, full", PACED, *KINDS)
@@ -120,13 +121,11 @@ class Scenario:
             return NGram(runner, self.gamma)
         if kind in KINDS:
             return Guesses(runner, dict(zip(self.ids, futures, strict=True)), self.gamma, kind, config.vocab_size)
-        if kind.endswith("full"):
-            cache: KVCache = FullKVCache(config, n_slots, room, dtype=dtype)
-        elif kind.endswith("snapkv"):
-            cache = SnapKVCache(config, n_slots, self.budget + 1, self.budget - self.n_sink, dtype=dtype)
-        else:
-            in_cache = kind.startswith("standalone") and self.spare_room > 0
-            cache = StreamingKVCache(config, n_slots, self.budget, self.n_sink, dtype=dtype, rotate_on_read=in_cache)
+        policy = kind.rpartition(", ")[2]
+        if kind == "standalone, streaming" and self.spare_room > 0:
+            policy = "streaming, positions in the cache"
+        window = self.budget - self.n_sink
+        cache = POLICIES[policy].make(config, Size(n_slots, room, self.n_sink, window, dtype))
         if kind.startswith("standalone"):
             # The target's own weights, over a cache that it has to fill itself.
             return StandaloneDraft(ModelRunner(runner.model, cache, self.prefill_chunk), self.gamma)

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from engine.cost_model import tokens_per_round
 from kv_cache.errors import ConfigError
 from reproduce import (
     acceptance_by_budget,
@@ -25,7 +26,7 @@ from reproduce import (
     throughput_latency,
 )
 from reproduce.page_records import GPU
-from reproduce.published import omega, published, same_context, speedup
+from reproduce.published import published, same_context, speedup
 from reproduce.reproduction import NONE
 
 ORIGIN = {"git_commit": "0123456789abcdef", "machine": "a CPU, 2 cores", "gpu": None, "torch_version": "2.13"}
@@ -148,7 +149,7 @@ def test_models_are_recognised_by_the_names_of_their_checkpoints():
     [(0.8, 3, 2.952), (1, 4, 5), (0, 3, 1), (0.5, 1, 1.5), (0.81, 3, 2.997541), (0.9, 0, 1)],
 )
 def test_tokens_per_round(alpha, gamma, expected):
-    assert omega(alpha, gamma) == pytest.approx(expected, abs=1e-9)
+    assert tokens_per_round(alpha, gamma) == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_published_formula():
@@ -156,7 +157,9 @@ def test_the_published_formula():
     assert speedup(1, 4, 0.25, 1.5) == pytest.approx(5 / 2.5)
 
 
-@pytest.mark.parametrize("call", [lambda: omega(1.2, 3), lambda: omega(0.5, -1), lambda: speedup(0.5, 3, 0, 0)])
+@pytest.mark.parametrize(
+    "call", [lambda: tokens_per_round(1.2, 3), lambda: tokens_per_round(0.5, -1), lambda: speedup(0.5, 3, 0, 0)]
+)
 def test_numbers_that_the_formula_does_not_have_are_refused(call):
     with pytest.raises(ConfigError, match="required:"):
         call()

@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
 from reproduce.gpu_parts.setups import TINY, dummy_setup, speculation_passes, with_drafter
+from reproduce.published import SELF, published
 from reproduce.variants import under
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
@@ -32,9 +33,6 @@ QUICK_SETTINGS = ((TINY, 2, 64, "same"),)
 DRAFTS = (("same", 512), ("int4", 512), ("int4", 256), ("same", 256))
 QUICK_DRAFTS = (("same", 32), ("int4", 32))
 GAMMA, GEN_LEN = 3, 32
-# Acceptance of self-speculation with a StreamingLLM cache of 512 entries on PG-19, by context.
-PUBLISHED_BUDGET = 512
-PUBLISHED_ALPHA = {LLAMA_31_8B: {4000: 0.84, 8000: 0.83, 16000: 0.82, 32000: 0.81, 64000: 0.79, 100000: 0.79}}
 ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
 
@@ -68,7 +66,7 @@ def costs(
     setup = state.setup = under(state.setup, draft_weights=weights, streamingllm_budget=budget)
     speculative, timed = with_drafter(setup, partial(speculation_passes, setup))
     record = report.make_record("gpu_costs", setup, benchmark.Passes(0.0, state.baseline, speculative, timed))
-    alpha = PUBLISHED_ALPHA.get(model, {}).get(context) if budget == PUBLISHED_BUDGET else None
+    alpha = published_alpha(model, context) if budget == published().draft_budget else None
     predicted = None
     if alpha is not None:
         predicted = tokens_per_round(alpha, GAMMA) * record["baseline_step_ms"] / record["round_ms"]
@@ -87,6 +85,12 @@ def costs(
             "baseline_share_of_copy": bandwidth / copy_bandwidth(options),
         }
     )
+
+
+def published_alpha(model: str, context: int) -> float | None:
+    """The acceptance of self-speculation that was published for that model and context."""
+    known = [name for name in published().checkpoint_names if published().is_model(name, model)]
+    return published().alpha(known[0], SELF, context) if known else None
 
 
 def bytes_per_step(setup: Setup, context: int) -> int:

@@ -1,0 +1,89 @@
+"""What every KV policy has to do, on ragged rows: the rows of tests/policies.py, each through the same tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policies import OF_SELF_DRAFTS, POLICIES, Size
+from recorded_graph import RecordedGraph
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from kv_cache import EMPTY
+
+SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
+GAMMA = 3
+LENGTHS, LIMITS = [40, 7, 23, 1, 31], [25, 9, 18, 30, 12]
+DRAFTS = [*(("self", name) for name in OF_SELF_DRAFTS), *(("standalone", name) for name in POLICIES)]
+
+
+def make_drafter(kind: str, policy: str, runner: ModelRunner):
+    cache = POLICIES[policy].make(TINY, SIZE)
+    if kind == "self":
+        return SelfSpeculation(runner, cache, GAMMA)
+    return StandaloneDraft(ModelRunner(tiny_model(seed=3), cache), GAMMA)
+
+
+@pytest.mark.parametrize("kind,policy", DRAFTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_output_is_the_targets_own(kind, policy, temperature):
+    """Greedy and coupled; five requests through three rows, called and with captured rounds."""
+    model, prompts = tiny_model(), random_prompts(LENGTHS)
+    sampling = SamplingParams(temperature, seed=2)
+    expected = [
+        continue_by_recomputing(model, prompt, n, sampling, i)
+        for i, (prompt, n) in enumerate(zip(prompts, LIMITS, strict=True))
+    ]
+    counts = []
+    for new_graph in (None, RecordedGraph):
+        runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graph=new_graph)
+        out = generate(
+            runner,
+            prompts,
+            max_new_tokens=LIMITS,
+            drafter=make_drafter(kind, policy, runner),
+            sampling=sampling,
+            verification="coupled" if temperature else "greedy",
+        )
+        assert out.tokens == expected
+        counts.append(out.stats.counts)
+    assert counts[0] == counts[1]
+    assert (counts[0].acceptance_rate == 1.0) == ((kind, policy) == ("self", "full"))
+
+
+@pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
+def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
+    model, prompts = tiny_model(), random_prompts([40, 7, 23])
+    runner, cache = ModelRunner(model, full_cache(model, 3)), POLICIES[policy].make(TINY, SIZE)
+    drafter = SelfSpeculation(runner, cache, GAMMA)
+    for row, prompt in enumerate(prompts):
+        runner.prefill_row(row, prompt)
+        before = cache.keys.clone(), cache.positions.clone()
+        drafter.admit(row, row, prompt)
+        others = [i for i in range(3) if i != row]
+        assert torch.equal(cache.keys[:, others], before[0][:, others])
+        assert torch.equal(cache.positions[others], before[1][others])
+        held = cache.positions[row] != EMPTY
+        kept = cache.positions[row][held].tolist()
+        assert len(set(kept)) == len(kept) == min(len(prompt), cache.capacity) and max(kept) == len(prompt) - 1
+        # Every key is one that the target holds for this row, of the same layer and head.
+        mine, theirs = cache.keys[:, row][:, :, held], runner.cache.keys[:, row, :, : len(prompt)]
+        same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)
+        assert bool(same.any(-1).all())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rolling_back_forgets_what_lies_behind_in_each_row(policy):
+    cache = POLICIES[policy].make(TINY, SIZE)
+    starts = torch.tensor([30, 2, 17])
+    for row, length in enumerate(starts.tolist()):
+        cache.positions[row, cache.slots(cache.retained_positions(length))] = cache.retained_positions(length)
+    cache.begin(starts[:, None] + torch.arange(GAMMA + 1))
+    lengths = starts + torch.tensor([0, 4, 2])
+    cache.rollback(lengths)
+    for row, length in enumerate(lengths.tolist()):
+        held = sorted(p for p in cache.positions[row].tolist() if p != EMPTY)
+        assert held[-1] == length - 1 and len(held) == len(set(held))
+        kept = set(cache.retained_positions(length).tolist())
+        # What a rolled-back block evicted does not come back.
+        assert set(held) <= kept and len(kept - set(held)) <= GAMMA + 1
