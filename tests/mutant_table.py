@@ -28,6 +28,8 @@ CPP = ("test_cpp_attention.py",)
 PLACES = ("test_cache_positions.py",)
 DRAFT_MODELS = ("test_draft_models.py",)
 PARALLEL = ("test_tensor_parallel.py",)
+SELECTION = ("test_snapkv.py",)
+ADAPTIVE = ("test_adaptive.py",)
 
 VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
@@ -35,6 +37,7 @@ SAMPLING = "engine/sampling.py"
 DECODING = "engine/decoding.py"
 STANDALONE = "engine/drafters/standalone.py"
 STREAMING = "kv_cache/streaming.py"
+SNAPKV = "kv_cache/snapkv.py"
 SHARDS = "models/tensor_parallel.py"
 
 MUTANTS = (
@@ -541,5 +544,105 @@ MUTANTS = (
         "by_shard = zip(self.ranks, widths, strict=True)",
         "by_shard = zip(sorted(self.ranks), widths, strict=True)",
         PARALLEL,
+    ),
+    # Selection by attention
+    Mutant(
+        "a query of the prompt's end votes for entries behind it",
+        SNAPKV,
+        "at > at[n_token - n_query :, None]",
+        "at > at[-1]",
+        SELECTION,
+    ),
+    Mutant(
+        "scores are not scaled before the softmax that votes",
+        SNAPKV,
+        "keys.float().mT[:, None] * head_dim**-0.5",
+        "keys.float().mT[:, None]",
+        SELECTION,
+    ),
+    Mutant(
+        "query heads vote for the wrong KV head",
+        SNAPKV,
+        "queries.float().view(n_kv_head, -1, n_query, head_dim)",
+        "queries.float().view(-1, n_kv_head, n_query, head_dim).transpose(0, 1)",
+        SELECTION,
+    ),
+    Mutant(
+        "the window takes part in the selection",
+        SNAPKV,
+        "[:, : length - self.window]",
+        "",
+        SELECTION,
+    ),
+    Mutant(
+        "an entry's neighbours have no say",
+        SNAPKV,
+        "F.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)",
+        "votes",
+        SELECTION,
+    ),
+    Mutant(
+        "looking at the prompt's end writes to the target's cache",
+        "engine/runner.py",
+        "ReadOnlyKVCache(view)",
+        "view",
+        SELECTION,
+    ),
+    Mutant(
+        "a draft of some layers selects by the first layers' queries",
+        "kv_cache/base.py",
+        "partial(queries.__getitem__, from_layer)",
+        "partial(queries.__getitem__, to_layer)",
+        SELECTION,
+    ),
+    # Rounds that choose
+    Mutant(
+        "a drafter that missed rounds goes on where it was",
+        DECODING,
+        "if slot.request and slot.followed[index] != slot.length:",
+        "if slot.request and slot.followed[index] > slot.length:",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "a refilled row's drafter still follows the last request",
+        DECODING,
+        "    slot.followed = {}\n    if prefilled",
+        "    if prefilled",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "a draft model that missed rounds skips its last known token",
+        STANDALONE,
+        "max(0, known - 1))",
+        "known)",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "plain rounds are not counted, so speculation is never tried again",
+        "engine/adaptive.py",
+        "self._plain_rounds += 1",
+        "pass",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "drafts behind a rejection count as judged",
+        "engine/adaptive.py",
+        "for place in range(min(n_accepted + 1, gamma)):",
+        "for place in range(gamma):",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "a teacher-forced round goes on from what it emitted",
+        "engine/teacher_forcing.py",
+        "runner.step(text[:, start : start + gamma + 1], positions, extent, through)",
+        "None",
+        ("test_teacher_forcing.py",),
+    ),
+    Mutant(
+        "costs between batches are those of the smallest",
+        "engine/cost_model.py",
+        "np.interp(batch, self.batches,",
+        "np.interp(self.batches[0], self.batches,",
+        ("test_cost_model.py",),
     ),
 )
