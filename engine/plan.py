@@ -23,6 +23,8 @@ from engine.runner import PREFILL_CHUNK
 from engine.settings import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
 from kv_cache.errors import ConfigError
 from models import ModelConfig
+from models.attention import select_backend
+from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
 from models.tensor_parallel import Shard, check_count, shard_config
@@ -106,6 +108,8 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
         check_compiler(device)
     group, draft_group = _rank_groups(args, target, draft_source)
     dtype = resolve_dtype(args, device)
+    if args.attention != "auto":  # refused now, where this machine does not have it
+        select_backend(args.attention, device, attention_spec(target.config, dtype))
     return Plan(
         args=args,
         sampling=sampling,

@@ -17,6 +17,8 @@ from models.llama import Transformer, attention_spec
 from models.manifest import atomic_path, check_files
 from models.mapped_file import copy_out
 from models.packed_linear import pack_linears, pack_model
+from models.pointwise import use_pointwise
+from models.pointwise_cpp import pointwise_beside
 from models.quantize import check_scheme, quantize_head, quantize_linears
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 from models.tokenizer import TOKENIZER_FILES
@@ -223,6 +225,7 @@ def load_model(
         pack_model(model)
     if exchange is not None:
         parallelise(model, config, exchange)
+    use_pointwise(model, pointwise_beside(backend))
     return model
 
 

@@ -33,7 +33,7 @@ def load_library(source: Path, name: str) -> ctypes.CDLL:
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
     if not compiler[0]:
-        raise BuildError("no C++ compiler (g++) was found")
+        raise BuildError("no C++ compiler (g++) was found; CXX names another one")
     try:
         library = cache_folder() / f"{name}-{_key(compiler, source)}.so"
         if not library.exists():
@@ -43,7 +43,9 @@ def load_library(source: Path, name: str) -> ctypes.CDLL:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
         raise BuildError(f"{shlex.join(compiler)} cannot build it: {lines[0][:200]}") from None
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
-        raise BuildError(f"it cannot be built or loaded: {str(error)[:200]}") from None
+        raise BuildError(
+            f"it cannot be built or loaded (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
+        ) from None
 
 
 def _build(compiler: list[str], source: Path, library: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from models.pointwise import EAGER, Pointwise
 from models.rope import Rotation
 
 SOURCE = Path(__file__).with_name("pointwise_kernel.cpp")
+Call = Callable[..., None]  # a function of the kernel
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
 # Types that are told once make a call cheaper than arguments that carry theirs.
 _SIZES = [c_int64, c_int64, c_int64]
@@ -68,7 +70,7 @@ def pointwise_beside(backend: AttentionBackend) -> Pointwise:
         return EAGER
 
 
-def add_norm(call: ctypes._FuncPointer, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As EAGER's: `x + update` is rounded to the dtype, and the norm is that of the rounded sum, rounded once."""
     size = BYTES.get(x.dtype)
     (n_row, dim), (x_row, x_step), (update_row, update_step) = x.shape, x.stride(), update.stride()
@@ -81,7 +83,7 @@ def add_norm(call: ctypes._FuncPointer, x: Tensor, update: Tensor, weight: Tenso
     return sums, normed
 
 
-def rotate_heads(call: ctypes._FuncPointer, heads: Tensor, by: Rotation) -> Tensor:
+def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
     """As EAGER's: the products with the cosines are rounded to the dtype, and so is the result."""
     size = BYTES.get(heads.dtype)
     (n_token, n_head, head_dim), (token, head, step) = heads.shape, heads.stride()
@@ -98,7 +100,7 @@ def rotate_heads(call: ctypes._FuncPointer, heads: Tensor, by: Rotation) -> Tens
     return out
 
 
-def swiglu(call: ctypes._FuncPointer, gate_and_up: Tensor) -> Tensor:
+def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
     """As EAGER's: `silu(gate)` is rounded to the dtype, and so is its product with `up`."""
     size = BYTES.get(gate_and_up.dtype)
     (n_row, width), (row, step) = gate_and_up.shape, gate_and_up.stride()
@@ -109,7 +111,7 @@ def swiglu(call: ctypes._FuncPointer, gate_and_up: Tensor) -> Tensor:
     return out
 
 
-def round_to_uint8(call: ctypes._FuncPointer, x: Tensor) -> tuple[Tensor, Tensor]:
+def round_to_uint8(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
     """As EAGER's, to the last bit."""
     size = BYTES.get(x.dtype)
     (n_row, dim), (row, step) = x.shape, x.stride()

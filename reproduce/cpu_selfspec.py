@@ -24,7 +24,8 @@ from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
 from models import Transformer
-from models.pointwise import EAGER, Pointwise, compiled, use_pointwise
+from models.pointwise import Pointwise, compiled, use_pointwise
+from models.pointwise_cpp import pointwise_beside
 from models.quantize import SCHEMES
 
 MEDIANS = (
@@ -122,7 +123,8 @@ def main() -> None:
     models: dict[tuple, Transformer | None] = {}
     cells = [Cell(*values) for values in itertools.product(gammas, budgets, draft_dtypes, weights, ways)]
     setups = {cell: cell_setup(setup, cell, models) for cell in cells}
-    functions = {way: (compiled(), compiled_source()) if way else (EAGER, in_passes) for way in ways}
+    usual = pointwise_beside(setup.runner.model.backend)
+    functions = {way: (compiled(), compiled_source()) if way else (usual, in_passes) for way in ways}
     prefill_seconds = benchmark.prefill(setup)
     records: dict[Cell, list[dict]] = {cell: [] for cell in cells}
     for pair, way in itertools.product(range(args.pairs), ways):

@@ -30,6 +30,7 @@ DRAFT_MODELS = ("test_draft_models.py",)
 PARALLEL = ("test_tensor_parallel.py",)
 SELECTION = ("test_snapkv.py",)
 ADAPTIVE = ("test_adaptive.py",)
+POINTWISE_CPP = ("test_pointwise_cpp.py",)
 
 VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
@@ -644,5 +645,41 @@ MUTANTS = (
         "np.interp(batch, self.batches,",
         "np.interp(self.batches[0], self.batches,",
         ("test_cost_model.py",),
+    ),
+    # Functions in C++
+    Mutant(
+        "the C++ norm is of sums that were cut, not rounded",
+        "models/pointwise_kernel.cpp",
+        "rounded<T>(load(x + i, n) + load(update + i, n))",
+        "load(x + i, n) + load(update + i, n)",
+        POINTWISE_CPP,
+    ),
+    Mutant(
+        "C++ turns all heads to the first token's position",
+        "models/pointwise_kernel.cpp",
+        "(const T*)cos + t * head_dim",
+        "(const T*)cos",
+        POINTWISE_CPP,
+    ),
+    Mutant(
+        "the C++ kernel leaves out what does not fill a vector",
+        "models/pointwise_kernel.cpp",
+        "if (i < n) body(i, (int)(n - i));",
+        "",
+        POINTWISE_CPP,
+    ),
+    Mutant(
+        "C++ reads gates and ups as if their rows were side by side",
+        "models/pointwise_kernel.cpp",
+        "(const T*)gate_and_up + row * in_row",
+        "(const T*)gate_and_up + row * 2 * n_out",
+        POINTWISE_CPP,
+    ),
+    Mutant(
+        "C++ functions replace the eager ones beside every attention",
+        "models/pointwise_cpp.py",
+        'backend.name != "cpp"',
+        'backend.name == "flash"',
+        POINTWISE_CPP,
     ),
 )
