@@ -24,7 +24,7 @@ from engine.settings import DTYPES
 from kv_cache.errors import exit_on_user_error
 from reproduce import reproduction
 from reproduce.figures import CATEGORIES, Figure, Panel, Series
-from reproduce.reproduction import FIGURES, RESULTS, Record, side_by_side
+from reproduce.reproduction import COST_MODEL, FIGURES, RESULTS, Record, side_by_side
 from reproduce.sweeping.cells import Cell, grid
 
 NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamma_cell.py"
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
     add("--compile", action="store_true", help="as that of the benchmarks")
-    add("--output", default=str(RESULTS / "cost_model.jsonl"), help="the file of records")
+    add("--output", default=str(RESULTS / COST_MODEL), help="the file of records")
     add("--figures", default=str(FIGURES), help="the folder for the figure, as PNG and SVG")
     add("--retry_failed", action="store_true", help="run cells again that failed")
     add("--only", nargs="+", default=[], metavar="CHOICE", help="name=value of a flag, or a cell's key: run only these")
@@ -121,10 +121,22 @@ def against_fixed(record: Record) -> dict[str, Any]:
     }
 
 
-def table(records: list[Record]) -> str:
-    compared = comparisons(records)
-    head = ["rows", "context", "budget", "gamma", "acceptance", "predicted", "measured", "error"]
-    lines = [
+ERROR_HEAD = ["rows", "context", "budget", "gamma", "acceptance", "predicted", "measured", "error"]
+AUTO_HEAD = [
+    "rows",
+    "context",
+    "gamma 3",
+    "best fixed",
+    "its gamma",
+    "auto",
+    "its mean gamma",
+    "auto / better",
+    "lowest",
+]
+
+
+def error_lines(compared: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [
         [
             *(str(row[name]) for name in ("B", "prefix_len", "draft_budget", "gamma")),
             *(f"{row[name]:.2f}" for name in ("acceptance_rate", "predicted", "measured")),
@@ -132,23 +144,17 @@ def table(records: list[Record]) -> str:
         ]
         for row in compared
     ]
-    parts = ["  Speedups, predicted by the cost model and measured end to end\n", side_by_side(head, lines)]
-    if compared:
-        errors = [abs(row["error"]) for row in compared]
-        parts.append(f"  median error {median(errors):.1%}, largest {max(errors):.1%}; the aim is {TARGET:.0%}")
-    autos = [against_fixed(record) for record in records if record["benchmark"] == "gamma_cell"]
-    head = [
-        "rows",
-        "context",
-        "gamma 3",
-        "best fixed",
-        "its gamma",
-        "auto",
-        "its mean gamma",
-        "auto / better",
-        "lowest",
-    ]
-    lines = [
+
+
+def error_summary(compared: Sequence[dict[str, Any]]) -> str:
+    if not compared:
+        return "nothing compared"
+    errors = [abs(row["error"]) for row in compared]
+    return f"median error {median(errors):.1%}, largest {max(errors):.1%}; the aim is a median of {TARGET:.0%}"
+
+
+def auto_lines(records: Sequence[Record]) -> list[list[str]]:
+    return [
         [
             str(row["B"]),
             str(row["prefix_len"]),
@@ -160,10 +166,21 @@ def table(records: list[Record]) -> str:
             f"{row['ratio']:.2f}",
             f"{min(row['ratios']):.2f}",
         ]
-        for row in autos
+        for row in (against_fixed(record) for record in records if record["benchmark"] == "gamma_cell")
     ]
-    parts += ["\n  --gamma auto, at the largest budget, against the better of gamma 3 and plain decoding\n"]
-    return "\n".join([*parts, side_by_side(head, lines)])
+
+
+def table(records: list[Record]) -> str:
+    compared = comparisons(records)
+    return "\n".join(
+        [
+            "  Speedups, predicted by the cost model and measured end to end\n",
+            side_by_side(ERROR_HEAD, error_lines(compared)),
+            f"  {error_summary(compared)}",
+            "\n  --gamma auto, at the largest budget, against the better of gamma 3 and plain decoding\n",
+            side_by_side(AUTO_HEAD, auto_lines(records)),
+        ]
+    )
 
 
 def figure(records: list[Record]) -> Figure:

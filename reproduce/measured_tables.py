@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, reproduction, speedup_tables
+from reproduce import (
+    acceptance_by_budget,
+    acceptance_by_context,
+    cost_model_error,
+    cost_ratios,
+    reproduction,
+    speedup_tables,
+)
 from reproduce import throughput_latency as throughput
 from reproduce.page_records import Records, source
 from reproduce.performance_page import grid
 from reproduce.published import SELF
-from reproduce.reproduction import ACCEPTANCE, NONE, SLOWER, SPEEDUPS, Record, number, speedup_text
+from reproduce.reproduction import ACCEPTANCE, COST_MODEL, NONE, SLOWER, SPEEDUPS, Record, number, speedup_text
 
 
 def text(record: Record, *names: str) -> list[str]:
@@ -85,6 +92,25 @@ def figure_of(name: str, folder: Path) -> str:
     return f"![{name.replace('_', ' ')}](figures/{name}.svg)\n\n" if (folder / f"{name}.svg").is_file() else ""
 
 
+def cost_model_section(records: Sequence[Record], figures: Path) -> str:
+    """Predicted beside measured speedups, and `--gamma auto` beside fixed gammas."""
+    title = "### The cost model\n\n"
+    if not records:
+        return f"{title}{NONE} (no record in `results/{COST_MODEL}`)."
+    compared = cost_model_error.comparisons(records)
+    return (
+        f"{title}Predicted by `engine.cost_model` from costs over random entries, measured on a grid in a process of "
+        "its own, with the acceptance of the run that it is compared with; rows and contexts off that grid are "
+        f"interpolated. {cost_model_error.error_summary(compared).capitalize()}.\n\n"
+        f"{figure_of(cost_model_error.NAME, figures)}"
+        f"{grid(cost_model_error.ERROR_HEAD, cost_model_error.error_lines(compared))}\n\n"
+        "`--gamma auto`, at the largest of those budgets, in turn with plain decoding and fixed gammas from one "
+        "prefilled state. *auto / better*: over the better of gamma 3 and plain decoding in the same repeat, the "
+        "median of the repeats, and the lowest.\n\n"
+        f"{grid(cost_model_error.AUTO_HEAD, cost_model_error.auto_lines(records))}\n\n{source(records)}"
+    )
+
+
 def measured_section(records: Records, figures: Path) -> str:
     runs = sorted(records.speculation, key=by_size)
     swept_costs = [record for record in records.costs if record["file"] == SPEEDUPS]
@@ -122,5 +148,6 @@ def measured_section(records: Records, figures: Path) -> str:
         "### Throughput against latency\n\nThe published figure has no numbers that are recorded here.\n\n"
         f"{figure_of(throughput.NAME, figures)}{flow}\n\n"
         "### Acceptance\n\nText: `greedy` and `sampled` are the model's own continuation, `book` the book's.\n\n"
-        f"{by_context}{by_budget}{accepted}"
+        f"{by_context}{by_budget}{accepted}\n\n"
+        f"{cost_model_section(records.cost_model, figures)}"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reproduce.performance_page import read
-from reproduce.reproduction import ACCEPTANCE, SPEEDUPS, Record, machine_name
+from reproduce.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS, Record, machine_name
 from reproduce.sweeping.runner import OK, read_rows
 
 GPU = "gpu.jsonl"
@@ -15,28 +15,32 @@ GPU = "gpu.jsonl"
 
 @dataclass(frozen=True)
 class Records:
-    """What is in the folder of results: runs of speculation, of acceptance, and costs of random weights."""
+    """What is in the folder of results: runs of speculation, of acceptance, costs of random weights, and the cost
+    model's own: its grids, and the runs that it is compared with.
+    """
 
     speculation: list[Record]
     acceptance: list[Record]
     costs: list[Record]
+    cost_model: list[Record]
 
 
 def read_records(folder: Path) -> Records:
     """Only what was measured: rows of cells that went well. Each record says in `file` where it is."""
-    runs = _swept(folder, SPEEDUPS)
+    runs = [record for record in _swept(folder, SPEEDUPS) if _is_fixed(record)]
     gpu = [record for record in read(folder, GPU, "gpu_costs") if record.get("status") == "done" and _is_fixed(record)]
     costs = [record for record in runs if record.get("load_format") == "dummy"]
     return Records(
         [record for record in runs if record.get("load_format") != "dummy"],
         _swept(folder, ACCEPTANCE),
         [*costs, *(record | {"file": GPU} for record in gpu)],
+        _swept(folder, COST_MODEL),
     )
 
 
 def _swept(folder: Path, name: str) -> list[Record]:
     rows = read_rows(folder / name).values()
-    return [row["record"] | {"file": name} for row in rows if row["status"] == OK and _is_fixed(row["record"])]
+    return [row["record"] | {"file": name} for row in rows if row["status"] == OK]
 
 
 def _is_fixed(record: Record) -> bool:

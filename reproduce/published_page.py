@@ -20,7 +20,7 @@ from reproduce.measured_tables import measured_section
 from reproduce.page_records import read_records
 from reproduce.published import published
 from reproduce.published_tables import published_section
-from reproduce.reproduction import ACCEPTANCE, FOLDER, RESULTS, SPEEDUPS
+from reproduce.reproduction import ACCEPTANCE, COST_MODEL, FOLDER, RESULTS, SPEEDUPS
 
 PAGE = FOLDER / "README.md"
 HEAD = """# Reproducing the published numbers
@@ -36,6 +36,7 @@ Every table and figure that {system} ({paper}) is measured against here has a sc
 | `speedup_tables.py` | speedup by rows, context and draft, losses included | `results/{speedups}` |
 | `cost_ratios.py` | verification and draft step over a step of plain decoding | `results/{speedups}` |
 | `throughput_latency.py` | throughput against latency | `results/{speedups}` |
+| `cost_model_error.py` | predictions against runs, `--gamma auto` against fixed gammas | `results/{cost_model}` |
 
 ```
 python reproduce/acceptance_by_context.py
@@ -46,13 +47,13 @@ python reproduce/gpu.py --output reproduce/results/gpu.jsonl
 python reproduce/published_page.py
 ```
 
-`make reproduce` runs all of them, on the built-in model and book unless told otherwise, at sizes for two CPU cores, and
-then this page's own script. Each prints published and measured numbers side by side and draws a figure, as PNG and
-SVG, into `figures/`. Flags name other sizes and any converted checkpoint; a GPU is used where there is one. A row is
-recorded for each cell as it ends, and a cell that has a row is not run again: interrupted runs go on, and the last
-three scripts share their cells. `--all` shows every record of the file beside the cells that were asked for. To
-measure on your own machine what is recorded already, name other files: `--output FILE --figures FOLDER`. `gpu.py`
-measures costs of published shapes with random weights, on a GPU.
+`make reproduce` runs all of them on the built-in model and book, at sizes for two CPU cores, into `reproduction/`,
+whatever is recorded here already. Each prints published and measured numbers side by side and draws a figure, as PNG
+and SVG. Flags name other sizes and any converted checkpoint; a GPU is used where there is one. A row is
+recorded for each cell as it ends, and a cell that has a row is not run again: interrupted runs go on, and scripts
+that name the same file share their cells. `--all` shows every record of the file beside the cells that were asked
+for. Without `--output FILE --figures FOLDER` a script adds to the records of this page. `gpu.py` measures costs of
+published shapes with random weights, on a GPU.
 
 A draft model of its own is measured where there is one:
 `{make_draft}`
@@ -67,6 +68,7 @@ def page(folder: Path = RESULTS, figures: Path = reproduction.FIGURES) -> str:
         paper=facts.paper,
         acceptance=ACCEPTANCE,
         speedups=SPEEDUPS,
+        cost_model=COST_MODEL,
         make_draft=reproduction.MAKE_DRAFT,
     )
     return f"{head}\n{published_section(records)}\n\n{measured_section(records, figures)}\n"

@@ -24,7 +24,7 @@ from reproduce.sweeping.runner import OK, read_rows, run_cells
 Record = dict[str, Any]
 FOLDER = ROOT / "reproduce"
 RESULTS, FIGURES = FOLDER / "results", FOLDER / "figures"
-SPEEDUPS, ACCEPTANCE = "speedups.jsonl", "acceptance.jsonl"
+SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
 # A copy of the default model without four of its layers: README.md, "A draft model of its own".
 DEFAULT_DRAFT = ROOT / "checkpoints" / "SmolLM2-draft" / "model.pth"
 MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir checkpoints/SmolLM2-draft"
