@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.cost_model import Costs, tokens_per_round
 from engine.drafters import Drafter
@@ -18,6 +18,8 @@ TRIAL_ROUNDS = 3
 MEMORY, FADED = 0.97, 0.25
 # Plain rounds after which speculation that did not pay is tried again; doubled after every trial in vain.
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 512
+# Rounds of speculation after which the other drafters are tried again: the first trial was short.
+SECOND_LOOK = 128
 # Another drafter has to promise this much more: the change itself costs something.
 WORTH_A_CHANGE = 1.03
 
@@ -59,8 +61,9 @@ class Acceptance:
 class Adaptive:
     """A `Pacing` over drafters of one kind; `costs[i]` are those of drafter i.
 
-    Speculation that is not expected to beat plain decoding gives way to plain rounds, and is tried again after a
-    pause. `gammas`: those to choose among, for each drafter the same.
+    Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter is tried
+    again after a pause; while it pays, the other drafters are tried again now and then. `gammas`: those to choose
+    among, for each drafter the same; plain rounds are among the choices if 0 is.
     Its choices follow from costs and accepted counts alone, so ranks that were given the same costs choose alike.
     """
 
@@ -74,12 +77,13 @@ class Adaptive:
         self._trial_rounds = [TRIAL_ROUNDS if self._hopeful(index) else 0 for index in range(len(drafters))]
         self._active = 0
         self._plain_rounds, self._pause = 0, SHORTEST_PAUSE // 2
+        self._rounds_since_trial = 0
 
     def choose(self) -> Choice:
-        if self._plain_rounds >= self._pause and self._hopeful(self._active):
-            self._plain_rounds = 0
-            self._trial_rounds[self._active] = TRIAL_ROUNDS
-            self._acceptance[self._active].fade(FADED)
+        if self._plain_rounds >= self._pause:
+            self._try(range(len(self.drafters)))
+        elif self._rounds_since_trial >= SECOND_LOOK and not self._plain_rounds:
+            self._try(index for index in range(len(self.drafters)) if index != self._active)
         for index, rounds in enumerate(self._trial_rounds):
             if rounds:
                 return Choice(index, self._best(index)[0])
@@ -95,10 +99,19 @@ class Adaptive:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return PLAIN
 
+    def _try(self, drafters: Iterable[int]) -> None:
+        """Let the drafters that may pay draft again, whatever they showed before."""
+        self._plain_rounds = self._rounds_since_trial = 0
+        for index in drafters:
+            if self._hopeful(index):
+                self._trial_rounds[index] = TRIAL_ROUNDS
+                self._acceptance[index].fade(FADED)
+
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         if choice.drafter is None:
             self._plain_rounds += 1
             return
+        self._rounds_since_trial += not self._trial_rounds[choice.drafter]
         self._trial_rounds[choice.drafter] = max(0, self._trial_rounds[choice.drafter] - 1)
         self._acceptance[choice.drafter].add(choice.gamma, accepted)
 

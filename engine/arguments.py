@@ -35,21 +35,26 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def add_common_arguments(parser: argparse.ArgumentParser, target_flag: str = "--model") -> None:
     """The flags of every benchmark; the defaults run on the built-in model and book."""
+    add_model_arguments(parser, target_flag)
+    add_size_arguments(parser)
     add = parser.add_argument
-    default = str(DEFAULT_CHECKPOINT / "model.pth")
-    add(target_flag, dest="model", metavar="MODEL", default=default, help="the target's converted checkpoint")
-    add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
-    add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
-    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
-    add("--B", type=int, default=8, help="rows decoded together")
-    add("--prefix_len", type=int, default=6000, help="prompt tokens per row")
-    add("--gen_len", type=int, default=64, help="new tokens per row")
     add("--num_prompts", type=int, help="prompts in all, at least B (default: B)")
     add(
         "--stop_at_eos",
         action="store_true",
         help="end a row at the model's end token (default: fixed length)",
     )
+    add("--save_rows", help="append each row to this file as it finishes: its tokens survive a run that does not")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, target_flag: str = "--model") -> None:
+    """The target, how it is stored, what it runs on, and where the record goes."""
+    add = parser.add_argument
+    default = str(DEFAULT_CHECKPOINT / "model.pth")
+    add(target_flag, dest="model", metavar="MODEL", default=default, help="the target's converted checkpoint")
+    add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
+    add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
+    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     add("--quantize", choices=SCHEMES, help="the target's linear layers in 8 or 4 bits (default: in --dtype)")
@@ -57,7 +62,13 @@ def add_common_arguments(parser: argparse.ArgumentParser, target_flag: str = "--
     add("--attention", choices=BACKENDS, default="auto", help="attention backend; auto says which, and why")
     add("--compile", action="store_true", help="torch.compile; on a GPU rounds are also captured as CUDA graphs")
     add("--output", help="append the JSON record to this file")
-    add("--save_rows", help="append each row to this file as it finishes: its tokens survive a run that does not")
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--B", type=int, default=8, help="rows decoded together")
+    add("--prefix_len", type=int, default=6000, help="prompt tokens per row")
+    add("--gen_len", type=int, default=64, help="new tokens per row")
 
 
 def add_text_argument(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +134,31 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_gamma(parser)
     _add_cache_arguments(parser, "self's cache")
-    add("--draft_layers", help="layers that self runs, such as 0-9,20-29: it skips the others (default: all)")
+    _add_layers_argument(parser)
     add("--max_ngram", type=int, help="longest match that --draft ngram looks for (default: 3)")
+
+
+def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
+    """For scripts that go through policies, budgets and gammas of a self-draft by themselves: what these share.
+
+    The other flags of a benchmark have one value each there; `settings.draft_settings` finds them in the namespace.
+    """
+    _add_window_arguments(parser)
+    _add_storage_arguments(parser)
+    _add_layers_argument(parser)
+    one_value = {"draft": "self", "gamma": 3, "draft_policy": None, "streamingllm_budget": None, "max_ngram": None}
+    one_value |= {"no_baseline": True, "benchmark": False, "num_prompts": None, "stop_at_eos": False, "save_rows": None}
+    parser.set_defaults(**{name: value for name, value in one_value.items() if name not in _destinations(parser)})
+
+
+def _destinations(parser: argparse.ArgumentParser) -> set[str]:
+    return {action.dest for action in parser._actions}
+
+
+def _add_layers_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft_layers", help="layers that self runs, such as 0-9,20-29: it skips the others (default: all)"
+    )
 
 
 def _add_gamma(parser: argparse.ArgumentParser) -> None:
@@ -158,8 +192,19 @@ def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         help="KV entries per row, sinks or selected ones and recent ones together (default: 512); -1 is "
         f"--draft_policy full; auto, of a self-draft: what of {budgets} pays best, seen while decoding",
     )
-    add("--n_sink", type=int, help="streaming: attention sinks among them (default: 4)")
-    add("--snapkv_window", type=int, help="snapkv: recent tokens among them, whose queries also select (default: 32)")
+    _add_window_arguments(parser)
+    _add_storage_arguments(parser)
+
+
+def _add_window_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--n_sink", type=int, help="streaming: attention sinks in the budget (default: 4)")
+    add("--snapkv_window", type=int, help="snapkv: recent tokens in it, whose queries also select (default: 32)")
+
+
+def _add_storage_arguments(parser: argparse.ArgumentParser) -> None:
+    """How what drafts is stored."""
+    add = parser.add_argument
     add(
         "--draft_dtype",
         choices=["auto", "same", *DTYPES],

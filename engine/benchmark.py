@@ -15,14 +15,13 @@ from engine.cost_model import Costs
 from engine.decoding import GenerateOutput, generate
 from engine.distributed import is_leader
 from engine.drafters import Drafter
-from engine.measure_costs import measure_costs
+from engine.measure_costs import measure_costs, rounds_in_turn
 from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
 from engine.provenance import append_record
 from engine.requests import Request
 from engine.say import say
 from engine.setup import Setup, make_drafters
 from engine.timing import PhaseTimer
-from kv_cache.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs
     assert setup.draft is not None
     if not costs:
         return Fixed(drafters[0])
-    gammas = range(setup.draft.gamma + 1) if setup.draft.auto_gamma else [setup.draft.gamma]
+    gammas = range(setup.draft.gamma + 1) if setup.draft.auto_gamma else [0, setup.draft.gamma]
     return Adaptive(drafters, costs, gammas)
 
 
@@ -103,17 +102,19 @@ def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
     if not setup.args.compile:
         return
     choices = _possible(setup, drafters)
-    pacing = InTurn(drafters, choices, setup.runner.max_batch)
     n_tokens = WARM_UP_ROUNDS * sum(choice.gamma + 1 for choice in choices) + 1
-    while pacing.rounds < WARM_UP_ROUNDS and setup.args.gen_len > 1:
-        generate(
+    if setup.args.gen_len > 1:
+        rounds = rounds_in_turn(
             setup.runner,
-            setup.prompts[: setup.runner.max_batch],
+            InTurn(drafters, choices, setup.runner.max_batch),
+            WARM_UP_ROUNDS,
+            setup.prompts,
             max_new_tokens=min(setup.args.gen_len, n_tokens),
-            pacing=pacing,
             sampling=setup.sampling.params,
             verification=setup.sampling.mode,
         )
+        for _ in rounds:
+            pass
 
 
 def _possible(setup: Setup, drafters: Sequence[Drafter]) -> list[Choice]:
@@ -124,7 +125,7 @@ def _possible(setup: Setup, drafters: Sequence[Drafter]) -> list[Choice]:
     most = setup.draft.gamma
     gammas = range(1, most + 1) if setup.draft.auto_gamma else [most]
     speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in gammas]
-    return [PLAIN, *speculative] if setup.draft.auto_gamma else speculative
+    return [PLAIN, *speculative] if setup.draft.automatic else speculative
 
 
 @torch.inference_mode()
@@ -168,15 +169,7 @@ def decode(
             progress=_DecodeProgress(bar, setup, name),
             phase=timer,
         )
-    broken = [error for error in output.errors if error]
-    if broken:
-        raise UserError(
-            "the model's logits are not finite",
-            where=name,
-            seen="; ".join(broken[:8]),
-            required=f"finite logits in all {len(output.errors)} rows",
-            fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
-        )
+    output.require_finite(name)
     return output
 
 

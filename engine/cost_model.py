@@ -61,9 +61,11 @@ class Costs:
     other_ms: float
 
     def round_ms(self, gamma: int) -> float:
-        """A round of that gamma; verifications between and beyond the measured gammas lie on straight lines."""
-        at, ms = np.array(self.at, dtype=float), np.array(self.verify_ms)
-        if gamma > at[-1] and len(at) > 1:
+        """A round of that gamma. Verifications between and beyond the measured gammas lie on straight lines, below
+        them on the line from a plain step, which is a verification of nothing.
+        """
+        at, ms = np.array([0, *self.at], dtype=float), np.array([self.plain_ms, *self.verify_ms])
+        if gamma > at[-1]:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
         else:
             verify = np.interp(gamma, at, ms)
@@ -122,10 +124,12 @@ class CostGrid:
         )
 
     def at(self, batch: int, context: int, draft: tuple[str, int]) -> Costs:
-        """Interpolated between the measured batches and contexts. Errors: ValueError outside of them."""
+        """Interpolated between the measured batches and contexts. Errors: ConfigError for what was not measured."""
+        if draft not in self.drafts:
+            raise _unmeasured("draft", draft, self.drafts)
         for value, measured, name in ((batch, self.batches, "batch"), (context, self.contexts, "context")):
             if not measured[0] <= value <= measured[-1]:
-                raise ValueError(f"{name} {value} lies outside the measured {measured[0]} to {measured[-1]}")
+                raise _unmeasured(name, value, f"{measured[0]} to {measured[-1]}")
 
         def between(values: np.ndarray) -> np.ndarray:
             """`[B, S, ...] -> [...]`."""
@@ -143,6 +147,16 @@ class CostGrid:
             draft_ms=float(between(self.draft)[self.drafts.index(draft)]),
             other_ms=float(between(self.other)[0]),
         )
+
+
+def _unmeasured(name: str, value: object, measured: object) -> ConfigError:
+    return ConfigError(
+        f"costs of this {name} were not measured",
+        where=f"CostGrid.at: {name}",
+        seen=value,
+        required=measured,
+        fix=f"measure a grid that has this {name}",
+    )
 
 
 if __name__ == "__main__":

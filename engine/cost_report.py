@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from tqdm import tqdm
-
 from engine import arguments, settings
-from engine.cost_model import CostGrid, Costs, tokens_per_round
-from engine.data import load_books, make_prompts
-from engine.drafters import Drafter, SelfSpeculation
-from engine.dummy_prefill import fill_with_noise
-from engine.measure_costs import measure_costs
+from engine.cost_model import CostGrid, tokens_per_round
+from engine.measure_grid import Draft, measure_acceptance, measure_grid, prepare_largest
 from engine.provenance import append_record, provenance
-from engine.runner import ModelRunner
-from engine.say import say
-from engine.setup import Setup, draft_cache, prepare
-from engine.stats import total
-from engine.teacher_forcing import forced_acceptance
+from engine.report import settings_record
 from kv_cache.errors import ConfigError, exit_on_user_error
 
-# New tokens that the caches have room for, and what the acceptance is measured on: rows, and tokens of each.
-ROOM, ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 48, 4, 96
+# What the acceptance is measured on: rows of text, and tokens of each.
+ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
+# Settings that a grid has several of.
+VARIED = ("gamma", "draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "max_ngram")
 SHADES = " .:-=+*#%@"
-
-Draft = tuple[str, int]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,18 +26,19 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure what rounds cost on this machine, and predict what speculation gains.",
         formatter_class=arguments.HelpFormatter,
     )
-    arguments.add_common_arguments(parser)
+    arguments.add_model_arguments(parser)
     arguments.add_sampling_arguments(parser)
-    arguments.add_draft_arguments(parser)
     add = parser.add_argument
-    parser.set_defaults(no_baseline=True, benchmark=False, gen_len=ACCEPTANCE_TOKENS)
-    add("--batches", type=int, nargs="+", default=[1, 4, 8], help="rows decoded together (in place of --B)")
-    add("--contexts", type=int, nargs="+", default=[1000, 4000], help="tokens per row (in place of --prefix_len)")
+    add("--batches", type=int, nargs="+", default=[1, 4, 8], help="rows decoded together")
+    add("--contexts", type=int, nargs="+", default=[1000, 4000], help="tokens per row")
     add("--policies", nargs="+", choices=["streaming", "snapkv"], default=["streaming", "snapkv"], help="of the draft")
     add("--budgets", type=int, nargs="+", default=[64, 128, 256, 512], help="KV entries of the draft")
     add("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="tokens drafted per round")
     add("--alpha", type=float, help="acceptance rate of every draft (default: measured on the data set's own text)")
-    add("--acceptance_rows", type=int, default=ACCEPTANCE_ROWS, help="rows of text, --gen_len tokens each, for that")
+    add("--acceptance_rows", type=int, default=ACCEPTANCE_ROWS, help="rows of text that it is measured on")
+    add("--gen_len", type=int, default=ACCEPTANCE_TOKENS, help="tokens of each of them")
+    arguments.add_variant_arguments(parser)
+    parser.set_defaults(B=1, prefix_len=1)  # of the grid's cells, not of the command line
     return parser
 
 
@@ -59,9 +49,13 @@ def main() -> None:
 def _main() -> None:
     args = make_parser().parse_args()
     check(args)
-    setup = prepare_largest(args)
-    alphas = _acceptance(setup, args)
-    grid = measure_grid(setup, args.batches, args.contexts, drafts_of(args), args.gammas)
+    drafts, gamma = [(policy, budget) for policy in args.policies for budget in args.budgets], max(args.gammas)
+    rows = args.batches if args.alpha is not None else [*args.batches, args.acceptance_rows]
+    setup = prepare_largest(args, drafts, rows, args.contexts, gamma)
+    alphas = dict.fromkeys(drafts, args.alpha)
+    if args.alpha is None:
+        alphas = measure_acceptance(setup, args, drafts, max(args.contexts), args.acceptance_rows, gamma)
+    grid = measure_grid(setup, args.batches, args.contexts, drafts, args.gammas)
     best = [
         {"B": batch, "prefix_len": context, **best_of(grid, batch, context, alphas, args.gammas)}
         for batch in grid.batches
@@ -74,6 +68,8 @@ def _main() -> None:
     record = {
         "benchmark": "cost_model",
         "model": setup.name,
+        "load_format": args.load_format,
+        **{name: value for name, value in settings_record(setup).items() if name not in VARIED},
         **grid_record(grid),
         "acceptance_rates": [alphas[draft] for draft in grid.drafts],
         "acceptance_of": "given" if args.alpha is not None else "the data set's own text",
@@ -104,97 +100,6 @@ def check(args: argparse.Namespace) -> None:
             required="an acceptance rate",
             fix="add --alpha 0.8",
         )
-
-
-def prepare_largest(args: argparse.Namespace) -> Setup:
-    """The models, and a cache for the largest batch and context of the grid."""
-    largest = copy.copy(args)
-    largest.B, largest.prefix_len, largest.gamma = max(args.batches), max(args.contexts), max(args.gammas)
-    largest.gen_len = max(ROOM, args.gen_len)
-    largest.draft_policy, largest.streamingllm_budget, largest.snapkv_window = "streaming", max(args.budgets), None
-    if args.alpha is None:  # the text that the drafts are measured on needs rows of its own
-        largest.B = max(largest.B, args.acceptance_rows)
-    return prepare(largest, settings.sampling_settings(largest), settings.draft_settings(largest))
-
-
-def drafts_of(args: argparse.Namespace) -> list[Draft]:
-    return [(policy, budget) for policy in args.policies for budget in args.budgets]
-
-
-def measure_grid(
-    setup: Setup, batches: Sequence[int], contexts: Sequence[int], drafts: Sequence[Draft], gammas: Sequence[int]
-) -> CostGrid:
-    """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps."""
-    budgets = sorted({budget for _, budget in drafts}, reverse=True)
-    cells: list[list[list[Costs]]] = []
-    with tqdm(total=len(batches) * len(contexts), desc="costs", unit="cell") as bar:
-        for batch in batches:
-            cells.append([])
-            for context in contexts:
-                measured = dict(zip(budgets, _cell(setup, batch, context, budgets, gammas), strict=True))
-                cells[-1].append([measured[budget] for _, budget in drafts])
-                bar.update()
-    return CostGrid.of(batches, contexts, drafts, cells)
-
-
-def _cell(setup: Setup, batch: int, context: int, budgets: Sequence[int], gammas: Sequence[int]) -> list[Costs]:
-    narrow = _narrowed(setup.runner, batch, context + ROOM + max(gammas) + 1)
-    prompts = [[(row + i) % narrow.vocab_size for i in range(context)] for row in range(batch)]
-    fill_with_noise(narrow, prompts)
-    drafters = [_drafter(setup, narrow, "streaming", budget, max(gammas), 0) for budget in budgets]
-    return measure_costs(
-        narrow,
-        drafters,
-        prompts,
-        max_new_tokens=ROOM,
-        sampling=setup.sampling.params,
-        verification=setup.sampling.mode,
-        gammas=gammas,
-    )
-
-
-def _narrowed(runner: ModelRunner, n_rows: int, extent: int) -> ModelRunner:
-    """The same model over the first rows and slots of the same cache, as if it had no others."""
-    cache = runner.cache.view(slice(0, n_rows), extent)
-    cache.capacity, cache.notes = cache.positions.shape[1], {}
-    return ModelRunner(
-        runner.model, cache, ranks=runner.ranks, new_graph=runner.new_graph, noise_source=runner.noise_source
-    )
-
-
-def _drafter(setup: Setup, runner: ModelRunner, policy: str, budget: int, gamma: int, window: int) -> Drafter:
-    assert setup.draft is not None
-    draft = dataclasses.replace(setup.draft, policy=policy, capacity=budget, window=window)
-    model = setup.draft_model or runner.model
-    return SelfSpeculation(
-        runner, draft_cache(draft, model.config, runner.max_batch, runner.device), gamma, model, draft.layers
-    )
-
-
-def _acceptance(setup: Setup, args: argparse.Namespace) -> dict[Draft, float]:
-    """Of each draft on the data set's own text at the longest context, or what was given."""
-    if args.alpha is not None:
-        return dict.fromkeys(drafts_of(args), args.alpha)
-    assert setup.tokenizer is not None
-    context, n_row, n_token = max(args.contexts), args.acceptance_rows, args.gen_len
-    runner = _narrowed(setup.runner, n_row, context + n_token + max(args.gammas) + 1)
-    books = load_books(args.dataset)
-    stretches = make_prompts(books, setup.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
-    say(f"measuring the acceptance of {len(drafts_of(args))} drafts on {n_row} rows of text, {context} tokens each")
-    prompts = [stretch[:context] for stretch in stretches]
-    window = settings.DEFAULT_SNAPKV_WINDOW if args.snapkv_window is None else args.snapkv_window
-    rates = {}
-    for policy, budget in drafts_of(args):
-        counts = forced_acceptance(
-            runner,
-            _drafter(setup, runner, policy, budget, min(3, max(args.gammas)), window),
-            prompts,
-            [stretch[context:] for stretch in stretches],
-            setup.sampling.params,
-            setup.sampling.mode,
-        )
-        rates[policy, budget] = round(total(counts).acceptance_rate or 0.0, 4)
-    return rates
 
 
 def best_of(

@@ -20,6 +20,7 @@ from engine.rounds import Called, Captured, RoundBuffers, rounds_of
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import LawShape, SamplingParams
 from engine.stats import Round, Stats
+from kv_cache.errors import ConfigError, UserError
 
 
 class Progress(Protocol):
@@ -38,6 +39,17 @@ class GenerateOutput:
     finish_reasons: list[FinishReason]
     errors: list[str | None]
     stats: Stats
+
+    def require_finite(self, where: str) -> None:
+        """Raise UserError naming rows and positions if any row ended because its logits were not finite."""
+        if broken := [error for error in self.errors if error]:
+            raise UserError(
+                "the model's logits are not finite",
+                where=where,
+                seen="; ".join(broken[:8]),
+                required=f"finite logits in all {len(self.errors)} rows",
+                fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
+            )
 
 
 class _Slot:
@@ -95,6 +107,14 @@ def generate(
     verify such sampling, or if two prompts share request id and seed. A row whose logits are not finite
     ends with the reason in `errors`; the other rows go on.
     """
+    if pacing is not None and drafter is not None:
+        raise ConfigError(
+            "a pacing brings its own drafters",
+            where="generate: drafter, pacing",
+            seen="both",
+            required="one of them",
+            fix="leave out drafter",
+        )
     pacing = pacing or Fixed(drafter)
     requests = make_requests(runner, prompts, max_new_tokens, stop_tokens, pacing.max_gamma, sampling, request_ids)
     mode = resolve_mode(verification, [request.sampling for request in requests])
@@ -122,9 +142,10 @@ def generate(
             buffers.set_rows([slot.sampling for slot in slots], [slot.request_id for slot in slots])
             buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
         busy = [slot for slot in slots if slot.request]
-        choice = pacing.choose() if busy else PLAIN
-        if choice.drafter is not None:
-            draft_prefill_seconds += _introduce(pacing.drafters[choice.drafter], choice.drafter, slots, progress)
+        choice = _checked(pacing, pacing.choose() if busy else PLAIN)
+        if choice.drafter is not None:  # what a drafter does with a new prompt is no part of a round
+            new = [row for row, slot in enumerate(slots) if slot.request and len(slot.request.tokens) == 1]
+            draft_prefill_seconds += _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, new, progress)
         prefill_seconds += time.perf_counter() - started
         if not busy:
             break
@@ -132,7 +153,8 @@ def generate(
         started = time.perf_counter()
         with phase("resume"):
             if choice.drafter is not None:
-                _resume(pacing.drafters[choice.drafter], choice.drafter, slots)
+                rows = [row for row, slot in enumerate(slots) if slot.request]
+                _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, rows, progress)
         extent = runner.cache.capacity if run.captures else max(slot.length for slot in slots) + choice.gamma + 1
         outcomes = _round(runner, pacing, choice, mode, buffers, run, extent, phase)
         emitted, accepted = 0, []
@@ -186,22 +208,35 @@ def _admit(runner: ModelRunner, mode: str, row: int, slot: _Slot, request: Reque
         slot.request, slot.current = request, token
 
 
-def _introduce(drafter: Drafter, index: int, slots: Sequence[_Slot], progress: Progress | None) -> float:
-    """Admit the rows that this drafter has not been told of; returns the seconds that it took."""
+def _checked(pacing: Pacing, choice: Choice) -> Choice:
+    """The choice itself. Errors: ConfigError if its drafter has no such gamma."""
+    most = 0 if choice.drafter is None else pacing.drafters[choice.drafter].gamma
+    if not 0 <= choice.gamma <= most:
+        raise ConfigError(
+            "a round drafts more than its drafter can",
+            where=f"generate: pacing ({type(pacing).__name__})",
+            seen=choice,
+            required=f"a gamma of 0 to {most}",
+            fix="build the drafter with the largest gamma that is chosen",
+        )
+    return choice
+
+
+def _bring_up(
+    drafter: Drafter, index: int, slots: Sequence[_Slot], rows: Sequence[int], progress: Progress | None
+) -> float:
+    """Tell a drafter of rows that it does not know, and of what it missed of others; returns the seconds it took."""
     started = time.perf_counter()
-    for row, slot in enumerate(slots):
-        if (request := slot.request) and index not in slot.followed:
-            drafter.admit(row, request.id, request.prompt, progress.prefilled if progress else None)
-            slot.followed[index] = len(request.prompt)
-    return time.perf_counter() - started
-
-
-def _resume(drafter: Drafter, index: int, slots: Sequence[_Slot]) -> None:
-    """Bring the rows up to date in which rounds have gone by without this drafter."""
-    for row, slot in enumerate(slots):
-        if slot.request and slot.followed[index] != slot.length:
+    for row in rows:
+        slot = slots[row]
+        assert slot.request is not None
+        if index not in slot.followed:
+            drafter.admit(row, slot.request.id, slot.request.prompt, progress.prefilled if progress else None)
+            slot.followed[index] = len(slot.request.prompt)
+        if slot.followed[index] != slot.length:
             drafter.resume(row, slot.request.committed, slot.followed[index])
             slot.followed[index] = slot.length
+    return time.perf_counter() - started
 
 
 def _tell_if_finished(request: Request, progress: Progress | None) -> None:

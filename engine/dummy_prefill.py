@@ -16,9 +16,13 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
     for storage, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         if scales is None:
             storage.normal_()
-        else:
-            storage.view(torch.int8).random_(-64, 65)
+        elif storage.dtype == torch.int8:
+            storage.random_(-64, 65)
             scales.fill_(1 / 64)
+        else:
+            for layer in storage:  # a float8 has no random numbers of its own, and bytes that are no numbers
+                layer.copy_(torch.randn(layer.shape, device=layer.device))
+            scales.fill_(1)
     for row, prompt in enumerate(prompts):
         cache.reset_row(row)
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from engine.cost_model import Costs
@@ -12,7 +12,9 @@ from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, InTurn
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
+from engine.stats import Round
 from engine.timing import PhaseTimer
+from kv_cache.errors import ConfigError
 
 # Rounds of each kind that are timed, and those before them that are not: one runs, one captures, one replays.
 TIMED_ROUNDS, UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 4, 1, 3
@@ -21,6 +23,44 @@ TIMED_ROUNDS, UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 4, 1, 3
 def measured_gammas(max_gamma: int) -> tuple[int, ...]:
     """The gammas to measure so that straight lines between them will do: 1, the middle, and the largest."""
     return tuple(sorted({1, (max_gamma + 1) // 2, max_gamma} - {0}))
+
+
+def rounds_in_turn(
+    runner: ModelRunner,
+    pacing: InTurn,
+    n_rounds: int,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    verification: str = "auto",
+) -> Iterator[tuple[Sequence[Round], PhaseTimer]]:
+    """Decode behind the prompts, as often as it takes, until every choice had `n_rounds` rounds with all rows decoding.
+
+    Yields the rounds of each decode, and their phases' times. Errors: ConfigError for fewer prompts than rows, or
+    if nothing is to be decoded behind the first token; UserError if logits are not finite.
+    """
+    if len(prompts) < runner.max_batch or max_new_tokens < 2:
+        raise ConfigError(
+            "no round has all rows decoding",
+            where="rounds_in_turn: prompts, max_new_tokens",
+            seen=f"{len(prompts)} prompts in {runner.max_batch} rows, {max_new_tokens} new tokens",
+            required="a prompt for every row, and 2 new tokens or more",
+            fix="give more prompts, or a cache with more room",
+        )
+    while pacing.rounds < n_rounds:
+        timer = PhaseTimer(runner.device)
+        output = generate(
+            runner,
+            prompts[: runner.max_batch],
+            max_new_tokens=max_new_tokens,
+            pacing=pacing,
+            sampling=sampling,
+            verification=verification,
+            phase=timer,
+        )
+        output.require_finite("measuring costs")
+        yield output.stats.rounds, timer
 
 
 def measure_costs(
@@ -47,18 +87,15 @@ def measure_costs(
     untimed = UNTIMED_ROUNDS if runner.new_graph is None else UNTIMED_ROUNDS_CAPTURED
     pacing = InTurn(drafters, choices, runner.max_batch)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
-    while pacing.rounds < untimed + timed_rounds:
-        timer = PhaseTimer(runner.device)
-        output = generate(
-            runner,
-            prompts[: runner.max_batch],
-            max_new_tokens=max_new_tokens,
-            pacing=pacing,
-            sampling=sampling,
-            verification=verification,
-            phase=timer,
-        )
-        rounds = output.stats.rounds
+    for rounds, timer in rounds_in_turn(
+        runner,
+        pacing,
+        untimed + timed_rounds,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        verification=verification,
+    ):
         phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
         for round_, resume, draft, verify in zip(rounds, *phases, strict=True):
             other = round_.seconds - resume - draft - verify

@@ -93,10 +93,13 @@ def plan_memory(
             weights += _weight_bytes(draft.config, draft.dtype, device, draft.quantize)
         kv_bytes_per_token = _kv_bytes_per_token(draft.config, draft.kv_dtype or draft.dtype)
         draft_kv_per_row = draft.capacity * kv_bytes_per_token
-        # One row at a time: float32 scores, their mask and softmax, and the whole prompt if the draft runs it.
-        selection = 3 * 4 * draft.observed * (draft.config if draft.prefills else config).n_head * capacity
-        if draft.observed and draft.prefills:
-            selection += capacity * kv_bytes_per_token
+        if draft.observed:
+            observed = draft.config if draft.prefills else config
+            # One row and layer at a time: float32 scores, masked and after the softmax, and keys in order.
+            scores = 3 * draft.observed * observed.n_head
+            selection = 4 * capacity * (scores + 2 * observed.n_kv_head * observed.head_dim)
+            if draft.prefills:  # a whole row, which the policy then selects from
+                selection += capacity * kv_bytes_per_token
     return MemoryPlan(
         weights=weights,
         target_kv_per_row=capacity * _kv_bytes_per_token(config, kv_dtype or dtype),

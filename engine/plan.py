@@ -97,7 +97,7 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
     draft_source = None
     if draft and draft.model is not None:
         draft_source = find_model(draft.model, args.load_format, None, "--model")
-        draft = _resolve_positions(draft, draft_source.config.max_context, capacity)
+        draft = resolve_positions(draft, draft_source.config.max_context, capacity)
     elif draft and draft.layers is not None:
         _check_layers(draft.layers, target.config.n_layer)
     if draft and draft.policy == "snapkv":
@@ -184,7 +184,7 @@ def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:
     return shard_config(config, Shard(count - 1, count))
 
 
-def _resolve_positions(draft: DraftSettings, trained_context: int, run_length: int) -> DraftSettings:
+def resolve_positions(draft: DraftSettings, trained_context: int, run_length: int) -> DraftSettings:
     """`auto` is positions inside the cache where the run is longer than what the draft was trained on."""
     if draft.positions != "auto":
         return draft

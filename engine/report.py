@@ -124,7 +124,6 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
     base_tps = tokens_per_second(baseline) if baseline else None
     tps = tokens_per_second(measured)
     compared = baseline is not None and speculative is not None
-    params = setup.sampling.params
     step_ms = round_ms(baseline) if baseline else None
     peaks = setup.ranks.gathered(peak_memory_bytes(setup.runner.device))
     record = {
@@ -137,19 +136,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
-        **_draft_record(setup),
-        "verification": setup.sampling.mode,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "seed": None if params.greedy else params.seed,
-        "device": str(setup.runner.device),
-        "dtype": dtype_name(setup.dtype),
-        "attention": setup.runner.model.backend.name,
-        "draft_attention": _draft_attention(setup),
-        "compile": args.compile,
-        "quantize": args.quantize,
-        "kv_dtype": dtype_name(setup.runner.cache.keys.dtype),
+        **settings_record(setup),
         **_rank_record(setup),
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
@@ -189,6 +176,27 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         **provenance(),
     }
     return rounded(record)
+
+
+def settings_record(setup: Setup) -> dict[str, Any]:
+    """How a run decodes and drafts, and how both models are stored: the same in every record."""
+    params, runner = setup.sampling.params, setup.runner
+    return {
+        **_draft_record(setup),
+        "verification": setup.sampling.mode,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "seed": None if params.greedy else params.seed,
+        "device": str(runner.device),
+        "dtype": dtype_name(setup.dtype),
+        "attention": runner.model.backend.name,
+        "draft_attention": _draft_attention(setup),
+        "compile": setup.args.compile,
+        "quantize": setup.args.quantize,
+        "kv_dtype": dtype_name(runner.cache.keys.dtype),
+        "pointwise": runner.model.pointwise.name,
+    }
 
 
 def _draft_record(setup: Setup) -> dict[str, Any]:

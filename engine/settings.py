@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,6 +151,26 @@ def standalone_settings(args: argparse.Namespace) -> DraftSettings:
         )
     positions = (args.draft_positions or "auto") if policy == "streaming" else "absolute"
     return replace(_with_cache(args, "standalone", policy), positions=positions, model=args.draft_model)
+
+
+def variant_flags(args: argparse.Namespace, policy: str, budget: int | None, gamma: int | str) -> dict[str, object]:
+    """The draft flags of one of several drafts: sinks and window only where the policy knows them."""
+    return {
+        "draft_policy": policy,
+        "streamingllm_budget": None if policy == "full" else budget,
+        "gamma": gamma,
+        "n_sink": args.n_sink if policy == "streaming" else None,
+        "snapkv_window": args.snapkv_window if policy == "snapkv" else None,
+    }
+
+
+def with_flags(args: argparse.Namespace, flags: Mapping[str, object]) -> argparse.Namespace:
+    """The same flags but for these. AttributeError for one that there is not."""
+    changed = copy.copy(args)
+    for name, value in flags.items():
+        getattr(changed, name)
+        setattr(changed, name, value)
+    return changed
 
 
 def _gamma(args: argparse.Namespace, most: int) -> tuple[int, bool]:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engine.drafters import Drafter
 from engine.modes import Rows, resolve_mode, start_round
+from engine.requests import check_prompt
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts
 from engine.verification import Verdict
-from kv_cache import WriteThroughKVCache
-from kv_cache.errors import ConfigError
+from kv_cache.errors import ConfigError, UserError
 
 
 @torch.inference_mode()
@@ -47,12 +47,21 @@ def forced_acceptance(
             required=f"{n_rows} of each, the continuations all of one length, gamma + 2 = {gamma + 2} tokens or more",
             fix="give one prompt and one continuation per row, and more text or a smaller gamma",
         )
+    for index, prompt in enumerate(prompts):
+        check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)
     params = [sampling or SamplingParams()] * n_rows
     mode = resolve_mode(verification, params)
     rows = Rows.of(params, range(n_rows), runner.device, source=runner.noise_source)
     for row, prompt in enumerate(prompts):
-        runner.prefill_row(row, prompt)
+        if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
+            raise UserError(
+                "the model's logits are not finite",
+                where=f"teacher forcing, row {row}",
+                seen=f"NaN or infinity at position {bad}",
+                required="finite logits",
+                fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
+            )
         drafter.admit(row, row, prompt)
     text = torch.tensor(continuations, device=runner.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=runner.device)
@@ -78,7 +87,7 @@ def forced_acceptance(
             part.rollback(lengths)
         runner.step(text[:, start : start + gamma + 1], positions, extent, through)
         known, lengths = lengths, lengths + gamma + 1
-        if not isinstance(through, WriteThroughKVCache):
+        if through is None or through is runner.cache:  # else the step above wrote to the draft's cache as well
             for row, prompt in enumerate(prompts):
                 committed = [*prompt, *continuations[row][: start + gamma + 1]]
                 drafter.resume(row, committed, int(known[row]))

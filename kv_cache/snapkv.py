@@ -75,8 +75,9 @@ def attention_received(queries: Tensor, keys: Tensor) -> Tensor:
     """
     n_kv_head, n_token, head_dim = keys.shape
     n_query = queries.shape[1]
-    grouped = queries.float().view(n_kv_head, -1, n_query, head_dim)
-    scores = grouped @ keys.float().mT[:, None] * head_dim**-0.5
+    # The query heads of a group as rows of one product: keys are read once, and not copied for each.
+    scores = queries.float().reshape(n_kv_head, -1, head_dim) @ keys.float().mT * head_dim**-0.5
+    scores = scores.view(n_kv_head, -1, n_query, n_token)
     at = torch.arange(n_token, device=keys.device)
     scores = scores.masked_fill(at > at[n_token - n_query :, None], float("-inf"))
     return scores.softmax(dim=-1).sum(dim=2).mean(dim=1)

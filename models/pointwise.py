@@ -48,8 +48,9 @@ def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """The functions above, as they are or compiled."""
+    """The functions above, in one way of computing them, called `name`."""
 
+    name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
     rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
@@ -67,6 +68,7 @@ def compiled(backend: str | Callable = "inductor") -> Pointwise:
         return torch.compile(part, backend=backend, fullgraph=True)
 
     return Pointwise(
+        name="compiled",
         add_norm=compile_(add_norm),
         rotate_heads=compile_(rotate_heads),
         swiglu=compile_(swiglu),

@@ -53,6 +53,7 @@ def cpp() -> Pointwise:
     """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
     kernel = load_kernel()
     return Pointwise(
+        name="cpp",
         add_norm=functools.partial(add_norm, kernel.foretoken_add_norm),
         rotate_heads=functools.partial(rotate_heads, kernel.foretoken_rotate_heads),
         swiglu=functools.partial(swiglu, kernel.foretoken_swiglu),

@@ -8,7 +8,6 @@ share of distinct 4-grams says how much a text repeats itself. The record is the
 """
 
 import argparse
-import copy
 import dataclasses
 import json
 import sys
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine import arguments, benchmark, report, settings
 from engine.data import load_books, make_prompts
 from engine.provenance import append_record, provenance, require_appendable
-from engine.say import dtype_name, say
+from engine.say import say
 from engine.setup import Setup, make_drafter, prepare
 from engine.stats import Counts, total
 from engine.teacher_forcing import forced_acceptance
@@ -29,61 +28,64 @@ from reproduce.variants import forget, under
 
 TEXTS = ("greedy", "sampled", "book")
 DEFAULT_TEMPERATURE = 0.6
+# Settings that are each row's own.
+ROW_SETTINGS = (
+    "draft_policy",
+    "draft_budget",
+    "n_sink",
+    "snapkv_window",
+    "draft_positions",
+    "verification",
+    "temperature",
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
-    arguments.add_common_arguments(parser)
+    arguments.add_model_arguments(parser)
+    arguments.add_size_arguments(parser)
     arguments.add_sampling_arguments(parser)
-    arguments.add_draft_arguments(parser)
     add = parser.add_argument
+    add("--gamma", type=int, default=3, help="tokens drafted per round")
     add("--draft_model", help="a standalone draft's converted checkpoint (default: the target drafts for itself)")
     add("--policies", nargs="+", choices=settings.POLICIES, default=["streaming", "snapkv"], help="cache policies")
     add("--budgets", type=int, nargs="+", default=[128, 512], help="KV entries per row, for all but full")
     add("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="what is drafted")
-    parser.set_defaults(temperature=DEFAULT_TEMPERATURE, no_baseline=True, benchmark=False)
-    # Of the flags that one run of a benchmark has, those that are lists here.
-    parser.set_defaults(draft_positions=None, draft_ranks=None)
+    arguments.add_variant_arguments(parser)
+    parser.set_defaults(temperature=DEFAULT_TEMPERATURE, draft_positions=None, draft_ranks=None)
     return parser
 
 
 def main() -> None:
     args = make_parser().parse_args()
-    given = copy.copy(args)
     require_appendable(args.output)
     _check(args)
+    standalone = args.draft_model is not None
+    resolve = settings.standalone_settings if standalone else settings.draft_settings
     variants = [(policy, budget) for policy in args.policies if policy != "full" for budget in args.budgets]
     variants += [("full", None)] if "full" in args.policies else []
-    # The largest draft first, so that what does not fit is found before anything is loaded.
-    variants.sort(key=lambda variant: variant[1] or sys.maxsize, reverse=True)
-    for name, value in _flags(args, *variants[0]).items():
-        setattr(args, name, value)
-    standalone = args.draft_model is not None
-    draft = settings.standalone_settings(args) if standalone else settings.draft_settings(args)
-    setup = prepare(args, settings.sampling_settings(args), draft)
+    flags = {variant: settings.variant_flags(args, *variant, args.gamma) for variant in variants}
+    # All of them, so that what cannot be is found before anything is loaded; the one that needs most is prepared.
+    resolved = {variant: resolve(settings.with_flags(args, flags[variant])) for variant in variants}
+    most = max(variants, key=lambda one: (resolved[one].policy == "snapkv", resolved[one].capacity))
+    setup = prepare(settings.with_flags(args, flags[most]), settings.sampling_settings(args), resolved[most])
     setup, continuations = _with_continuations(setup)
     prefill_seconds = benchmark.prefill(setup)
     rows = []
-    for policy, budget in variants:
+    for variant in variants:
         for text in args.texts:
             temperature = args.temperature if text == "sampled" else 0.0
-            one = under(setup, temperature=temperature, **_flags(given, policy, budget))
+            one = under(setup, temperature=temperature, **flags[variant])
             rows.append(_measured(one, text, continuations))
             say(_line(rows[-1]))
     record = {
         "benchmark": "acceptance",
         "model": setup.name,
-        "draft_model": setup.draft_source.name if setup.draft_source else None,
         "dataset": args.dataset,
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
-        "gamma": args.gamma,
-        "dtype": dtype_name(setup.dtype),
-        "draft_dtype": dtype_name(draft.dtype) if draft.dtype else None,
-        "draft_weights": draft.quantize,
-        "attention": setup.runner.model.backend.name,
-        "device": str(setup.runner.device),
+        **{name: value for name, value in report.settings_record(setup).items() if name not in ROW_SETTINGS},
         "prefill_seconds": round(prefill_seconds, 2),
         "rows": rows,
         **provenance(),
@@ -92,25 +94,7 @@ def main() -> None:
     print(json.dumps(record), flush=True)
 
 
-def _flags(args: argparse.Namespace, policy: str, budget: int | None) -> dict[str, object]:
-    """The draft flags of one variant: sinks and window only where the policy knows them."""
-    return {
-        "draft_policy": policy,
-        "streamingllm_budget": budget,
-        "n_sink": args.n_sink if policy == "streaming" else None,
-        "snapkv_window": args.snapkv_window if policy == "snapkv" else None,
-    }
-
-
 def _check(args: argparse.Namespace) -> None:
-    if args.gamma == settings.AUTO:
-        raise ConfigError(
-            "acceptance is measured at one gamma",
-            where="--gamma",
-            seen=args.gamma,
-            required="a number of drafts",
-            fix="use --gamma 3",
-        )
     settings.require_at_least("gamma", args.gamma, 1)
     settings.require_at_least("gen_len", args.gen_len, args.gamma + 2)
     if args.load_format == "dummy":
@@ -164,6 +148,7 @@ def _row(setup: Setup, text: str, counts: Counts, written: Sequence[Sequence[int
         "draft_budget": draft.capacity if draft.policy != "full" else None,
         "n_sink": draft.n_sink,
         "snapkv_window": draft.window,
+        "draft_positions": draft.positions,
         "acceptance_rate": counts.acceptance_rate,
         "judged": counts.judged,
         "acceptance_per_position": counts.acceptance_per_position,

@@ -8,8 +8,10 @@ the last line of standard output; cost_model_error.py compares it with what the 
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,24 +23,25 @@ from engine.benchmark import costs_of, decode, make_pacing
 from engine.decoding import GenerateOutput
 from engine.pacing import Fixed, Pacing
 from engine.provenance import append_record, provenance, require_appendable
-from engine.say import dtype_name
 from engine.setup import Setup, make_drafters, prepare
 from kv_cache.errors import exit_on_user_error
 from reproduce.variants import under
 
-PLAIN, AUTO = "plain", "auto"
+# Settings that are each row's own.
+ROW_SETTINGS = ("gamma", "draft_budget")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
-    arguments.add_common_arguments(parser)
+    arguments.add_model_arguments(parser)
+    arguments.add_size_arguments(parser)
     arguments.add_sampling_arguments(parser)
-    arguments.add_draft_arguments(parser)
     add = parser.add_argument
     add("--gammas", type=int, nargs="+", default=[1, 3, 5], help="fixed gammas")
     add("--budgets", type=int, nargs="+", default=[128, 512], help="KV entries of the draft; auto has the largest")
+    add("--draft_policy", choices=["streaming", "snapkv"], default="streaming", help="what the draft's cache keeps")
     add("--repeats", type=int, default=3, help="how often all ways run, in turn")
-    parser.set_defaults(no_baseline=True, benchmark=False)
+    arguments.add_variant_arguments(parser)
     return parser
 
 
@@ -50,7 +53,7 @@ class Way:
     setup: Setup
     budget: int | None
     gamma: int | str
-    make: Any
+    make: Callable[[], Pacing]
 
     def run(self) -> GenerateOutput:
         return decode(self.setup, self.name, pacing=self.make())
@@ -62,10 +65,17 @@ def main() -> None:
     for name in ("gammas", "budgets"):
         settings.require_at_least(name, min(getattr(args, name)), 1)
     settings.require_at_least("repeats", args.repeats, 1)
-    args.gamma, args.streamingllm_budget = AUTO, max(args.budgets)
-    setup = prepare(args, settings.sampling_settings(args), settings.draft_settings(args))
+    pairs = list(itertools.product(args.budgets, args.gammas))
+    for budget, gamma in pairs:  # what cannot be is found before anything is loaded
+        settings.draft_settings(settings.with_flags(args, _flags(args, budget, gamma)))
+    auto = settings.with_flags(args, _flags(args, max(args.budgets), settings.AUTO))
+    draft = settings.draft_settings(auto)
+    roomy = dataclasses.replace(draft, gamma=max(draft.gamma, *args.gammas))
+    setup = dataclasses.replace(prepare(auto, settings.sampling_settings(args), roomy), draft=draft)
     prefill_seconds = benchmark.prefill(setup)
-    ways = [Way(PLAIN, setup, None, 0, lambda: Fixed(None)), *_fixed(setup, args), _auto(setup)]
+    benchmark.warm_up(setup)
+    plain = Way("plain", setup, None, 0, lambda: Fixed(None))
+    ways = [plain, *(_fixed(setup, args, *pair) for pair in pairs), _auto(setup)]
     outputs: dict[str, list[GenerateOutput]] = {way.name: [] for way in ways}
     for _ in range(args.repeats):
         for way in ways:
@@ -78,31 +88,25 @@ def main() -> None:
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
         "repeats": args.repeats,
-        "verification": setup.sampling.mode,
-        "temperature": setup.sampling.params.temperature,
-        "dtype": dtype_name(setup.dtype),
-        "draft_dtype": dtype_name(setup.draft.dtype) if setup.draft and setup.draft.dtype else None,
-        "draft_policy": setup.draft.policy if setup.draft else None,
-        "attention": setup.runner.model.backend.name,
-        "device": str(setup.runner.device),
+        **{name: value for name, value in report.settings_record(setup).items() if name not in ROW_SETTINGS},
         "prefill_seconds": round(prefill_seconds, 2),
-        "rows": [_row(way, outputs) for way in ways],
+        "rows": [_row(way, outputs[way.name], outputs[plain.name]) for way in ways],
         **provenance(),
     }
     append_record(args.output, record)
     print(json.dumps(record), flush=True)
 
 
-def _fixed(setup: Setup, args: argparse.Namespace) -> list[Way]:
-    ways = []
-    for budget in args.budgets:
-        for gamma in args.gammas:
-            own = under(setup, streamingllm_budget=budget, gamma=gamma)
-            (drafter,) = make_drafters(own, None)
-            benchmark.warm_up(own, [drafter])
-            pacing = Fixed(drafter)
-            ways.append(Way(f"b={budget} g={gamma}", own, budget, gamma, lambda pacing=pacing: pacing))
-    return ways
+def _flags(args: argparse.Namespace, budget: int, gamma: int | str) -> dict[str, object]:
+    return settings.variant_flags(args, args.draft_policy, budget, gamma)
+
+
+def _fixed(setup: Setup, args: argparse.Namespace, budget: int, gamma: int) -> Way:
+    own = under(setup, **_flags(args, budget, gamma))
+    (drafter,) = make_drafters(own, None)
+    benchmark.warm_up(own, [drafter])
+    pacing = Fixed(drafter)
+    return Way(f"b={budget} g={gamma}", own, budget, gamma, lambda: pacing)
 
 
 def _auto(setup: Setup) -> Way:
@@ -114,12 +118,11 @@ def _auto(setup: Setup) -> Way:
         return make_pacing(setup, drafters, costs)
 
     assert setup.draft is not None
-    return Way(AUTO, setup, setup.draft.capacity, AUTO, fresh)
+    return Way(settings.AUTO, setup, setup.draft.capacity, settings.AUTO, fresh)
 
 
-def _row(way: Way, outputs: dict[str, list[GenerateOutput]]) -> dict[str, Any]:
-    """Tokens per second of every repeat, and their medians' ratios to plain decoding in the same repeat."""
-    own, plain = outputs[way.name], outputs[PLAIN]
+def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> dict[str, Any]:
+    """Tokens per second of every repeat; their ratios to plain decoding in the same repeat, and the ratios' median."""
     rates = [report.tokens_per_second(output) or 0.0 for output in own]
     against = [rate / (report.tokens_per_second(base) or 1.0) for rate, base in zip(rates, plain, strict=True)]
     reproducible = way.setup.sampling.reproducible
@@ -135,7 +138,7 @@ def _row(way: Way, outputs: dict[str, list[GenerateOutput]]) -> dict[str, Any]:
         if reproducible
         else None,
         "gammas": [[round_.choice.gamma for round_ in output.stats.rounds] for output in own]
-        if way.gamma == AUTO
+        if way.gamma == settings.AUTO
         else None,
     }
     return report.rounded(row)

@@ -107,7 +107,8 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         "`--gamma auto`, at the largest of those budgets, in turn with plain decoding and fixed gammas from one "
         "prefilled state. *auto / better*: over the better of gamma 3 and plain decoding in the same repeat, the "
         "median of the repeats, and the lowest.\n\n"
-        f"{grid(cost_model_error.AUTO_HEAD, cost_model_error.auto_lines(records))}\n\n{source(records)}"
+        f"{grid(cost_model_error.AUTO_HEAD, cost_model_error.auto_lines(records))}\n\n"
+        f"{cost_model_error.auto_summary(records).capitalize()}.\n\n{source(records)}"
     )
 
 
@@ -140,7 +141,8 @@ def measured_section(records: Records, figures: Path) -> str:
     by_context, by_budget = (figure_of(one.NAME, figures) for one in (acceptance_by_context, acceptance_by_budget))
     return (
         "## Measured here\n\n"
-        "Every run whose record is in `results/`, each beside plain decoding in the same process.\n\n"
+        "Every run whose record is in the files named below the tables. Speedups are over plain decoding in the same "
+        "process, from the same prefilled state.\n\n"
         f"### Speedup\n\n`{SLOWER}`: slower than plain decoding. *by the formula*: what the published formula makes of "
         "the acceptance and the step times of the same run. *distinct 4-grams* near 0 warns of rows that loop, which "
         f"inflates acceptance.\n\n{figure_of(speedup_tables.NAME, figures)}{speed}\n\n"

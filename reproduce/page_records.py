@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.settings import AUTO
 from reproduce.performance_page import read
 from reproduce.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS, Record, machine_name
 from reproduce.sweeping.runner import OK, read_rows
@@ -44,8 +45,8 @@ def _swept(folder: Path, name: str) -> list[Record]:
 
 
 def _is_fixed(record: Record) -> bool:
-    """Whether gamma was a number: what is chosen anew in every round has no published counterpart."""
-    return isinstance(record.get("gamma"), int)
+    """Whether gamma and budget were numbers: what is chosen anew in every round has no published counterpart."""
+    return isinstance(record.get("gamma"), int) and record.get("draft_budget") != AUTO
 
 
 def link(text: str, record: Record) -> str:

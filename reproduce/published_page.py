@@ -42,7 +42,8 @@ Every table and figure that {system} ({paper}) is measured against here has a sc
 python reproduce/acceptance_by_context.py
 python reproduce/speedup_tables.py --B 32 --prefix_len 1000 2000
 python reproduce/speedup_tables.py --model checkpoints/meta-llama/Meta-Llama-3.1-8B/model.pth --B 32 --prefix_len 32000
-python reproduce/cost_ratios.py --load_format dummy --model_name meta-llama/Meta-Llama-3.1-8B --B 32 --prefix_len 8192
+python reproduce/cost_ratios.py --load_format dummy --model_name meta-llama/Meta-Llama-3.1-8B --gamma 4 --budget 256 \
+    --B 64 --prefix_len 16384
 python reproduce/gpu.py --output reproduce/results/gpu.jsonl
 python reproduce/published_page.py
 ```

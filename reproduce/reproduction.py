@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.arguments import HelpFormatter, Parser
-from engine.settings import DTYPES
+from engine.settings import DTYPES, POLICIES
 from kv_cache.errors import ConfigError
 from models.default_model import DEFAULT_CHECKPOINT, ROOT
 from models.quantize import SCHEMES
 from reproduce import figures
+from reproduce.acceptance import TEXTS
 from reproduce.figures import Figure
 from reproduce.published import SELF, published
 from reproduce.sweeping.cells import Cell, grid
@@ -31,8 +32,6 @@ MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir 
 SELFSPEC, LONGSPEC, ACCEPT = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py", "reproduce/acceptance.py"
 NONE = "not measured"
 SLOWER = "*"
-POLICIES = ("streaming", "snapkv", "full")
-TEXTS = ("greedy", "sampled", "book")
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser, sizes: Sizes) -> 
 def add_acceptance_arguments(parser: argparse.ArgumentParser) -> None:
     """For scripts whose cells are runs of reproduce/acceptance.py."""
     add = parser.add_argument
-    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:2]), help="what the draft's cache keeps")
+    add("--policies", nargs="+", choices=POLICIES, default=["streaming", "snapkv"], help="what the draft's cache keeps")
     add("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="what is drafted: own text, or the book's")
 
 

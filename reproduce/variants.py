@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
 from engine import settings
 from engine.drafters import Drafter
+from engine.plan import resolve_positions
 from engine.setup import Setup, load_draft_model
 from models.pointwise import use_pointwise
 
 
 def under(setup: Setup, **flags: Any) -> Setup:
     """The same model, cache and prompts under other flags; what drafts is loaded anew only in another form."""
-    args = copy.copy(setup.args)
-    for name, value in flags.items():
-        assert hasattr(args, name), f"no flag --{name}"
-        setattr(args, name, value)
+    args = settings.with_flags(setup.args, flags)
     held, model = setup.draft, setup.runner.model
     standalone = getattr(args, "draft_model", None) is not None
     draft = settings.standalone_settings(args) if standalone else settings.draft_settings(args)
     draft_model = setup.draft_model
     if standalone:
         assert held is not None and (held.dtype, held.quantize) == (draft.dtype, draft.quantize)
-        draft = dataclasses.replace(draft, positions=held.positions if draft.policy == "streaming" else "absolute")
+        assert setup.draft_source is not None
+        draft = resolve_positions(draft, setup.draft_source.config.max_context, setup.runner.cache.capacity)
     elif held is None or (held.dtype, held.quantize) != (draft.dtype, draft.quantize):
         draft_model = load_draft_model(model, setup.target, setup.target_ranks, draft, args)
         if draft_model is not None:

@@ -1,4 +1,4 @@
-"""What the tests of losslessness measured: a table at the end of a run and, on request, one JSON record.
+"""Fixtures that several files share, and what the tests of losslessness measured: a table at the end, one JSON record.
 
 A test records a figure with `record_property`: "count: X" figures are summed over tests, "max: X" figures
 keep their largest, and "p-value: X" figures stand for themselves. They survive pytest-xdist's processes.

@@ -557,15 +557,15 @@ MUTANTS = (
     Mutant(
         "scores are not scaled before the softmax that votes",
         SNAPKV,
-        "keys.float().mT[:, None] * head_dim**-0.5",
-        "keys.float().mT[:, None]",
+        "@ keys.float().mT * head_dim**-0.5",
+        "@ keys.float().mT",
         SELECTION,
     ),
     Mutant(
         "query heads vote for the wrong KV head",
         SNAPKV,
-        "queries.float().view(n_kv_head, -1, n_query, head_dim)",
-        "queries.float().view(-1, n_kv_head, n_query, head_dim).transpose(0, 1)",
+        "queries.float().reshape(n_kv_head, -1, head_dim)",
+        "queries.float().view(-1, n_kv_head, n_query, head_dim).transpose(0, 1).reshape(n_kv_head, -1, head_dim)",
         SELECTION,
     ),
     Mutant(
@@ -600,8 +600,8 @@ MUTANTS = (
     Mutant(
         "a drafter that missed rounds goes on where it was",
         DECODING,
-        "if slot.request and slot.followed[index] != slot.length:",
-        "if slot.request and slot.followed[index] > slot.length:",
+        "if slot.followed[index] != slot.length:",
+        "if slot.followed[index] > slot.length:",
         ADAPTIVE,
     ),
     Mutant(

@@ -13,14 +13,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
+from pacings import Scripted
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.all_reduce import ProcessGroupAllReduce, with_symmetric_memory
 from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.launch import run_on_ranks
+from engine.pacing import PLAIN, Choice
 from engine.runner import RemoteRunner
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
 from models import ModelConfig, load_model
 from models.checkpoint import save_checkpoint
 from models.llama import select_layers
@@ -31,11 +33,15 @@ DRAFTS = (
     "none",
     "self",
     "self, some layers",
+    "self, snapkv",
     "ngram",
     "standalone, full",
     "standalone, streaming",
     "standalone, cache",
+    "standalone, snapkv",
+    "changing",
 )
+SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA, MAX_LEN = 3, 3, 80
 # 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
 DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab_size=64)
@@ -95,11 +101,15 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     rng = random.Random(case.name)
     prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
     temperature = 0.0 if case.mode == "greedy" else 0.8
+    changing = case.draft == "changing"
+    kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
+    drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
     out = generate(
         runner,
         prompts,
         max_new_tokens=[rng.randint(1, 14) for _ in prompts],
-        drafter=_drafter(case, folder, runner),
+        drafter=None if changing else drafters[0],
+        pacing=Scripted(drafters, SCRIPT) if changing else None,
         sampling=[SamplingParams(temperature, seed=seed) for seed in range(len(prompts))],
         verification=case.mode,
     )
@@ -113,6 +123,8 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
     if kind == "ngram":
         return NGram(runner, GAMMA)
     if kind == "self":
+        if cache_kind == "snapkv":
+            return SelfSpeculation(runner, _snapkv(runner.model.config), GAMMA)
         layers = [1] if cache_kind else None
         draft = select_layers(runner.model, layers) if layers else runner.model
         return SelfSpeculation(runner, _streaming(draft.config, False), GAMMA, draft, layers)
@@ -121,7 +133,10 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
     if not holders.holds:
         return StandaloneDraft(RemoteRunner(DRAFT_CONFIG, torch.float64, N_ROWS, ranks, holders), GAMMA)
     model = _load(folder / "draft", DRAFT_CONFIG, holders)
-    cache = _full(model.config) if cache_kind == "full" else _streaming(model.config, cache_kind == "cache")
+    if cache_kind == "snapkv":
+        cache: KVCache = _snapkv(model.config)
+    else:
+        cache = _full(model.config) if cache_kind == "full" else _streaming(model.config, cache_kind == "cache")
     return StandaloneDraft(ModelRunner(model, cache, ranks=ranks), GAMMA)
 
 
@@ -136,6 +151,11 @@ def _full(config: ModelConfig) -> FullKVCache:
 
 def _streaming(config: ModelConfig, rotate_on_read: bool) -> StreamingKVCache:
     return StreamingKVCache(config, N_ROWS, 12, 2, dtype=torch.float64, rotate_on_read=rotate_on_read)
+
+
+def _snapkv(config: ModelConfig) -> SnapKVCache:
+    """Of the shard's own heads, which select for themselves."""
+    return SnapKVCache(config, N_ROWS, 14, 6, dtype=torch.float64)
 
 
 def main() -> None:

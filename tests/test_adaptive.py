@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from pacings import Scripted
 from recorded_graph import RecordedGraph
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
@@ -17,6 +18,7 @@ from engine.cost_model import Costs, tokens_per_round
 from engine.measure_costs import measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
 from kv_cache import StreamingKVCache
+from kv_cache.errors import ConfigError, UserError
 from models.pointwise import compiled, use_pointwise
 
 GAMMAS = range(7)
@@ -100,6 +102,23 @@ def test_the_best_of_several_budgets_is_found():
         assert {choice.drafter for choice in choices[-50:]} == {wanted}
 
 
+def test_another_drafter_gets_a_second_look():
+    """What was best is accepted ever less, and what was dismissed ever more."""
+    same = costs(100, 10, (110, 150))
+    adaptive = Adaptive([Named(), Named()], [same, same], GAMMAS)
+    choices, _ = simulate(adaptive, lambda n: (0.9, 0.2) if n < 100 else (0.6, 0.95), 600)
+    assert {choice.drafter for choice in choices[50:100]} == {0}
+    assert {choice.drafter for choice in choices[-60:]} == {1}
+
+
+def test_a_drafter_without_hope_does_not_keep_the_others_from_coming_back():
+    dear, cheap = costs(100, 95, (300, 600)), costs(100, 15, (115, 160))
+    adaptive = Adaptive([Named(), Named()], [dear, cheap], GAMMAS)
+    choices, _ = simulate(adaptive, lambda n: (1.0, 0.05) if n < 60 else (1.0, 0.95), 400)
+    assert 0 not in {choice.drafter for choice in choices}
+    assert choices[55] == PLAIN and choices[-1].drafter == 1
+
+
 def test_expected_tokens_are_those_of_the_counts():
     """Places with much evidence go by their own rates, which fall along the block here; others by all together."""
     rates, rng, seen = [0.9, 0.6, 0.3], random.Random(3), Acceptance(6)
@@ -127,20 +146,6 @@ def drafters_of(runner: ModelRunner) -> list:
         StandaloneDraft(ModelRunner(tiny_model(seed=1), own), gamma=4),
         NGram(runner, gamma=4),
     ]
-
-
-class Scripted:
-    """Choices in the order given, over and over."""
-
-    def __init__(self, drafters, choices) -> None:
-        self.drafters, self.max_gamma, self._choices, self._n = tuple(drafters), 4, choices, 0
-
-    def choose(self):
-        self._n += 1
-        return self._choices[self._n % len(self._choices)]
-
-    def observe(self, choice, accepted):
-        assert len(accepted) and all(0 <= n <= choice.gamma for n in accepted)
 
 
 SCRIPT = [Choice(0, 3), PLAIN, PLAIN, PLAIN, Choice(2, 2), Choice(1, 4), Choice(3, 1), Choice(1, 0), Choice(2, 4)]
@@ -201,6 +206,29 @@ def test_changing_gamma_compiles_nothing():
     torch._dynamo.reset()
 
 
+def test_costs_cannot_be_measured_where_no_round_is_full():
+    """A row whose logits are not finite, too few prompts, nothing to decode: said, and no endless loop."""
+    model, prompts = tiny_model(), random_prompts([30, 30])
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafters = drafters_of(runner)[:1]
+    for given, n in ((prompts[:1], 9), (prompts, 1)):
+        with pytest.raises(ConfigError, match="no round has all rows"):
+            measure_costs(runner, drafters, given, max_new_tokens=n)
+    model.tok_embeddings.weight[prompts[1][3]] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        measure_costs(runner, drafters, prompts, max_new_tokens=9)
+
+
+def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
+    model, prompts = tiny_model(), random_prompts([30, 11])
+    runner = ModelRunner(model, full_cache(model, 2))
+    (drafter, *_) = drafters_of(runner)
+    with pytest.raises(ConfigError, match="more than its drafter can"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
+    with pytest.raises(ConfigError, match="brings its own drafters"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [PLAIN]), drafter=drafter)
+
+
 @pytest.mark.parametrize("max_new_tokens", [2, 40])
 def test_costs_are_measured_for_every_choice(max_new_tokens):
     """Also where rows end after a round or two; and the rows decode as before afterwards."""
@@ -209,9 +237,7 @@ def test_costs_are_measured_for_every_choice(max_new_tokens):
     drafters = drafters_of(runner)[:2]
     measured = measure_costs(runner, drafters, prompts, max_new_tokens=max_new_tokens, timed_rounds=2)
     assert [one.at for one in measured] == [(1, 2, 4)] * 2
-    for one in measured:
-        assert min(one.plain_ms, one.draft_ms, one.other_ms, *one.verify_ms) > 0
-        assert one.round_ms(2) > one.round_ms(1)
-    assert measured[0].verify_ms == measured[1].verify_ms and measured[0].draft_ms != measured[1].draft_ms
+    assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in measured)
+    assert measured[0].verify_ms == measured[1].verify_ms and measured[0].plain_ms == measured[1].plain_ms
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafters[0])
     assert out.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_tiny import N_TOKENS, random_model, save_folder
+from transformers import MistralConfig
 
+from convert_hf_checkpoint import convert
 from engine import cost_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +64,7 @@ def test_the_budget_is_chosen_among_those_that_leave_something_out(call):
     """Of 64, 128, ... only those below the prompt, or the smallest: here a prompt of 60 leaves one."""
     record = record_of(call(SELFSPEC, f"{SIZES} --draft_budget auto --gamma 2"))
     assert record["draft_budget"] == "auto" and record["gamma"] == 2 and record["identical_sequences"] == 2
-    assert {choice["draft_budget"] for choice in record["choices"]} == {64}
+    assert {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]} == {64}
     longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64"
     record = record_of(call(SELFSPEC, f"{longer} --draft_budget auto --gamma auto"))
     budgets = {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]}
@@ -172,3 +175,46 @@ def test_acceptance_on_three_kinds_of_text(call):
 def test_acceptance_refuses(call, flags, says):
     code, _, err = call("reproduce/acceptance.py", f"--B 2 --prefix_len 80 --gen_len 24 {flags}")
     assert code == 2 and all(part in err for part in says), err
+
+
+@pytest.mark.parametrize(
+    "path,flags",
+    [
+        (SELFSPEC, f"{SIZES} --draft_policy snapkv --draft_budget 40"),
+        ("engine.cost_model", f"{GRID} --alpha 0.5"),
+        ("reproduce/acceptance.py", "--B 2 --prefix_len 80 --gen_len 24 --device cpu --budgets 40"),
+    ],
+)
+def test_a_sliding_window_and_selection_by_attention_do_not_go_together(call, tmp_path, path, flags):
+    """Refused before anything is loaded, whichever policy is named first."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=N_TOKENS, sliding_window=32)
+    save_folder(random_model(config), tmp_path)
+    convert(tmp_path, tmp_path)
+    code, _, err = call(path, f"{flags} --model {tmp_path / 'model.pth'}")
+    assert code == 2 and "sliding window of 32" in err and "loading" not in err
+
+
+LATE = {
+    "a budget without room, last": ("reproduce/acceptance.py", "--policies snapkv --budgets 40 20 --gen_len 24"),
+    "a budget without room": ("engine.cost_model", "--policies snapkv --budgets 20 --alpha 0.5"),
+    "a window below a block": ("reproduce/gamma_cell.py", "--budgets 40 --gammas 3 60"),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_what_one_of_many_drafts_cannot_do_is_found_first(call, what):
+    path, flags = LATE[what]
+    code, _, err = call(path, f"--device cpu {flags}")
+    assert code == 2 and "loading" not in err and err.count("error:") == 1
+
+
+def test_flags_that_a_program_goes_through_by_itself_are_none_of_its_flags(call):
+    for path, flag in (
+        ("engine.cost_model", "--B 4"),
+        ("engine.cost_model", "--draft ngram"),
+        ("reproduce/acceptance.py", "--draft_budget 64"),
+        ("reproduce/gamma_cell.py", "--gamma 3"),
+    ):
+        code, _, err = call(path, flag)
+        assert code == 2 and flag.split()[0] in err

@@ -1,4 +1,4 @@
-"""The cost model: the formula by hand, interpolation, what pays best, and the command line on a real checkpoint."""
+"""The cost model: the formula by hand, interpolation, what pays best, the heat map."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from engine import cost_report
 from engine.cost_model import CostGrid, Costs, tokens_per_round
+from kv_cache.errors import ConfigError
 
 PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0, 4.0
 
@@ -21,6 +22,7 @@ def test_a_round_is_drafts_verification_and_the_rest():
     assert costs.round_ms(3) == 3 * 20 + 130 + 4
     assert costs.round_ms(2) == 2 * 20 + 120 + 4
     assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
+    assert Costs(PLAIN, (3,), (130.0,), DRAFT, OTHER).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
     assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
     by_hand = {g: tokens_per_round(0.9, g) * 100 / costs.round_ms(g) for g in range(1, 8)}
     gamma, speedup = costs.best_gamma(0.9, range(1, 8))
@@ -46,7 +48,7 @@ def test_the_grid_is_interpolated_in_batch_and_context():
             assert got.verify_ms == pytest.approx(wanted.verify_ms)
             assert (got.draft_ms, got.other_ms) == pytest.approx((wanted.draft_ms, wanted.other_ms))
     for outside in ((9, 1000), (4, 400), (0, 500)):
-        with pytest.raises(ValueError, match="outside the measured"):
+        with pytest.raises(ConfigError, match="were not measured"):
             grid.at(*outside, drafts[0])
 
 

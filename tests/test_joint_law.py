@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from pacings import Scripted
 from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
 
 from engine import ModelRunner, SelfSpeculation, generate
 from engine.drafters import Drafter, NGram, SavedText
+from engine.pacing import PLAIN as PLAIN_STEP
+from engine.pacing import Choice
 from engine.sampling import SamplingParams, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
 
@@ -114,11 +117,16 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
 def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_slots: int, seed: int, ids=None):
     """What `generate` makes of one request per group."""
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, n_slots, ROOM, dtype=TARGET.dtype))
+    pacing = None
+    if kind == "changing":
+        drafters = [make_drafter(one, runner, gamma) for one in ("full", "ngram", "streaming")]
+        pacing = Scripted(drafters, [PLAIN_STEP, Choice(0, 1), Choice(1, 2), Choice(0, gamma), Choice(2, gamma)])
     return generate(
         runner,
         [PROMPTS[prompt] for prompt, _ in groups],
         max_new_tokens=N_NEW,
-        drafter=make_drafter(kind, runner, gamma),
+        drafter=None if pacing else make_drafter(kind, runner, gamma),
+        pacing=pacing,
         sampling=[SamplingParams(way.temperature, way.top_k, way.top_p, seed) for _, way in groups],
         verification=mode,
         request_ids=ids,
@@ -172,6 +180,7 @@ CONFIGURATIONS = [
     ("rejection", "streaming", 3, 1, (FILTERED,), 105),
     ("rejection", "ngram", 2, 3, (PLAIN, FILTERED), 106),
     ("rejection", "saved text", 2, 3, (PLAIN,), 109),
+    ("rejection", "changing", 3, 5, (PLAIN, FILTERED), 110),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("coupled", "full", 2, 3, (PLAIN,), 108),
 ]
@@ -193,7 +202,7 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
         assert 0.1 < out.stats.counts.acceptance_rate < 0.95, "too easy a draft, or too hard a one"
 
 
-@pytest.mark.parametrize("kind,gamma", [("streaming", 1), ("full", 2), ("streaming", 3), ("ngram", 3)])
+@pytest.mark.parametrize("kind,gamma", [("streaming", 1), ("full", 2), ("streaming", 3), ("ngram", 3), ("changing", 3)])
 def test_coupled_sequences_depend_on_seed_and_request_alone(kind, gamma):
     """Another drafter, gamma, number of slots and order of the requests give the same tokens as plain decoding."""
     n = 300

@@ -154,3 +154,16 @@ def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
     plan = plan_of(TINY, kv_dtype=dtype, draft=draft)
     assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
     assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
+
+
+def test_selecting_entries_is_planned_for() -> None:
+    """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
+    plain = plan_of(TINY).activations
+    of_target = DraftFootprint(TINY, torch.float32, BUDGET, shares_weights=True, observed=6)
+    own = replace(of_target, shares_weights=False, prefills=True)
+    scores = 4 * 6 * TINY.n_head * CAPACITY
+    keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
+    needed = [plan_of(TINY, draft=draft).activations - plain for draft in (of_target, own)]
+    assert needed[0] >= 2 * scores + keys
+    whole = FullKVCache(TINY, 1, CAPACITY).n_bytes
+    assert needed[1] == needed[0] + whole

@@ -10,7 +10,7 @@ from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, Standalo
 from engine.stats import total
 from engine.teacher_forcing import forced_acceptance
 from kv_cache import SnapKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
+from kv_cache.errors import ConfigError, UserError
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
@@ -90,3 +90,18 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ConfigError, match="a prompt and a continuation for each row"):
             forced_acceptance(runner, drafter, prompts, book)
+
+
+def test_a_model_whose_logits_are_not_finite_has_no_acceptance():
+    target = tiny_model()
+    target.tok_embeddings.weight[PROMPTS[1][4]] = float("nan")
+    runner = ModelRunner(target, full_cache(target, 3))
+    with pytest.raises(UserError, match="not finite"):
+        forced_acceptance(runner, NGram(runner, GAMMA), PROMPTS, BOOK)
+
+
+def test_a_text_that_the_targets_cache_has_no_room_for_is_refused():
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 3, max_len=44))
+    with pytest.raises(ConfigError, match="exceeds the KV cache"):
+        forced_acceptance(runner, NGram(runner, GAMMA), PROMPTS, BOOK)

@@ -164,8 +164,8 @@ def check_gamma(gamma: int, window: int) -> None:
     if gamma + 1 > window:
         raise ConfigError(
             "the draft cache's window is smaller than one verification block",
-            where="gamma (--gamma) and the draft's budget (--streamingllm_budget)",
+            where="gamma (--gamma) and the draft's budget (--draft_budget) or --snapkv_window",
             seen=f"gamma {gamma}, window {window}",
             required="gamma + 1 <= window",
-            fix=f"raise the budget by {gamma + 1 - window}, or lower gamma",
+            fix=f"raise the budget by {gamma + 1 - window} (snapkv: --snapkv_window), or lower gamma",
         )

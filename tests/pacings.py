@@ -1,0 +1,23 @@
+"""Pacings for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.drafters import Drafter
+from engine.pacing import Choice
+
+
+class Scripted:
+    """Choices in the order given, over and over."""
+
+    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice]) -> None:
+        self.drafters, self.max_gamma = tuple(drafters), max(choice.gamma for choice in choices)
+        self._choices, self._n = tuple(choices), 0
+
+    def choose(self) -> Choice:
+        self._n += 1
+        return self._choices[self._n % len(self._choices)]
+
+    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+        assert len(accepted) and all(0 <= n <= choice.gamma for n in accepted)
