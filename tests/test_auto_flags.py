@@ -64,7 +64,8 @@ def test_the_budget_is_chosen_among_those_that_leave_something_out(call):
     """Of 64, 128, ... only those below the prompt, or the smallest: here a prompt of 60 leaves one."""
     record = record_of(call(SELFSPEC, f"{SIZES} --draft_budget auto --gamma 2"))
     assert record["draft_budget"] == "auto" and record["gamma"] == 2 and record["identical_sequences"] == 2
-    assert {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]} == {64}
+    assert {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]} <= {64}
+    assert len(record["measured_costs"]) == 1
     longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64"
     record = record_of(call(SELFSPEC, f"{longer} --draft_budget auto --gamma auto"))
     budgets = {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]}
