@@ -2,8 +2,9 @@
 
     python reproduce/cpu_selfspec.py --output reproduce/results/cpu_selfspec.jsonl
 
-Every (gamma, budget, draft dtype, draft weights, compiled or not) cell appends one record per pair, then all
-cells one summary each. With --compile each is measured both ways, each beside a baseline of its own way.
+Every (gamma, budget, draft dtype, draft weights, way) cell appends one record per pair, then all cells one summary
+each. The ways are what a run does without flags, with --compile also compiled, with --eager also PyTorch's own
+pointwise functions; each is measured beside a baseline of its own way.
 """
 
 import argparse
@@ -24,10 +25,11 @@ from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
 from kv_cache.errors import exit_on_user_error
 from models import Transformer
-from models.pointwise import Pointwise, compiled, use_pointwise
+from models.pointwise import EAGER, Pointwise, compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.quantize import SCHEMES
 
+USUAL, COMPILED, IN_EAGER = "usual", "compiled", "eager"
 MEDIANS = (
     "speedup",
     "wall_speedup",
@@ -45,20 +47,20 @@ MEDIANS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One way to draft, and whether it is compiled; `weights` as --draft_weights."""
+    """One way to draft; `weights` as --draft_weights, `way` how pointwise functions run."""
 
     gamma: int
     budget: int
     draft_dtype: str
     weights: str
-    compile: bool
+    way: str
 
 
 def cell_setup(setup: Setup, cell: Cell, models: dict[tuple, Transformer | None]) -> Setup:
     """The same target, cache and prompts under another way to draft; `models` keeps what drafts, by its form."""
     args = copy.copy(setup.args)
     args.gamma, args.streamingllm_budget, args.draft_dtype = cell.gamma, cell.budget, cell.draft_dtype
-    args.draft_weights, args.compile = cell.weights, cell.compile
+    args.draft_weights, args.compile = cell.weights, cell.way == COMPILED
     draft = settings.draft_settings(args)
     form = draft.dtype, draft.quantize
     if form not in models:
@@ -75,7 +77,8 @@ def use_functions(setup: Setup, pointwise: Pointwise, source: Source) -> None:
 def summarise(records: list[dict]) -> dict:
     """Medians over the pairs of one cell, the settings they share, and every pair's speedup."""
     settings = ("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma")
-    settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "compile")
+    settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "pointwise")
+    settings += ("compile",)
     return {
         "benchmark": "cpu_selfspec_summary",
         **{key: records[0][key] for key in settings},
@@ -109,13 +112,14 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", choices=["same", *SCHEMES], help="draft weights to compare (default: --draft_weights)"
     )
+    parser.add_argument("--eager", action="store_true", help="also with PyTorch's own pointwise functions")
     parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
     parser.set_defaults(prefix_len=7500, device="cpu", no_baseline=False)
     args = parser.parse_args()
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
     draft_dtypes = args.draft_dtypes or [args.draft_dtype]
     weights = args.weights or [args.draft_weights]
-    ways = [False, True] if args.compile else [False]
+    ways = [USUAL, *([COMPILED] if args.compile else []), *([IN_EAGER] if args.eager else [])]
 
     args.draft_dtype, args.compile = draft_dtypes[-1], False
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
@@ -124,16 +128,17 @@ def main() -> None:
     cells = [Cell(*values) for values in itertools.product(gammas, budgets, draft_dtypes, weights, ways)]
     setups = {cell: cell_setup(setup, cell, models) for cell in cells}
     usual = pointwise_beside(setup.runner.model.backend)
-    functions = {way: (compiled(), compiled_source()) if way else (usual, in_passes) for way in ways}
+    functions = {USUAL: (usual, in_passes), IN_EAGER: (EAGER, in_passes)}
+    functions |= {COMPILED: (compiled(), compiled_source())} if COMPILED in ways else {}
     prefill_seconds = benchmark.prefill(setup)
     records: dict[Cell, list[dict]] = {cell: [] for cell in cells}
     for pair, way in itertools.product(range(args.pairs), ways):
-        plain = dataclasses.replace(setup, args=next(s.args for c, s in setups.items() if c.compile == way))
+        plain = dataclasses.replace(setup, args=next(s.args for c, s in setups.items() if c.way == way))
         use_functions(plain, *functions[way])
         if pair == 0:
             benchmark.warm_up(plain)
         baseline = benchmark.decode(plain, f"baseline {pair}")
-        for cell in (cell for cell in cells if cell.compile == way):
+        for cell in (cell for cell in cells if cell.way == way):
             own = setups[cell]
             use_functions(own, *functions[way])
             drafter = make_drafter(own, baseline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from engine.cost_report import cost_table
 from reproduce import (
     acceptance_by_budget,
     acceptance_by_context,
@@ -98,11 +99,13 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
     if not records:
         return f"{title}{NONE} (no record in `results/{COST_MODEL}`)."
     compared = cost_model_error.comparisons(records)
+    grids = [cost_model_error.grid_of(record) for record in records if record["benchmark"] == "cost_model"]
+    costs = "".join(f"```\n{cost_table(measured)}\n```\n\n" for measured in grids)
     return (
         f"{title}Predicted by `engine.cost_model` from costs over random entries, measured on a grid in a process of "
         "its own, with the acceptance of the run that it is compared with; rows and contexts off that grid are "
         f"interpolated. {cost_model_error.error_summary(compared).capitalize()}.\n\n"
-        f"{figure_of(cost_model_error.NAME, figures)}"
+        f"{costs}{figure_of(cost_model_error.NAME, figures)}"
         f"{grid(cost_model_error.ERROR_HEAD, cost_model_error.error_lines(compared))}\n\n"
         "`--gamma auto`, at the largest of those budgets, in turn with plain decoding and fixed gammas from one "
         "prefilled state. *auto / better*: over the better of gamma 3 and plain decoding in the same repeat, the "

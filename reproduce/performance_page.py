@@ -254,13 +254,18 @@ def launch_gaps(folder: Path) -> str:
     return table(GPU, cells, columns, "Host and launch gaps of a round")
 
 
+def _pointwise(record: Record) -> str:
+    """How what lies between matrix products and attention ran; older records only say whether it was compiled."""
+    return record.get("pointwise") or ("compiled" if record.get("compile") else "eager")
+
+
 def cpu(folder: Path) -> str:
     def of_median(column: Column) -> Column:
         return column[0], lambda record: column[1](record["median"])
 
     pairs = read(folder, "cpu_fast_path.jsonl", "cpu_selfspec_summary")
     columns: list[Column] = [*SIZE, ("mode", text("verification")), *DRAFT]
-    columns += [("compiled", lambda record: "yes" if record.get("compile") else "no"), *map(of_median, SPEEDUPS)]
+    columns += [("pointwise functions", _pointwise), *map(of_median, SPEEDUPS)]
     columns += [("rows identical, median", _identical), ("pairs", text("pairs"))]
     speculation = table("cpu_fast_path.jsonl", pairs, columns, "Speculation on a CPU")
     peers = read(folder, "cpu_peers.jsonl", "cpu_peers")
