@@ -24,7 +24,7 @@ from engine.cost_model import CostGrid, tokens_per_round
 from engine.settings import DTYPES
 from kv_cache.errors import ConfigError, exit_on_user_error
 from reproduce import reproduction
-from reproduce.figures import CATEGORIES, Figure, Panel, Series
+from reproduce.figures import CATEGORIES, MARKERS, Figure, Panel, Series
 from reproduce.reproduction import COST_MODEL, FIGURES, RESULTS, Record, side_by_side
 from reproduce.sweeping.cells import Cell, grid
 
@@ -206,8 +206,8 @@ def auto_lines(records: Sequence[Record]) -> list[list[str]]:
             str(row["best_gamma"]),
             f"{row['auto']:.2f}",
             f"{row['mean_gamma']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{min(row['ratios']):.2f}",
+            f"{row['ratio']:.3f}",
+            f"{min(row['ratios']):.3f}",
         ]
         for row in (against_fixed(record) for record in records if record["benchmark"] == "gamma_cell")
     ]
@@ -219,7 +219,7 @@ def auto_summary(records: Sequence[Record]) -> str:
         return "nothing measured"
     n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
     verdict = "none lies" if n_below == 0 else f"{n_below} of {len(ratios)} lie" if n_below > 1 else "one lies"
-    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.2f}"
+    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.3f}"
 
 
 def table(records: list[Record]) -> str:
@@ -255,15 +255,23 @@ def figure(records: list[Record]) -> Figure:
     ]
     left = Panel("the cost model", "measured speedup", "predicted speedup", (diagonal, *points), is_log_x=False)
     autos = [against_fixed(record) for record in records if record["benchmark"] == "gamma_cell"]
-    bars = [
-        Series(name, range(len(autos)), [row[key] for row in autos], colour, has_line=False)
-        for (name, key), colour in zip(
-            (("gamma 3", "usual"), ("best fixed gamma", "best"), ("auto", "auto")), CATEGORIES, strict=False
+    names = [f"B {row['B']}, {row['prefix_len']}" for row in autos]
+    places = range(len(autos))
+    points = [
+        Series(name, places, [row[key] for row in autos], colour, marker=marker, names=labels, has_line=False)
+        for name, key, colour, marker, labels in (
+            ("gamma 3", "usual", CATEGORIES[0], MARKERS[0], ()),
+            ("best fixed gamma", "best", CATEGORIES[1], MARKERS[2], ()),
+            ("auto", "auto", CATEGORIES[2], MARKERS[1], names),
         )
     ]
-    sizes = ", ".join(f"{i}: B {row['B']}, {row['prefix_len']}" for i, row in enumerate(autos))
     right = Panel(
-        "--gamma auto", f"setting\n({sizes})", "speedup", tuple(bars), is_log_x=False, reference=(1.0, "plain decoding")
+        "--gamma auto at several rows and contexts",
+        "setting, in the order of the table",
+        "speedup",
+        tuple(points),
+        is_log_x=False,
+        reference=(1.0, "plain decoding"),
     )
     return Figure("Predicted and measured speedups", (left, right))
 
