@@ -172,7 +172,10 @@ def _add_gamma(parser: argparse.ArgumentParser) -> None:
 
 
 def _count_or_auto(text: str) -> int | str:
-    return AUTO if text == AUTO else int(text)
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a number or {AUTO}, not {text!r}") from None
 
 
 def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -190,7 +193,8 @@ def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "--draft_budget",
         type=_count_or_auto,
         help="KV entries per row, sinks or selected ones and recent ones together (default: 512); -1 is "
-        f"--draft_policy full; auto, of a self-draft: what of {budgets} pays best, seen while decoding",
+        f"--draft_policy full; auto, of a self-draft: what of {budgets} pays best, seen while decoding, of those that "
+        "are shorter than the prompt and leave as much room beside sinks or window; rounds may then be plain, too",
     )
     _add_window_arguments(parser)
     _add_storage_arguments(parser)

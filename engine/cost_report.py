@@ -72,7 +72,9 @@ def _main() -> None:
         **{name: value for name, value in settings_record(setup).items() if name not in VARIED},
         **grid_record(grid),
         "acceptance_rates": [alphas[draft] for draft in grid.drafts],
-        "acceptance_of": "given" if args.alpha is not None else "the data set's own text",
+        "acceptance_of": "given"
+        if args.alpha is not None
+        else f"the data set's own text behind {max(args.contexts)} tokens",
         "best": best,
         **provenance(),
     }

@@ -93,9 +93,20 @@ def table(record: dict[str, Any]) -> str:
         (f"tokens per round (of {_most_tokens(record)})", one, _number(record["mean_accepted_length"], 2)),
         ("identical rows", "-", _identical(record)),
     ]
+    if AUTO in (record["gamma"], record["draft_budget"]):
+        rows.append(("rounds by choice", "", _chosen(record)))
     if record["benchmark"] == "baseline":
         rows = [(name, plain, "") for name, plain, _ in rows[:3]]
     return "\n".join(f"  {name:<28}{plain:>16}{speculative:>18}".rstrip() for name, plain, speculative in rows)
+
+
+def _chosen(record: dict[str, Any]) -> str:
+    """What rounds chose: `gamma 3: 12 rounds`, with the budget where that is chosen, too."""
+    parts = []
+    for choice in record["choices"]:
+        budget = f"{choice['draft_budget']} entries, " if choice["draft_budget"] else ""
+        parts.append(f"{choice['rounds']} x " + (f"{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"))
+    return "; ".join(parts)
 
 
 def _most_tokens(record: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ def standalone_settings(args: argparse.Namespace) -> DraftSettings:
             where="--draft_budget",
             seen=AUTO,
             required="a number of entries",
-            fix="measure budgets with python -m engine.cost_model, and name the best",
+            fix="compare budgets with reproduce/acceptance.py --draft_model D --budgets 64 256, and name one",
         )
     positions = (args.draft_positions or "auto") if policy == "streaming" else "absolute"
     return replace(_with_cache(args, "standalone", policy), positions=positions, model=args.draft_model)

@@ -91,7 +91,7 @@ def check_snapkv(budget: int, window: int, pool: int = 5) -> None:
             where="SnapKVCache: budget (--draft_budget) and window (--snapkv_window)",
             seen=f"budget {budget}, window {window}",
             required="window >= 1 and budget >= window + 1",
-            fix=f"raise the budget to {2 * max(window, 1)} or more, or lower the window",
+            fix=f"raise the budget to {max(window, 1) + 1} or more, or lower the window",
         )
     if pool < 1 or pool % 2 == 0:
         raise ConfigError(

@@ -41,7 +41,7 @@ ROW_SETTINGS = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
+    parser = arguments.Parser(description=__doc__.splitlines()[0], formatter_class=arguments.HelpFormatter)
     arguments.add_model_arguments(parser)
     arguments.add_size_arguments(parser)
     arguments.add_sampling_arguments(parser)
