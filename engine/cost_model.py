@@ -12,7 +12,8 @@ is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,28 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 
 
 @dataclass(frozen=True)
+class AcceptanceRate:
+    """The accepted share of so many judged drafts; `judged` is None for a rate that was given, not measured."""
+
+    value: float
+    judged: int | None = None
+
+    @property
+    def standard_error(self) -> float:
+        """`sqrt(a (1 - a) / n)`, that of n independent drafts; 0 for a rate that was given.
+
+        Drafts of one block, and blocks of one text, are not independent: this is a lower bound. Where all drafts were
+        accepted, or none, it is 0 and says nothing.
+        """
+        return math.sqrt(self.value * (1 - self.value) / self.judged) if self.judged else 0.0
+
+    def tokens_error(self, gamma: int) -> float:
+        """How far one standard error moves `tokens_per_round`, to first order."""
+        slope = sum(place * self.value ** (place - 1) for place in range(1, gamma + 1))
+        return self.standard_error * slope
+
+
+@dataclass(frozen=True)
 class Costs:
     """Milliseconds of one batch at one context, for one way to draft.
 
@@ -74,13 +97,6 @@ class Costs:
     def speedup(self, tokens: float, gamma: int) -> float:
         """Of rounds that emit so many tokens a row (see `tokens_per_round`) over plain decoding."""
         return tokens * self.plain_ms / self.round_ms(gamma)
-
-    def best_gamma(self, alpha: float, gammas: Iterable[int]) -> tuple[int, float]:
-        """The gamma with the largest predicted speedup at that acceptance rate, and the speedup."""
-        return max(
-            ((gamma, self.speedup(tokens_per_round(alpha, gamma), gamma)) for gamma in gammas),
-            key=lambda found: found[1],
-        )
 
 
 @dataclass(frozen=True)

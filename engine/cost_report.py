@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from engine import arguments, settings
-from engine.cost_model import CostGrid, tokens_per_round
+from engine.cost_model import AcceptanceRate, CostGrid, tokens_per_round
 from engine.measure_grid import Draft, measure_acceptance, measure_grid, prepare_largest
 from engine.provenance import append_record, provenance
 from engine.report import settings_record
@@ -18,6 +20,25 @@ ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
 # Settings that a grid has several of.
 VARIED = ("gamma", "draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "max_ngram")
 SHADES = " .:-=+*#%@"
+
+# The acceptance of every draft, by context (tokens).
+Acceptances = Mapping[int, Mapping[Draft, AcceptanceRate]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted speedup of one choice at a batch and a context; no draft and gamma 0 for plain decoding.
+
+    error: how far one standard error of the draft's acceptance moves it. That of the costs is not in it.
+    """
+
+    draft: Draft | None
+    gamma: int
+    speedup: float
+    error: float
+
+
+PLAIN = Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--budgets", type=int, nargs="+", default=[64, 128, 256, 512], help="KV entries of the draft")
     add("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="tokens drafted per round")
     add("--alpha", type=float, help="acceptance rate of every draft (default: measured on the data set's own text)")
-    add("--acceptance_rows", type=int, default=ACCEPTANCE_ROWS, help="rows of text that it is measured on")
+    add("--acceptance_rows", type=int, default=ACCEPTANCE_ROWS, help="rows of text it is measured on, at each context")
     add("--gen_len", type=int, default=ACCEPTANCE_TOKENS, help="tokens of each of them")
     arguments.add_variant_arguments(parser)
     parser.set_defaults(B=1, prefix_len=1)  # of the grid's cells, not of the command line
@@ -52,18 +73,25 @@ def _main() -> None:
     drafts, gamma = [(policy, budget) for policy in args.policies for budget in args.budgets], max(args.gammas)
     rows = args.batches if args.alpha is not None else [*args.batches, args.acceptance_rows]
     setup = prepare_largest(args, drafts, rows, args.contexts, gamma)
-    alphas = dict.fromkeys(drafts, args.alpha)
-    if args.alpha is None:
-        alphas = measure_acceptance(setup, args, drafts, max(args.contexts), args.acceptance_rows, gamma)
+    acceptances: Acceptances
+    if args.alpha is not None:
+        acceptances = dict.fromkeys(args.contexts, dict.fromkeys(drafts, AcceptanceRate(args.alpha)))
+    else:
+        acceptances = {
+            context: measure_acceptance(setup, args, drafts, context, args.acceptance_rows, gamma)
+            for context in args.contexts
+        }
     grid = measure_grid(setup, args.batches, args.contexts, drafts, args.gammas)
     best = [
-        {"B": batch, "prefix_len": context, **best_of(grid, batch, context, alphas, args.gammas)}
+        {"B": batch, "prefix_len": context, **best_of(grid, batch, context, acceptances, args.gammas)}
         for batch in grid.batches
         for context in grid.contexts
     ]
     print(f"\n{cost_table(grid)}\n")
+    if args.alpha is None:
+        print(f"{acceptance_table(drafts, acceptances)}\n")
     for draft in grid.drafts:
-        print(f"{heat_map(grid, draft, alphas[draft], args.gammas)}\n")
+        print(f"{heat_map(grid, draft, acceptances, args.gammas)}\n")
     print(f"{best_table(best)}\n")
     record = {
         "benchmark": "cost_model",
@@ -71,10 +99,8 @@ def _main() -> None:
         "load_format": args.load_format,
         **{name: value for name, value in settings_record(setup).items() if name not in VARIED},
         **grid_record(grid),
-        "acceptance_rates": [alphas[draft] for draft in grid.drafts],
-        "acceptance_of": "given"
-        if args.alpha is not None
-        else f"the data set's own text behind {max(args.contexts)} tokens",
+        **acceptance_record(drafts, acceptances),
+        "acceptance_of": "the data set's own text behind each context" if args.alpha is None else "given",
         "best": best,
         **provenance(),
     }
@@ -105,15 +131,69 @@ def check(args: argparse.Namespace) -> None:
 
 
 def best_of(
-    grid: CostGrid, batch: int, context: int, alphas: Mapping[Draft, float], gammas: Sequence[int]
+    grid: CostGrid, batch: int, context: int, acceptances: Acceptances, gammas: Sequence[int]
 ) -> dict[str, object]:
-    """The draft and gamma with the largest predicted speedup; gamma 0 and no draft where plain decoding is faster."""
-    found = {draft: grid.at(batch, context, draft).best_gamma(alphas[draft], gammas) for draft in grid.drafts}
-    policy, budget = max(found, key=lambda draft: found[draft][1])
-    gamma, speedup = found[policy, budget]
-    if speedup <= 1:
-        return {"draft_policy": None, "draft_budget": None, "gamma": 0, "predicted_speedup": 1.0}
-    return {"draft_policy": policy, "draft_budget": budget, "gamma": gamma, "predicted_speedup": round(speedup, 4)}
+    """The draft and gamma with the largest predicted speedup; gamma 0 and no draft where plain decoding is faster.
+
+    `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
+    """
+    drafted = (predict(grid, batch, context, draft, acceptances, gamma) for draft in grid.drafts for gamma in gammas)
+    best, *others = sorted([PLAIN, *drafted], key=lambda choice: choice.speedup, reverse=True)
+    near = next((other for other in others if is_within_noise(best, other)), None)
+    return {**_choice_record(best), "within_noise_of": near and _choice_record(near)}
+
+
+def predict(grid: CostGrid, batch: int, context: int, draft: Draft, acceptances: Acceptances, gamma: int) -> Prediction:
+    """From the draft's acceptance at that context, which is one of those that acceptance was measured at."""
+    costs, acceptance = grid.at(batch, context, draft), acceptances[context][draft]
+    speedup = costs.speedup(tokens_per_round(acceptance.value, gamma), gamma)
+    return Prediction(draft, gamma, speedup, error=costs.speedup(acceptance.tokens_error(gamma), gamma))
+
+
+def is_within_noise(one: Prediction, other: Prediction) -> bool:
+    """Whether two choices differ by less than one standard error of acceptance moves their difference.
+
+    The gammas of one draft move together, by its one acceptance; those of two drafts are taken as independent.
+    """
+    if one.draft == other.draft:
+        noise = abs(one.error - other.error)
+    else:
+        noise = math.hypot(one.error, other.error)
+    return abs(one.speedup - other.speedup) < noise
+
+
+def _choice_record(choice: Prediction) -> dict[str, object]:
+    policy, budget = choice.draft or (None, None)
+    speedup = round(choice.speedup, 4)
+    return {"draft_policy": policy, "draft_budget": budget, "gamma": choice.gamma, "predicted_speedup": speedup}
+
+
+def acceptance_record(drafts: Sequence[Draft], acceptances: Acceptances) -> dict[str, object]:
+    """For a JSON record: rates and judged drafts `[D][S]`, by draft and context; no counts where rates were given."""
+    rows = [[at_context[draft] for at_context in acceptances.values()] for draft in drafts]
+    judged = [[acceptance.judged for acceptance in row] for row in rows]
+    return {
+        "acceptance_rates": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
+        "acceptance_judged": None if None in judged[0] else judged,
+    }
+
+
+def acceptance_table(drafts: Sequence[Draft], acceptances: Acceptances) -> str:
+    """Measured acceptance with its standard error (see `AcceptanceRate`): a line per draft and context."""
+    lines = [
+        "acceptance, and its standard error if drafts were independent: a lower bound",
+        f"{'draft':<16}{'context':>9}{'acceptance':>16}{'judged':>9}",
+    ]
+    for draft in drafts:
+        for context, at_context in acceptances.items():
+            acceptance = at_context[draft]
+            rate = f"{acceptance.value:.3f} ± {acceptance.standard_error:.3f}"
+            lines.append(f"{_draft_name(*draft):<16}{context:>9}{rate:>16}{acceptance.judged:>9}")
+    return "\n".join(lines)
+
+
+def _draft_name(policy: object, budget: object) -> str:
+    return f"{policy} {budget}"
 
 
 def grid_record(grid: CostGrid) -> dict[str, object]:
@@ -145,19 +225,18 @@ def cost_table(grid: CostGrid) -> str:
     return "\n".join(lines)
 
 
-def heat_map(grid: CostGrid, draft: Draft, alpha: float, gammas: Sequence[int]) -> str:
+def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances, gammas: Sequence[int]) -> str:
     """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
-    policy, budget = draft
     lines = [
-        f"predicted speedup, {policy} {budget}, acceptance {alpha:.3f} (darker is larger; below 1 plain decoding wins)",
-        f"{'B':>4}{'context':>9}" + "".join(f"{f'g={gamma}':>9}" for gamma in gammas),
+        f"predicted speedup, {_draft_name(*draft)} (darker is larger; below 1 plain decoding wins)",
+        f"{'B':>4}{'context':>9}{'acceptance':>12}" + "".join(f"{f'g={gamma}':>9}" for gamma in gammas),
     ]
     for batch in grid.batches:
         for context in grid.contexts:
-            costs = grid.at(batch, context, draft)
-            speedups = [costs.speedup(tokens_per_round(alpha, gamma), gamma) for gamma in gammas]
-            cells = (f"{_shade(speedup)} {speedup:.2f}" for speedup in speedups)
-            lines.append(f"{batch:>4}{context:>9}" + "".join(f"{cell:>9}" for cell in cells))
+            choices = [predict(grid, batch, context, draft, acceptances, gamma) for gamma in gammas]
+            cells = (f"{_shade(choice.speedup)} {choice.speedup:.2f}" for choice in choices)
+            rate = f"{acceptances[context][draft].value:.3f}"
+            lines.append(f"{batch:>4}{context:>9}{rate:>12}" + "".join(f"{cell:>9}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -168,11 +247,17 @@ def _shade(speedup: float) -> str:
 
 
 def best_table(best: Sequence[Mapping[str, object]]) -> str:
-    """What pays best at each batch and context."""
+    """What pays best at each batch and context, from the rows of `best_of`; and what it may be no better than."""
     lines = ["what pays best", f"{'B':>4}{'context':>9}  draft"]
     for row in best:
-        draft = "none: plain decoding is faster"
-        if row["gamma"]:
-            draft = f"{row['draft_policy']} {row['draft_budget']}, gamma {row['gamma']}: {row['predicted_speedup']}"
-        lines.append(f"{row['B']:>4}{row['prefix_len']:>9}  {draft}")
+        draft = f"{_choice_name(row)}: {row['predicted_speedup']}" if row["gamma"] else "none: plain decoding is faster"
+        near = row["within_noise_of"]
+        remark = f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else ""
+        lines.append(f"{row['B']:>4}{row['prefix_len']:>9}  {draft}{remark}")
     return "\n".join(lines)
+
+
+def _choice_name(choice: Mapping[str, object]) -> str:
+    if not choice["gamma"]:
+        return "plain decoding"
+    return f"{_draft_name(choice['draft_policy'], choice['draft_budget'])}, gamma {choice['gamma']}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from engine import settings
-from engine.cost_model import CostGrid, Costs
+from engine.cost_model import AcceptanceRate, CostGrid, Costs
 from engine.data import load_books, make_prompts
 from engine.drafters import Drafter, SelfSpeculation
 from engine.dummy_prefill import fill_with_noise
@@ -69,8 +69,8 @@ def measure_grid(
 
 def measure_acceptance(
     setup: Setup, args: argparse.Namespace, drafts: Sequence[Draft], context: int, n_row: int, gamma: int
-) -> dict[Draft, float]:
-    """The acceptance rate of each draft on `args.gen_len` tokens of the data set's own text behind `context`."""
+) -> dict[Draft, AcceptanceRate]:
+    """The acceptance of each draft on `args.gen_len` tokens of the data set's own text behind `context` tokens."""
     assert setup.tokenizer is not None
     n_token = args.gen_len
     runner = _narrowed(setup.runner, n_row, context + n_token + gamma + 1)
@@ -82,7 +82,8 @@ def measure_acceptance(
     for draft in drafts:
         drafter = _drafter(setup, args, runner, draft, min(ACCEPTANCE_GAMMA, gamma))
         counts = forced_acceptance(runner, drafter, prompts, continuations, setup.sampling.params, setup.sampling.mode)
-        rates[draft] = round(total(counts).acceptance_rate or 0.0, 4)
+        summed = total(counts)
+        rates[draft] = AcceptanceRate(summed.accepted / summed.judged, summed.judged)
     return rates
 
 
@@ -94,10 +95,10 @@ def _cell(setup: Setup, batch: int, context: int, drafts: Sequence[Draft], gamma
         narrow,
         [_drafter(setup, setup.args, narrow, draft, max(gammas)) for draft in drafts],
         prompts,
+        gammas=gammas,
         max_new_tokens=ROOM,
         sampling=setup.sampling.params,
         verification=setup.sampling.mode,
-        gammas=gammas,
     )
 
 

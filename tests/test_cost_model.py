@@ -1,14 +1,25 @@
-"""The cost model: the formula by hand, interpolation, what pays best, the heat map."""
+"""The cost model: the formula by hand, interpolation, what pays best and how surely, the heat map."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from engine import cost_report
-from engine.cost_model import CostGrid, Costs, tokens_per_round
+from engine.cost_model import AcceptanceRate, CostGrid, Costs, tokens_per_round
 from kv_cache.errors import ConfigError
 
 PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0, 4.0
+DRAFTS = [("streaming", 64), ("snapkv", 512)]
+
+
+def given(alphas, judged=None):
+    """The acceptance of each of `DRAFTS`, by context."""
+    return {
+        context: {draft: AcceptanceRate(alpha, judged) for draft, alpha in zip(DRAFTS, rates, strict=False)}
+        for context, rates in alphas.items()
+    }
 
 
 def test_tokens_per_round_is_the_geometric_sum():
@@ -24,10 +35,19 @@ def test_a_round_is_drafts_verification_and_the_rest():
     assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
     assert Costs(PLAIN, (3,), (130.0,), DRAFT, OTHER).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
     assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
-    by_hand = {g: tokens_per_round(0.9, g) * 100 / costs.round_ms(g) for g in range(1, 8)}
-    gamma, speedup = costs.best_gamma(0.9, range(1, 8))
-    assert speedup == max(by_hand.values()) == by_hand[gamma] and gamma == 3
-    assert costs.best_gamma(0.1, range(1, 8))[0] == 1
+
+
+def test_the_standard_error_is_that_of_independent_drafts():
+    assert AcceptanceRate(0.8, 400).standard_error == pytest.approx(0.02)
+    assert AcceptanceRate(0.5, 100).standard_error == pytest.approx(0.05)
+    assert AcceptanceRate(0.8).standard_error == 0 == AcceptanceRate(1.0, 30).standard_error
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+def test_the_error_of_tokens_is_what_a_small_error_of_acceptance_makes(gamma):
+    acceptance = AcceptanceRate(0.8, 1_000_000)
+    moved = tokens_per_round(0.8 + acceptance.standard_error, gamma) - tokens_per_round(0.8, gamma)
+    assert acceptance.tokens_error(gamma) == pytest.approx(moved, rel=1e-2)
 
 
 def test_the_grid_is_interpolated_in_batch_and_context():
@@ -54,26 +74,103 @@ def test_the_grid_is_interpolated_in_batch_and_context():
 
 def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
     cheap, dear = Costs(100, (1, 3), (110, 130), 5, 1), Costs(100, (1, 3), (110, 130), 40, 1)
-    drafts = [("streaming", 64), ("snapkv", 512)]
-    grid = CostGrid.of((1,), (100,), drafts, [[[cheap, dear]]])
+    grid = CostGrid.of((1,), (100,), DRAFTS, [[[cheap, dear]]])
     for alphas in ((0.5, 0.99), (0.9, 0.91), (0.1, 0.95)):
         by_hand = {
             (*draft, gamma): tokens_per_round(alpha, gamma) * 100 / costs.round_ms(gamma)
-            for draft, alpha, costs in zip(drafts, alphas, (cheap, dear), strict=True)
+            for draft, alpha, costs in zip(DRAFTS, alphas, (cheap, dear), strict=True)
             for gamma in (1, 3)
         }
-        best = cost_report.best_of(grid, 1, 100, dict(zip(drafts, alphas, strict=True)), [1, 3])
+        best = cost_report.best_of(grid, 1, 100, given({100: alphas}), [1, 3])
         chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
         assert chosen == max(by_hand, key=by_hand.__getitem__)
         assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
-    nothing = cost_report.best_of(grid, 1, 100, dict.fromkeys(drafts, 0.0), [1, 3])
+    nothing = cost_report.best_of(grid, 1, 100, given({100: (0.0, 0.0)}), [1, 3])
     assert nothing["gamma"] == 0 and nothing["draft_policy"] is None and nothing["predicted_speedup"] == 1
+
+
+def test_each_context_is_predicted_from_its_own_acceptance():
+    """Two drafts that cost the same at both contexts, so that only acceptance tells them apart."""
+    costs = Costs(100, (1, 3), (110, 130), 5, 1)
+    grid = CostGrid.of((1,), (100, 200), DRAFTS, [[[costs, costs]] * 2])
+    acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
+    best = [cost_report.best_of(grid, 1, context, acceptances, [1, 3]) for context in (100, 200)]
+    assert [row["draft_policy"] for row in best] == ["streaming", "snapkv"]
+    wanted = [tokens_per_round(alpha, 3) * 100 / costs.round_ms(3) for alpha in (0.9, 0.8)]
+    assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted, abs=1e-4)
+    at_100, at_200 = cost_report.heat_map(grid, DRAFTS[0], acceptances, [1, 3]).splitlines()[2:]
+    assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
+    assert "0.300" in at_200 and f"{tokens_per_round(0.3, 3) * 100 / costs.round_ms(3):.2f}" in at_200
+
+
+def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
+    """At gamma 1 a speedup is (1 + alpha) * 100 / 116, and moves by the standard error * 100 / 116."""
+    costs = Costs(100, (1,), (110,), 5, 1)
+    grid = CostGrid.of((1,), (100,), DRAFTS, [[[costs, costs]]])
+
+    def found(judged, alphas):
+        acceptances = given({100: alphas}, judged)
+        best = cost_report.best_of(grid, 1, 100, acceptances, [1])
+        return best["within_noise_of"], cost_report.best_table([{"B": 1, "prefix_len": 100, **best}])
+
+    near, table = found(100, (0.80, 0.78))
+    assert (near["draft_policy"], near["draft_budget"], near["gamma"]) == ("snapkv", 512, 1)
+    assert table.endswith(" streaming 64, gamma 1: 1.5517 (within noise of snapkv 512, gamma 1)")
+    # The standard error of the difference is 0.059 here, and half of that with four times the drafts.
+    assert math.hypot(0.04, AcceptanceRate(0.75, 100).standard_error) == pytest.approx(0.059, abs=1e-3)
+    assert found(100, (0.80, 0.75))[0] and not found(100, (0.80, 0.735))[0]
+    assert not found(400, (0.80, 0.75))[0] and "noise" not in found(400, (0.80, 0.75))[1]
+    # Nor where rates are given, however near.
+    assert not found(None, (0.80, 0.80 - 1e-9))[0]
+
+
+def test_plain_decoding_may_be_as_good_and_a_draft_as_good_as_plain_decoding():
+    grid = CostGrid.of((1,), (100,), DRAFTS[:1], [[[Costs(100, (1,), (149,), 10, 1)]]])
+    for alpha, says in (
+        (0.62, "streaming 64, gamma 1: 1.0125 (within noise of plain decoding)"),
+        (0.58, "none: plain decoding is faster (within noise of streaming 64, gamma 1)"),
+        (0.75, "streaming 64, gamma 1: 1.0938"),
+        (0.45, "none: plain decoding is faster"),
+    ):
+        best = cost_report.best_of(grid, 1, 100, given({100: (alpha,)}, judged=100), [1])
+        assert cost_report.best_table([{"B": 1, "prefix_len": 100, **best}]).endswith(f"  {says}")
+
+
+def test_the_gammas_of_one_draft_share_its_noise():
+    """A gamma moves less against another of the same draft than against one whose acceptance is another's."""
+    draft, other = DRAFTS
+    longer = cost_report.Prediction(draft, gamma=3, speedup=1.50, error=0.10)
+    shorter = cost_report.Prediction(draft, gamma=2, speedup=1.45, error=0.06)
+    assert not cost_report.is_within_noise(longer, shorter)
+    assert cost_report.is_within_noise(longer, cost_report.Prediction(other, gamma=2, speedup=1.45, error=0.06))
+    assert cost_report.is_within_noise(longer, cost_report.Prediction(draft, gamma=2, speedup=1.47, error=0.06))
+
+
+def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
+    acceptances = {
+        100: {DRAFTS[0]: AcceptanceRate(0.8, 400), DRAFTS[1]: AcceptanceRate(0.5, 100)},
+        200: {DRAFTS[0]: AcceptanceRate(0.9, 100), DRAFTS[1]: AcceptanceRate(2 / 3, 90)},
+    }
+    record = cost_report.acceptance_record(DRAFTS, acceptances)
+    assert record == {
+        "acceptance_rates": [[0.8, 0.9], [0.5, 0.6667]],
+        "acceptance_judged": [[400, 100], [100, 90]],
+    }
+    lines = [line.split() for line in cost_report.acceptance_table(DRAFTS, acceptances).splitlines()[2:]]
+    assert lines == [
+        ["streaming", "64", "100", "0.800", "±", "0.020", "400"],
+        ["streaming", "64", "200", "0.900", "±", "0.030", "100"],
+        ["snapkv", "512", "100", "0.500", "±", "0.050", "100"],
+        ["snapkv", "512", "200", "0.667", "±", "0.050", "90"],
+    ]
+    record = cost_report.acceptance_record(DRAFTS, given({100: (0.8, 0.8), 200: (0.8, 0.8)}))
+    assert record == {"acceptance_rates": [[0.8, 0.8]] * 2, "acceptance_judged": None}
 
 
 def test_the_heat_map_is_darker_where_speculation_gains_more():
     costs = [Costs(100, (1, 3), (verify, verify), 1, 1) for verify in (400.0, 100.0)]
-    grid = CostGrid.of((1, 8), (100,), [("streaming", 64)], [[[costs[0]]], [[costs[1]]]])
-    lines = cost_report.heat_map(grid, ("streaming", 64), 0.9, [1, 3]).splitlines()
+    grid = CostGrid.of((1, 8), (100,), DRAFTS[:1], [[[costs[0]]], [[costs[1]]]])
+    lines = cost_report.heat_map(grid, DRAFTS[0], given({100: (0.9,)}), [1, 3]).splitlines()
     assert len(lines) == 4 and "g=1" in lines[1] and "g=3" in lines[1]
     assert "0.47" in lines[2] and "3.31" in lines[3]
     assert cost_report.SHADES[-1] * 2 in lines[3] and cost_report.SHADES[-1] not in lines[2]
