@@ -189,8 +189,10 @@ def _add_cache_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     )
     budgets = ", ".join(map(str, AUTO_BUDGETS))
     add(
-        "--streamingllm_budget",
         "--draft_budget",
+        "--streamingllm_budget",
+        dest="streamingllm_budget",
+        metavar="DRAFT_BUDGET",
         type=_count_or_auto,
         help="KV entries per row, sinks or selected ones and recent ones together (default: 512); -1 is "
         f"--draft_policy full; auto, of a self-draft: what of {budgets} pays best, seen while decoding, of those that "

@@ -80,10 +80,10 @@ def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:
         setup.runner,
         drafters,
         setup.prompts,
+        gammas=range(1, setup.draft.gamma + 1) if setup.draft.auto_gamma else [setup.draft.gamma],
         max_new_tokens=setup.args.gen_len,
         sampling=setup.sampling.params,
         verification=setup.sampling.mode,
-        gammas=None if setup.draft.auto_gamma else [setup.draft.gamma],
     )
     return setup.ranks.shared(lambda: measured)
 

@@ -16,13 +16,10 @@ from engine.stats import Round
 from engine.timing import PhaseTimer
 from kv_cache.errors import ConfigError
 
-# Rounds of each kind that are timed, and those before them that are not: one runs, one captures, one replays.
-TIMED_ROUNDS, UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 4, 1, 3
-
-
-def measured_gammas(max_gamma: int) -> tuple[int, ...]:
-    """The gammas to measure so that straight lines between them will do: 1, the middle, and the largest."""
-    return tuple(sorted({1, (max_gamma + 1) // 2, max_gamma} - {0}))
+# Rounds of each kind that are timed: what fits into so many seconds, but neither fewer nor more than these ...
+FEWEST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 16, 8.0
+# ... and those before them that are not: one runs, one captures, one replays.
+UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 
 
 def rounds_in_turn(
@@ -68,42 +65,54 @@ def measure_costs(
     drafters: Sequence[Drafter],
     prompts: Sequence[Sequence[int]],
     *,
+    gammas: Sequence[int],
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     verification: str = "auto",
-    gammas: Sequence[int] | None = None,
-    timed_rounds: int = TIMED_ROUNDS,
+    seconds: float = TIMED_SECONDS,
 ) -> list[Costs]:
     """The costs of each drafter's rounds, behind prompts that fill the runner's rows; medians of interleaved rounds.
 
-    Only the first drafter's rounds are measured at every gamma. What the others' differ in is their draft step,
-    which is measured at the middle gamma. `max_new_tokens`, 2 or more, is what the cache has room for. As many
-    prompts as the runner has rows.
+    Only the first drafter's rounds are measured at every one of the gammas, which ascend. What the others' differ in
+    is their draft step, which is measured at the middle gamma. `max_new_tokens`, 2 or more, is what the cache has
+    room for. As many prompts as the runner has rows. `seconds` bounds the time of the timed rounds, where four of
+    each kind fit.
     """
-    gammas = tuple(gammas or measured_gammas(min(drafter.gamma for drafter in drafters)))
+    gammas = tuple(gammas)
     middle = gammas[len(gammas) // 2]
     choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
     untimed = UNTIMED_ROUNDS if runner.new_graph is None else UNTIMED_ROUNDS_CAPTURED
     pacing = InTurn(drafters, choices, runner.max_batch)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
-    for rounds, timer in rounds_in_turn(
-        runner,
-        pacing,
-        untimed + timed_rounds,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        verification=verification,
-    ):
-        phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
-        for round_, resume, draft, verify in zip(rounds, *phases, strict=True):
-            other = round_.seconds - resume - draft - verify
-            if round_.busy == runner.max_batch:
-                found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
+
+    def measure(n_rounds: int) -> None:
+        """Until every choice had so many timed rounds."""
+        for rounds, timer in rounds_in_turn(
+            runner,
+            pacing,
+            untimed + n_rounds,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            verification=verification,
+        ):
+            phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
+            for round_, resume, draft, verify in zip(rounds, *phases, strict=True):
+                other = round_.seconds - resume - draft - verify
+                if round_.busy == runner.max_batch:
+                    found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
 
     def ms(choice: Choice, phase: str) -> float:
-        return 1e3 * median(seconds[phase] for seconds in found[choice][untimed:])
+        return 1e3 * median(times[phase] for times in found[choice][untimed:])
+
+    def one_turn_ms() -> float:
+        return sum(ms(choice, phase) for choice in choices for phase in ("draft", "verify", "other"))
+
+    measure(FEWEST_TIMED)
+    # The leader's clock decides, so that all ranks run the same rounds.
+    n_fitting = runner.ranks.shared(lambda: int(1e3 * seconds / one_turn_ms()))
+    measure(max(FEWEST_TIMED, min(n_fitting, MOST_TIMED)))
 
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, phase) for phase in ("draft", "verify", "other"))

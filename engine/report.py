@@ -15,6 +15,7 @@ import torch
 
 from engine.benchmark import Passes
 from engine.decoding import GenerateOutput
+from engine.pacing import Choice
 from engine.provenance import append_record, provenance
 from engine.say import dtype_name
 from engine.settings import AUTO, DraftSettings
@@ -66,12 +67,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def rounded(record: dict[str, Any], digits: int = 4) -> dict[str, Any]:
-    """The record with its floats, also those in lists, rounded for reading."""
+    """The record with its floats, also those in lists and records within it, rounded for reading."""
 
     def shorten(value: Any) -> Any:
         if isinstance(value, float):
             return round(value, digits)
-        return [shorten(v) for v in value] if isinstance(value, list) else value
+        if isinstance(value, dict):
+            return rounded(value, digits)
+        return [shorten(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return {key: shorten(value) for key, value in record.items()}
 
@@ -268,17 +271,18 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, f
 
 def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:
     """How many rounds drafted how far, and with which budget where that is chosen."""
-    draft = setup.draft
-    budgets = sorted(draft.budgets, reverse=True) if draft else []
     counts = Counter(round_.choice for round_ in speculative.stats.rounds)
     return [
-        {
-            "draft_budget": budgets[choice.drafter] if budgets and choice.drafter is not None else None,
-            "gamma": choice.gamma,
-            "rounds": n,
-        }
+        {"draft_budget": chosen_budget(setup, choice), "gamma": choice.gamma, "rounds": n}
         for choice, n in sorted(counts.items(), key=lambda item: (item[0].drafter or 0, item[0].gamma))
     ]
+
+
+def chosen_budget(setup: Setup, choice: Choice) -> int | None:
+    """KV entries of what a round drafted with, where that is chosen."""
+    if not setup.draft or not setup.draft.budgets or choice.drafter is None:
+        return None
+    return setup.draft.capacities[choice.drafter]
 
 
 def finish(benchmark: str, setup: Setup, passes: Passes) -> None:

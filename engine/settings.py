@@ -42,6 +42,8 @@ DRAFT_FLAGS = {
 }
 DRAFT_FLAGS["standalone, streaming"] += ("draft_positions",)
 OPTIONAL_DRAFT_FLAGS = tuple(dict.fromkeys(flag for flags in DRAFT_FLAGS.values() for flag in flags))
+# Flags with two names: the older one, which the parsed flags go by, and the one for messages.
+NEWER_NAMES = {"streamingllm_budget": "draft_budget"}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -93,6 +95,11 @@ class DraftSettings:
     def entries(self) -> int:
         """KV entries a row in all its caches."""
         return sum(self.budgets) or self.capacity
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """KV entries a row of each drafter, in the order of the drafters: the largest first."""
+        return tuple(sorted(self.budgets, reverse=True)) or (self.capacity,)
 
     @property
     def automatic(self) -> bool:
@@ -258,12 +265,22 @@ def _refuse_without_effect(args: argparse.Namespace, draft: str) -> None:
         values = ", ".join(str(getattr(args, flag)) for flag in useless)
         raise ConfigError(
             "a draft flag has no effect on this draft",
-            where=", ".join(f"--{flag}" for flag in useless),
+            where=", ".join(map(_flag_and_alias, useless)),
             seen=f"{values} with draft {draft}"
-            + (" (--streamingllm_budget -1)" if args.streamingllm_budget == FULL_BUDGET else ""),
-            required=f"draft {draft} takes only " + ", ".join(f"--{name}" for name in ("gamma", *DRAFT_FLAGS[draft])),
-            fix=f"leave out {' and '.join(f'--{flag}' for flag in useless)}",
+            + (" (--draft_budget -1)" if args.streamingllm_budget == FULL_BUDGET else ""),
+            required=f"draft {draft} takes only " + ", ".join(map(_flag, ("gamma", *DRAFT_FLAGS[draft]))),
+            fix=f"leave out {' and '.join(map(_flag, useless))}",
         )
+
+
+def _flag(name: str) -> str:
+    """The flag of that name, as messages call it."""
+    return f"--{NEWER_NAMES.get(name, name)}"
+
+
+def _flag_and_alias(name: str) -> str:
+    """The same, and its older name if it has one: whichever the user typed."""
+    return _flag(name) + (f" (--{name})" if name in NEWER_NAMES else "")
 
 
 def resolve_draft_dtype(args: argparse.Namespace, wanted: str) -> torch.dtype:

@@ -141,8 +141,7 @@ def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | Non
 def make_drafters(setup: Setup, baseline: GenerateOutput | None) -> list[Drafter]:
     """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
     assert setup.draft is not None, "prepare() was called without draft settings"
-    budgets = sorted(setup.draft.budgets, reverse=True) or [setup.draft.capacity]
-    each = (replace(setup, draft=replace(setup.draft, capacity=budget)) for budget in budgets)
+    each = (replace(setup, draft=replace(setup.draft, capacity=budget)) for budget in setup.draft.capacities)
     return [make_drafter(one, baseline) for one in each]
 
 

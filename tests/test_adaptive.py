@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch._dynamo.testing import CompileCounter
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.adaptive import SHORTEST_PAUSE, TRIAL_ROUNDS, Acceptance, Adaptive
 from engine.cost_model import Costs, tokens_per_round
-from engine.measure_costs import measure_costs
+from engine.decoding import GenerateOutput
+from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
 from kv_cache import StreamingKVCache
 from kv_cache.errors import ConfigError, UserError
@@ -213,10 +215,10 @@ def test_costs_cannot_be_measured_where_no_round_is_full():
     drafters = drafters_of(runner)[:1]
     for given, n in ((prompts[:1], 9), (prompts, 1)):
         with pytest.raises(ConfigError, match="no round has all rows"):
-            measure_costs(runner, drafters, given, max_new_tokens=n)
+            measure_costs(runner, drafters, given, gammas=[1, 2], max_new_tokens=n)
     model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        measure_costs(runner, drafters, prompts, max_new_tokens=9)
+        measure_costs(runner, drafters, prompts, gammas=[1, 2], max_new_tokens=9)
 
 
 def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
@@ -235,9 +237,30 @@ def test_costs_are_measured_for_every_choice(max_new_tokens):
     model, prompts = tiny_model(), random_prompts([30, 30])
     runner = ModelRunner(model, full_cache(model, 2))
     drafters = drafters_of(runner)[:2]
-    measured = measure_costs(runner, drafters, prompts, max_new_tokens=max_new_tokens, timed_rounds=2)
+    measured = measure_costs(runner, drafters, prompts, gammas=[1, 2, 4], max_new_tokens=max_new_tokens)
     assert [one.at for one in measured] == [(1, 2, 4)] * 2
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in measured)
     assert measured[0].verify_ms == measured[1].verify_ms and measured[0].plain_ms == measured[1].plain_ms
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafters[0])
     assert out.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]
+
+
+def test_costs_take_more_rounds_where_time_allows(monkeypatch: pytest.MonkeyPatch):
+    """Of each kind at least the fewest and at most the most, however long or short a round is."""
+    n_rounds: list[int] = []
+    model, prompts = tiny_model(), random_prompts([30, 30])
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafters = drafters_of(runner)[:1]
+
+    def counted(*args: Any, **kwargs: Any) -> GenerateOutput:
+        out = generate(*args, **kwargs)
+        n_rounds.append(len(out.stats.rounds))
+        return out
+
+    monkeypatch.setattr("engine.measure_costs.generate", counted)
+    taken = []
+    for seconds in (0.0, 1e6):
+        n_rounds.clear()
+        measure_costs(runner, drafters, prompts, gammas=[1, 3], max_new_tokens=2, seconds=seconds)
+        taken.append(sum(n_rounds))  # with two tokens a row, one round a decode; plain, gamma 1, gamma 3
+    assert taken == [3 * (1 + FEWEST_TIMED), 3 * (1 + MOST_TIMED)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -262,7 +263,7 @@ BAD_INPUT = {
     "too many prompts": Bad(
         "--num_prompts 10", ("9 distinct prompts of 60", "10 distinct prompts of 60", "to 51 tokens")
     ),
-    "budget without a window": Bad("--streamingllm_budget 4", ("--streamingllm_budget", "budget 4, n_sink 4", "to 5")),
+    "budget without a window": Bad("--streamingllm_budget 4", ("--draft_budget", "budget 4, n_sink 4", "to 5")),
     "negative budget": Bad("--streamingllm_budget -300", ("budget -300",)),
     "negative sinks": Bad("--n_sink -1", ("--n_sink", "n_sink -1")),
     "window shorter than a block": Bad("--streamingllm_budget 7", ("gamma 3, window 3", "budget by 1")),
@@ -277,9 +278,7 @@ BAD_INPUT = {
         "--B 100000000",
         ("weights", "target KV", "draft KV", "logits", "activations", "GiB for a batch of 100000000", "largest batch"),
     ),
-    "too large a budget for the memory": Bad(
-        "--streamingllm_budget 1000000000000", ("draft KV", "--streamingllm_budget")
-    ),
+    "too large a budget for the memory": Bad("--streamingllm_budget 1000000000000", ("draft KV", "--draft_budget")),
     "negative temperature": Bad("--temperature -1", ("--temperature", "seen:     -1.0")),
     "temperature that is no number": Bad("--temperature nan", ("--temperature", "nan")),
     "negative top_k": Bad("--temperature 1 --top_k -2", ("--top_k", "seen:     -2")),
@@ -287,8 +286,10 @@ BAD_INPUT = {
     "negative seed": Bad("--temperature 1 --seed -3", ("--seed", "seen:     -3")),
     "filter without a temperature": Bad("--top_p 0.9", ("top_p 0.9 at temperature 0", "--temperature")),
     "greedy at a temperature": Bad("--temperature 1 --verification greedy", ("--verification", "temperature 1.0")),
-    "n-gram with a KV budget": Bad("--draft ngram", ("--streamingllm_budget", "16, 4 with draft ngram", "--max_ngram")),
-    "full cache with a budget": Bad("--draft_policy full", ("--streamingllm_budget", "draft self, full")),
+    "n-gram with a KV budget": Bad(
+        "--draft ngram", ("leave out --draft_budget and", "16, 4 with draft ngram", "--max_ngram")
+    ),
+    "full cache with a budget": Bad("--draft_policy full", ("leave out --draft_budget", "draft self, full")),
     "self-speculation with n-grams": Bad("--max_ngram 3", ("--max_ngram", "3 with draft self, streaming")),
     "unknown device": Bad("--device tpu", ("--device", "tpu", "--device auto")),
     "no such data set": Bad("--dataset nowhere.txt", ("nowhere.txt", "no such file")),
@@ -328,6 +329,22 @@ OTHER_DRAFTS = {
 }
 
 
+def names_the_alias_alone(text: str) -> bool:
+    return "--streamingllm_budget" in text and "--draft_budget" not in text
+
+
+def test_no_message_names_the_draft_budget_by_its_alias_alone() -> None:
+    """Of the sources' strings only the flag's definition; `refusal` looks at what is put together when it is said."""
+    sources = [path for folder in ("engine", "kv_cache", "models") for path in (ROOT / folder).rglob("*.py")]
+    strings = [
+        node.value
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert [text for text in strings if names_the_alias_alone(text)] == ["--streamingllm_budget"]
+
+
 def refusal(
     script: str,
     arguments: list[str],
@@ -345,7 +362,9 @@ def refusal(
     assert printed.out == ""
     assert len(re.findall(r"^error: \S", printed.err, re.MULTILINE)) == 1
     assert "Traceback" not in printed.err
-    return printed.err[printed.err.index("error: ") :]
+    message = printed.err[printed.err.index("error: ") :]
+    assert not names_the_alias_alone(message)
+    return message
 
 
 @pytest.mark.parametrize("what", OTHER_DRAFTS)

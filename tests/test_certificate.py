@@ -15,12 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_tiny import N_TOKENS, random_model, save_folder
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from torch import Tensor
-from transformers import LlamaConfig
 
-from convert_hf_checkpoint import convert
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.certificate import Calibration, Certificate, Replay, calibrate, certify, replay
 from engine.noise import Stream, gumbel
@@ -322,27 +319,9 @@ def test_filters_are_refused(prompts, filtered):
 # The script.
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """A converted random Llama, one token a byte, and books."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = LlamaConfig(
-        vocab_size=N_TOKENS,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    save_folder(random_model(config), folder)
-    convert(folder, folder)
-    books = tmp_path_factory.mktemp("books")
-    for number in range(3):
-        (books / f"book{number}.txt").write_text(" ".join(f"{number}{word} and" for word in range(200))[:200])
-    return {"--model": folder / "model.pth", "--dataset": books}
+@pytest.fixture
+def paths(checkpoint: Path, books: Path) -> dict[str, object]:
+    return {"--model": checkpoint / "model.pth", "--dataset": books}
 
 
 SIZES = {"--B": 3, "--tokens": 100, "--prefix_len": 60, "--calibration_positions": 30}
@@ -431,7 +410,7 @@ BAD_INPUT = {
     "unknown device": ({"--device": "tpu"}, ("--device", "tpu")),
     "negative temperature": ({"--temperature": -1}, ("--temperature", "-1")),
     "negative seed": ({"--seed": -1, "--temperature": 1}, ("--seed", "-1")),
-    "budget without a window": ({"--streamingllm_budget": 4}, ("--streamingllm_budget",)),
+    "budget without a window": ({"--streamingllm_budget": 4}, ("--draft_budget", "--streamingllm_budget")),
     "longer than the text": ({"--prefix_len": 190, "--tokens": 9}, ("3 distinct prompts of 222",)),
     "records in a missing folder": ({"--output": "missing/records.jsonl"}, ("--output", "missing")),
     "no such checkpoint": ({"--model": "nowhere/model.pth"}, ("nowhere", "convert_hf_checkpoint.py")),

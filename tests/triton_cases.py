@@ -7,10 +7,10 @@ and must not be while torch compiles.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_cases import FakeSlots
 
 from kv_cache.entries import KV, LARGEST, quantize
 from models.attention import MAX_BLOCK, AttentionSpec, TorchAttention
@@ -56,7 +56,7 @@ class Case:
             stored.append(entries.transpose(1, 2))
             scales.append(None if scale is None else scale.transpose(1, 2))
         kv = KV(*stored, *scales)
-        slots = SimpleNamespace(positions=self.positions, in_order=self.in_order, block_ends_view=False)
+        slots = FakeSlots(self.positions, self.in_order)
         spec = AttentionSpec(n_head, self.n_kv_head, self.head_dim, self.sliding_window, self.dtype)
         backend = TritonAttention(sm_count=1000, min_chunk=min_chunk)
         prepared = backend.prepare(spec, self.queries, slots)
@@ -175,7 +175,7 @@ def test_what_the_kernel_does_not_take_goes_to_torch():
         generator = torch.Generator().manual_seed(2)
         case = in_order([0, 40], n_token, n_slot=60)
         spec = AttentionSpec(4, 2, head_dim, None, dtype)
-        slots = SimpleNamespace(positions=case.positions, in_order=True, block_ends_view=False)
+        slots = FakeSlots(case.positions, in_order=True)
         q = torch.randn(2, n_token, 4, head_dim, generator=generator, dtype=dtype)
         kv = KV(*(torch.randn(2, 60, 2, head_dim, generator=generator, dtype=dtype) for _ in range(2)))
         outs = [b.attend(q, kv, b.prepare(spec, case.queries, slots)) for b in (TritonAttention(), TorchAttention())]

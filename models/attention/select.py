@@ -31,7 +31,7 @@ def select_backend(
 
     `entries`: the dtype of the caches it will read, the model's if None.
     A shape, or entries, that a backend's kernels do not have run on `torch`, whoever asked, and `why` says so.
-    Errors: ConfigError if the backend asked for needs another device or a package that is not there.
+    Errors: ConfigError if the backend asked for needs another device, or a package or compiler that is not there.
     """
     if name not in BACKENDS:
         raise ConfigError(
@@ -93,6 +93,8 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
         return Selection(
             TorchAttention(), f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         )
+    if reason := triton_backend.missing_compiler():
+        raise _Unavailable(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
 

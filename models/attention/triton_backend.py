@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +50,28 @@ def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtyp
     Only Ada and Hopper convert float8. Tensor cores do not multiply in float32, and without them the tiles spill.
     """
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
+
+
+def missing_compiler() -> str | None:
+    """Why Triton cannot build its launcher, the C code that starts kernels; None if it need not or can.
+
+    Looks for a compiler where `triton.runtime.build` does.
+    """
+    given = os.environ.get("CC")
+    compilers = ("gcc", "clang") if given is None else (given,)
+    if triton.knobs.runtime.interpret or any(map(shutil.which, compilers)) or _launcher_is_built():
+        return None
+    if given is None:
+        return "no C compiler (gcc, clang) was found, which Triton's launcher is built with; CC names another one"
+    return f"the C compiler that CC names, {given!r}, was not found, and Triton's launcher is built with it"
+
+
+def _launcher_is_built() -> bool:
+    """Whether an earlier run left it in Triton's cache."""
+    try:
+        return triton.runtime.driver.active is not None
+    except Exception:  # of many classes: no compiler, no libcuda, no GPU
+        return False
 
 
 @dataclass(frozen=True)
