@@ -1,7 +1,7 @@
 """Acceptance of self-speculation by the budget of the draft's cache, published and measured side by side.
 
 python reproduce/acceptance_by_budget.py
-python reproduce/acceptance_by_budget.py --model CHECKPOINT --prefix_len 16000 --budget 64 128 256 512 1024
+python reproduce/acceptance_by_budget.py --model CHECKPOINT --prefix_len 16000 --draft_budget 64 128 256 512 1024
 """
 
 import sys
@@ -17,7 +17,7 @@ from reproduce.published import published, same_context
 from reproduce.reproduction import Record, Sizes, side_by_side
 
 NAME = "acceptance_by_budget"
-SIZES = Sizes(gen_len=128, B=(4,), prefix_len=(4000,), budget=(64, 128, 256, 512))
+SIZES = Sizes(gen_len=128, B=(4,), prefix_len=(4000,), draft_budget=(64, 128, 256, 512))
 
 
 def table(records: list[Record]) -> str:
@@ -57,9 +57,7 @@ def figure(records: list[Record]) -> Figure:
 
 
 def main() -> None:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.ACCEPTANCE, SIZES)
-    reproduction.add_acceptance_arguments(parser)
-    args = parser.parse_args()
+    args = reproduction.acceptance_parser(__doc__.splitlines()[0], SIZES).parse_args()
     reproduction.present(args, reproduction.acceptance_cells(args), NAME, table, figure)
 
 

@@ -107,9 +107,7 @@ def figure(records: list[Record]) -> Figure:
 
 
 def main() -> None:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.ACCEPTANCE, SIZES)
-    reproduction.add_acceptance_arguments(parser)
-    args = parser.parse_args()
+    args = reproduction.acceptance_parser(__doc__.splitlines()[0], SIZES).parse_args()
     reproduction.present(args, reproduction.acceptance_cells(args), NAME, table, figure)
 
 

@@ -54,7 +54,8 @@ def parse() -> argparse.Namespace:
     add("--B", type=int, default=8, help="rows decoded together")
     add("--prefix_len", type=int, default=1000, help="prompt tokens of the longest row")
     add("--gamma", type=int, default=3, help="tokens drafted per round")
-    add("--streamingllm_budget", type=int, default=256, help="the draft's KV entries per row, sinks included")
+    budget = {"dest": "streamingllm_budget", "metavar": "DRAFT_BUDGET", "type": int, "default": 256}
+    add("--draft_budget", "--streamingllm_budget", **budget, help="the draft's KV entries per row, sinks included")
     add("--n_sink", type=int, default=4, help="attention sinks among them")
     add("--draft_dtype", default="auto", help=", ".join(DRAFT_DTYPES))
     add("--temperature", type=float, default=0.0, help="0: greedy; higher: the coupled mode")

@@ -1,4 +1,4 @@
-"""The cost model against end-to-end runs: predicted and measured speedups, and `--gamma auto` against fixed gammas.
+"""The cost model against end-to-end runs: predicted and measured speedups, and `auto` against fixed gammas.
 
     python reproduce/cost_model_error.py
 
@@ -19,47 +19,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from engine.arguments import HelpFormatter, Parser
 from engine.cost_model import CostGrid, tokens_per_round
-from engine.settings import DTYPES
 from kv_cache.errors import ConfigError, exit_on_user_error
-from reproduce import reproduction
-from reproduce.figures import CATEGORIES, MARKERS, Figure, Panel, Series
-from reproduce.reproduction import COST_MODEL, FIGURES, RESULTS, Record, side_by_side
+from reproduce import auto_against_fixed, reproduction
+from reproduce.figures import CATEGORIES, Figure, Panel, Series
+from reproduce.reproduction import Record, side_by_side
 from reproduce.sweeping.cells import Cell, grid
 
 NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamma_cell.py"
-BATCHES, CONTEXTS, BETWEEN = (1, 8), (1000, 4000), (4, 2000)
-BUDGETS, GAMMAS = (128, 512), (1, 3, 5)
+# Rows and contexts are the costs' grid, and runs are made at its corners, and at one place between them.
+SIZES = reproduction.Sizes(B=(1, 8), gamma=(1, 3, 5), draft_budget=(128, 512))
+BETWEEN = (4, 2000)
 TARGET = 0.10
-# `auto` over the better of gamma 3 and plain decoding.
-LEAST_RATIO = 0.95
 # Where costs and a run have to agree to be compared.
 SET_UP = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
 SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.COST_MODEL)
+    reproduction.add_sizes(parser, SIZES)
     add = parser.add_argument
-    add("--model", help="the target's converted checkpoint (default: the built-in model)")
-    add("--dataset", help="as that of the benchmarks (default: the built-in book)")
-    add("--B", type=int, nargs="+", default=list(BATCHES), help="rows decoded together: the costs' grid")
-    add("--prefix_len", type=int, nargs="+", default=list(CONTEXTS), help="prompt tokens per row: the costs' grid")
     add("--between", type=int, nargs=2, default=list(BETWEEN), help="rows and prompt tokens of one more run")
-    add("--budget", type=int, nargs="+", default=list(BUDGETS), help="KV entries of the draft")
-    add("--gamma", type=int, nargs="+", default=list(GAMMAS), help="tokens drafted per round")
-    add("--gen_len", type=int, default=64, help="new tokens per row")
     add("--repeats", type=int, default=3, help="how often every run is made, in turn with all others of its size")
-    add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
     add("--compile", action="store_true", help="as that of the benchmarks")
-    add("--output", default=str(RESULTS / COST_MODEL), help="the file of records")
-    add("--figures", default=str(FIGURES), help="the folder for the figure, as PNG and SVG")
-    add("--retry_failed", action="store_true", help="run cells again that failed")
-    add("--only", nargs="+", default=[], metavar="CHOICE", help="name=value of a flag, or a cell's key: run only these")
-    add("--all", action="store_true", help="show every record in --output, not only those of these cells")
-    add("--timeout", type=float, help="seconds after which a cell is ended and has failed")
     return parser
 
 
@@ -67,9 +50,9 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     """The costs, then the runs at the corners of their grid and at the place between."""
     fixed = reproduction.given(args, "device", "dtype", "dataset") | ({"compile": True} if args.compile else {})
     fixed |= {} if args.model is None else {"model": reproduction.checkpoint_path(args.model, "model")}
-    costs = {"batches": args.B, "contexts": args.prefix_len, "gammas": args.gamma, "budgets": args.budget}
+    costs = {"batches": args.B, "contexts": args.prefix_len, "gammas": args.gamma, "budgets": args.draft_budget}
     costs |= {"policies": ["streaming"], "alpha": 0.8}
-    runs = {"gammas": args.gamma, "budgets": args.budget, "gen_len": args.gen_len, "repeats": args.repeats}
+    runs = {"gammas": args.gamma, "budgets": args.draft_budget, "gen_len": args.gen_len, "repeats": args.repeats}
     sizes = [*grid(CELL, fixed | runs, {"B": args.B, "prefix_len": args.prefix_len})]
     batch, context = args.between
     for name, value, measured in (("rows", batch, args.B), ("prompt tokens", context, args.prefix_len)):
@@ -141,41 +124,7 @@ def grid_of(record: Record) -> CostGrid:
     )
 
 
-def against_fixed(record: Record) -> dict[str, Any]:
-    """`auto` over the better of plain decoding and gamma 3 (or the gamma nearest to it) with the same budget."""
-    rows = {row["way"]: row for row in record["rows"]}
-    auto = rows["auto"]
-    same = [row for row in record["rows"] if row["draft_budget"] == auto["draft_budget"] and row["way"] != "auto"]
-    usual = min(same, key=lambda row: abs(row["gamma"] - 3))
-    rates = zip(*(rows[way]["tokens_per_second"] for way in ("auto", "plain", usual["way"])), strict=True)
-    ratios = [own / max(plain, fixed) for own, plain, fixed in rates]
-    return {
-        "B": record["B"],
-        "prefix_len": record["prefix_len"],
-        "auto": auto["speedup"],
-        "usual": usual["speedup"],
-        "usual_gamma": usual["gamma"],
-        "best": max(row["speedup"] for row in same),
-        "best_gamma": max(same, key=lambda row: row["speedup"])["gamma"],
-        "ratio": median(ratios),
-        "ratios": ratios,
-        "identical": auto["identical_rows"],
-        "mean_gamma": float(np.mean([gamma for run in auto["gammas"] for gamma in run])),
-    }
-
-
 ERROR_HEAD = ["rows", "context", "budget", "gamma", "acceptance", "predicted", "measured", "error"]
-AUTO_HEAD = [
-    "rows",
-    "context",
-    "gamma 3",
-    "best fixed",
-    "its gamma",
-    "auto",
-    "its mean gamma",
-    "auto / better",
-    "lowest",
-]
 
 
 def error_lines(compared: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -196,32 +145,6 @@ def error_summary(compared: Sequence[dict[str, Any]]) -> str:
     return f"median error {median(errors):.1%}, largest {max(errors):.1%}; the aim is a median of {TARGET:.0%}"
 
 
-def auto_lines(records: Sequence[Record]) -> list[list[str]]:
-    return [
-        [
-            str(row["B"]),
-            str(row["prefix_len"]),
-            f"{row['usual']:.2f}" + ("" if row["usual_gamma"] == 3 else f" (gamma {row['usual_gamma']})"),
-            f"{row['best']:.2f}",
-            str(row["best_gamma"]),
-            f"{row['auto']:.2f}",
-            f"{row['mean_gamma']:.1f}",
-            f"{row['ratio']:.3f}",
-            f"{min(row['ratios']):.3f}",
-        ]
-        for row in (against_fixed(record) for record in records if record["benchmark"] == "gamma_cell")
-    ]
-
-
-def auto_summary(records: Sequence[Record]) -> str:
-    ratios = [against_fixed(record)["ratio"] for record in records if record["benchmark"] == "gamma_cell"]
-    if not ratios:
-        return "nothing measured"
-    n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
-    verdict = "none lies" if n_below == 0 else f"{n_below} of {len(ratios)} lie" if n_below > 1 else "one lies"
-    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.3f}"
-
-
 def table(records: list[Record]) -> str:
     compared = comparisons(records)
     return "\n".join(
@@ -229,9 +152,7 @@ def table(records: list[Record]) -> str:
             "  Speedups, predicted by the cost model and measured end to end\n",
             side_by_side(ERROR_HEAD, error_lines(compared)),
             f"  {error_summary(compared)}",
-            "\n  --gamma auto, at the largest budget, against the better of gamma 3 and plain decoding\n",
-            side_by_side(AUTO_HEAD, auto_lines(records)),
-            f"  {auto_summary(records)}",
+            *(auto_against_fixed.table(choosing, records) for choosing in auto_against_fixed.WAYS),
         ]
     )
 
@@ -254,26 +175,7 @@ def figure(records: list[Record]) -> Figure:
         for (size, rows), colour in zip(sorted(by_size.items()), itertools.cycle(CATEGORIES), strict=False)
     ]
     left = Panel("the cost model", "measured speedup", "predicted speedup", (diagonal, *points), is_log_x=False)
-    autos = [against_fixed(record) for record in records if record["benchmark"] == "gamma_cell"]
-    names = [f"B {row['B']}, {row['prefix_len']}" for row in autos]
-    places = range(len(autos))
-    points = [
-        Series(name, places, [row[key] for row in autos], colour, marker=marker, names=labels, has_line=False)
-        for name, key, colour, marker, labels in (
-            ("gamma 3", "usual", CATEGORIES[0], MARKERS[0], ()),
-            ("best fixed gamma", "best", CATEGORIES[1], MARKERS[2], ()),
-            ("auto", "auto", CATEGORIES[2], MARKERS[1], names),
-        )
-    ]
-    right = Panel(
-        "--gamma auto at several rows and contexts",
-        "setting, in the order of the table",
-        "speedup",
-        tuple(points),
-        is_log_x=False,
-        reference=(1.0, "plain decoding"),
-    )
-    return Figure("Predicted and measured speedups", (left, right))
+    return Figure("Predicted and measured speedups", (left, auto_against_fixed.panel(records)))
 
 
 def main() -> None:

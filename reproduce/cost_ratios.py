@@ -1,7 +1,7 @@
 """What a verification and a draft step cost in steps of plain decoding, published and measured side by side.
 
     python reproduce/cost_ratios.py
-    python reproduce/cost_ratios.py --gamma 4 --budget 256 --model_name meta-llama/Meta-Llama-3.1-8B --load_format dummy
+    python reproduce/cost_ratios.py --load_format dummy --model_name meta-llama/Meta-Llama-3.1-8B --gamma 4
 
 Runs the cells of speedup_tables.py: what one of them has measured the other does not measure again.
 """
@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
 from reproduce import reproduction
-from reproduce.figures import Figure, Panel, Series, shades
+from reproduce.figures import Figure, Panel, shades
 from reproduce.published import SELF, Ratio, published, same_context
 from reproduce.reproduction import NONE, Record, Sizes, number, published_text, quotient, side_by_side
-from reproduce.speedup_tables import measured_series, shared
+from reproduce.speedup_tables import measured_series, published_series, shared
 
 NAME = "cost_ratios"
 SIZES = Sizes()
@@ -71,18 +71,8 @@ def figure(records: list[Record]) -> Figure:
     panels = []
     for kind, title in KINDS.items():
         facts = [fact for fact in published().ratios if fact.kind == kind]
-        series = [
-            Series(
-                f"published, {context} tokens",
-                [fact.B for fact in facts if fact.context == context],
-                [fact.ratio for fact in facts if fact.context == context],
-                colours[context],
-                is_published=True,
-            )
-            for context in dict.fromkeys(fact.context for fact in facts)
-        ]
         own = [record | {"ratio": ratio_of(record, kind)} for record in records]
-        series += measured_series(own, "ratio", colours, common)
+        series = [*published_series(facts, "ratio", colours), *measured_series(own, "ratio", colours, common)]
         fact = facts[0]
         at = f"gamma {fact.gamma}" if fact.gamma else f"budget {fact.budget}"
         title_ = f"published: {fact.target}, {at}, theoretical"
@@ -91,9 +81,7 @@ def figure(records: list[Record]) -> Figure:
 
 
 def main() -> None:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.SPEEDUPS, SIZES)
-    reproduction.add_speculation_arguments(parser, SIZES)
-    args = parser.parse_args()
+    args = reproduction.speculation_parser(__doc__.splitlines()[0], SIZES).parse_args()
     reproduction.present(args, reproduction.speculation_cells(args), NAME, table, figure)
 
 

@@ -2,8 +2,9 @@
 
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
 
-Every repeat runs plain decoding, each fixed pair, and `auto`, whose costs were measured once before. The record is
-the last line of standard output; cost_model_error.py compares it with what the cost model predicts.
+Every repeat runs plain decoding, each fixed pair, `auto`, which chooses gamma at the largest budget, and with several
+budgets `auto budget`, which chooses both; what their rounds cost was measured once before. The record is the last line
+of standard output; cost_model_error.py compares it with what the cost model predicts.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import arguments, benchmark, report, settings
 from engine.benchmark import costs_of, decode, make_pacing
+from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.pacing import Fixed, Pacing
 from engine.provenance import append_record, provenance, require_appendable
@@ -27,6 +29,8 @@ from engine.setup import Setup, make_drafters, prepare
 from kv_cache.errors import exit_on_user_error
 from reproduce.variants import under
 
+# The ways that choose from round to round.
+AUTO, AUTO_BUDGET = "auto", "auto budget"
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
 
@@ -38,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     arguments.add_sampling_arguments(parser)
     add = parser.add_argument
     add("--gammas", type=int, nargs="+", default=[1, 3, 5], help="fixed gammas")
-    add("--budgets", type=int, nargs="+", default=[128, 512], help="KV entries of the draft; auto has the largest")
+    add("--budgets", type=int, nargs="+", default=[128, 512], help="KV entries of the draft")
     add("--draft_policy", choices=["streaming", "snapkv"], default="streaming", help="what the draft's cache keeps")
     add("--repeats", type=int, default=3, help="how often all ways run, in turn")
     arguments.add_variant_arguments(parser)
@@ -47,13 +51,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to decode. `make` gives its pacing, for each run a new one."""
+    """One way to decode. `make` gives its pacing, for each run a new one, which chooses by `costs`."""
 
     name: str
     setup: Setup
-    budget: int | None
+    budget: int | str | None
     gamma: int | str
     make: Callable[[], Pacing]
+    costs: Sequence[Costs] = ()
 
     def run(self) -> GenerateOutput:
         return decode(self.setup, self.name, pacing=self.make())
@@ -70,12 +75,15 @@ def main() -> None:
         settings.draft_settings(settings.with_flags(args, _flags(args, budget, gamma)))
     auto = settings.with_flags(args, _flags(args, max(args.budgets), settings.AUTO))
     draft = settings.draft_settings(auto)
-    roomy = dataclasses.replace(draft, gamma=max(draft.gamma, *args.gammas))
+    every_budget = dataclasses.replace(draft, budgets=tuple(sorted(set(args.budgets))))
+    roomy = dataclasses.replace(every_budget, gamma=max(draft.gamma, *args.gammas))
     setup = dataclasses.replace(prepare(auto, settings.sampling_settings(args), roomy), draft=draft)
     prefill_seconds = benchmark.prefill(setup)
     benchmark.warm_up(setup)
     plain = Way("plain", setup, None, 0, lambda: Fixed(None))
-    ways = [plain, *(_fixed(setup, args, *pair) for pair in pairs), _auto(setup)]
+    ways = [plain, *(_fixed(setup, args, *pair) for pair in pairs), _auto(setup, AUTO, max(args.budgets))]
+    if len(every_budget.budgets) > 1:
+        ways.append(_auto(dataclasses.replace(setup, draft=every_budget), AUTO_BUDGET, settings.AUTO))
     outputs: dict[str, list[GenerateOutput]] = {way.name: [] for way in ways}
     for _ in range(args.repeats):
         for way in ways:
@@ -109,23 +117,18 @@ def _fixed(setup: Setup, args: argparse.Namespace, budget: int, gamma: int) -> W
     return Way(f"b={budget} g={gamma}", own, budget, gamma, lambda: pacing)
 
 
-def _auto(setup: Setup) -> Way:
+def _auto(setup: Setup, name: str, budget: int | str) -> Way:
     drafters = make_drafters(setup, None)
     costs = costs_of(setup, drafters)
     benchmark.warm_up(setup, drafters)
-
-    def fresh() -> Pacing:
-        return make_pacing(setup, drafters, costs)
-
-    assert setup.draft is not None
-    return Way(settings.AUTO, setup, setup.draft.capacity, settings.AUTO, fresh)
+    return Way(name, setup, budget, settings.AUTO, lambda: make_pacing(setup, drafters, costs), costs)
 
 
 def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> dict[str, Any]:
     """Tokens per second of every repeat; their ratios to plain decoding in the same repeat, and the ratios' median."""
     rates = [report.tokens_per_second(output) or 0.0 for output in own]
     against = [rate / (report.tokens_per_second(base) or 1.0) for rate, base in zip(rates, plain, strict=True)]
-    reproducible = way.setup.sampling.reproducible
+    reproducible, choices = way.setup.sampling.reproducible, [[r.choice for r in one.stats.rounds] for one in own]
     row = {
         "way": way.name,
         "draft_budget": way.budget,
@@ -137,9 +140,11 @@ def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> di
         "identical_rows": min(report.identical_rows(a.tokens, b.tokens) for a, b in zip(own, plain, strict=True))
         if reproducible
         else None,
-        "gammas": [[round_.choice.gamma for round_ in output.stats.rounds] for output in own]
-        if way.gamma == settings.AUTO
+        "gammas": [[choice.gamma for choice in run] for run in choices] if way.gamma == settings.AUTO else None,
+        "budgets": [[report.chosen_budget(way.setup, choice) for choice in run] for run in choices]
+        if way.budget == settings.AUTO
         else None,
+        "measured_costs": [dataclasses.asdict(costs) for costs in way.costs] or None,
     }
     return report.rounded(row)
 

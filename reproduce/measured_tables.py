@@ -9,6 +9,7 @@ from engine.cost_report import cost_table
 from reproduce import (
     acceptance_by_budget,
     acceptance_by_context,
+    auto_against_fixed,
     cost_model_error,
     cost_ratios,
     reproduction,
@@ -107,12 +108,16 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         f"interpolated. {cost_model_error.error_summary(compared).capitalize()}.\n\n"
         f"{costs}{figure_of(cost_model_error.NAME, figures)}"
         f"{grid(cost_model_error.ERROR_HEAD, cost_model_error.error_lines(compared))}\n\n"
-        "`--gamma auto`, at the largest of those budgets, in turn with plain decoding and fixed gammas from one "
-        "prefilled state. *auto / better*: over the better of gamma 3 and plain decoding in the same repeat, the "
-        "median of the repeats, and the lowest.\n\n"
-        f"{grid(cost_model_error.AUTO_HEAD, cost_model_error.auto_lines(records))}\n\n"
-        f"{cost_model_error.auto_summary(records).capitalize()}.\n\n{source(records)}"
+        "Ways that choose from round to round, in turn with plain decoding and fixed gammas from one prefilled state. "
+        "*is*: gamma and budget of the best fixed one. *auto / better*: over the better of gamma 3 and plain decoding "
+        "in the same repeat, the median of the repeats, and the lowest.\n\n"
+        f"{''.join(choosing_section(way, records) for way in auto_against_fixed.WAYS)}{source(records)}"
     )
+
+
+def choosing_section(choosing: auto_against_fixed.Choosing, records: Sequence[Record]) -> str:
+    compared = grid(auto_against_fixed.HEAD, auto_against_fixed.lines(choosing, records))
+    return f"{choosing.title}:\n\n{compared}\n\n{auto_against_fixed.summary(choosing, records).capitalize()}.\n\n"
 
 
 def measured_section(records: Records, figures: Path) -> str:

@@ -6,7 +6,6 @@
 No number on the page comes from anywhere but a record; what has no record is "not measured".
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.arguments import Parser
 from kv_cache.errors import exit_on_user_error
 from models.default_model import ROOT
+from reproduce import generated_page
 
 RESULTS, PAGE = ROOT / "reproduce" / "results", ROOT / "docs" / "performance.md"
 NONE = "not measured"
@@ -296,18 +295,8 @@ def page(folder: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with the records")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
-    args: argparse.Namespace = parser.parse_args()
-    wanted = page(args.results)
-    if not args.check:
-        args.page.write_text(wanted, encoding="utf-8")
-        print(f"wrote {args.page}")
-    elif not args.page.is_file() or args.page.read_text(encoding="utf-8") != wanted:
-        print(f"{args.page} is not what its records say: python reproduce/performance_page.py", file=sys.stderr)
-        sys.exit(1)
+    args = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE).parse_args()
+    generated_page.write_or_check(args, page(args.results), "reproduce/performance_page.py")
 
 
 if __name__ == "__main__":

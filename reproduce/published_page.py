@@ -7,15 +7,13 @@ What was measured on a published model, what was measured on the built-in one, a
 measured costs stand in columns of their own; what has no record is "not measured".
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.arguments import Parser
 from kv_cache.errors import exit_on_user_error
-from reproduce import reproduction
+from reproduce import generated_page, reproduction
 from reproduce.measured_tables import measured_section
 from reproduce.page_records import read_records
 from reproduce.published import published
@@ -36,13 +34,13 @@ Every table and figure that {system} ({paper}) is measured against here has a sc
 | `speedup_tables.py` | speedup by rows, context and draft, losses included | `results/{speedups}` |
 | `cost_ratios.py` | verification and draft step over a step of plain decoding | `results/{speedups}` |
 | `throughput_latency.py` | throughput against latency | `results/{speedups}` |
-| `cost_model_error.py` | predictions against runs, `--gamma auto` against fixed gammas | `results/{cost_model}` |
+| `cost_model_error.py` | predictions against runs, `auto` against fixed gammas and budgets | `results/{cost_model}` |
 
 ```
 python reproduce/acceptance_by_context.py
 python reproduce/speedup_tables.py --B 32 --prefix_len 1000 2000
 python reproduce/speedup_tables.py --model checkpoints/meta-llama/Meta-Llama-3.1-8B/model.pth --B 32 --prefix_len 32000
-python reproduce/cost_ratios.py --load_format dummy --model_name meta-llama/Meta-Llama-3.1-8B --gamma 4 --budget 256
+python reproduce/cost_ratios.py --load_format dummy --model_name meta-llama/Meta-Llama-3.1-8B --draft_budget 256
 python reproduce/gpu.py --output reproduce/results/gpu.jsonl
 python reproduce/published_page.py
 ```
@@ -75,19 +73,10 @@ def page(folder: Path = RESULTS, figures: Path = reproduction.FIGURES) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with the records")
+    parser = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE)
     parser.add_argument("--figures", type=Path, default=reproduction.FIGURES, help="the folder with the figures")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
-    args: argparse.Namespace = parser.parse_args()
-    wanted = page(args.results, args.figures)
-    if not args.check:
-        args.page.write_text(wanted, encoding="utf-8")
-        print(f"wrote {args.page}")
-    elif not args.page.is_file() or args.page.read_text(encoding="utf-8") != wanted:
-        print(f"{args.page} is not what its records say: python reproduce/published_page.py", file=sys.stderr)
-        sys.exit(1)
+    args = parser.parse_args()
+    generated_page.write_or_check(args, page(args.results, args.figures), "reproduce/published_page.py")
 
 
 if __name__ == "__main__":

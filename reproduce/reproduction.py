@@ -41,26 +41,19 @@ class Sizes:
     B: tuple[int, ...] = (1, 2, 4, 8)
     prefix_len: tuple[int, ...] = (1000, 4000)
     gamma: tuple[int, ...] = (3,)
-    budget: tuple[int, ...] = (512,)
+    draft_budget: tuple[int, ...] = (512,)
     gen_len: int = 64
     draft_B: tuple[int, ...] = (1, 4)
 
 
-def make_parser(description: str, output: str, sizes: Sizes) -> argparse.ArgumentParser:
-    """The flags of every script of a published table or figure."""
+def make_parser(description: str, output: str) -> argparse.ArgumentParser:
+    """The flags of every script that measures cells, prints a table and draws a figure."""
     parser = Parser(description=description, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", help="the target's converted checkpoint (default: the built-in model)")
     add("--dataset", help="as that of the benchmarks (default: the built-in book)")
-    add("--B", type=int, nargs="+", default=list(sizes.B), help="rows decoded together")
-    add("--prefix_len", type=int, nargs="+", default=list(sizes.prefix_len), help="prompt tokens per row")
-    add("--gamma", type=int, nargs="+", default=list(sizes.gamma), help="tokens drafted per round")
-    add("--budget", type=int, nargs="+", default=list(sizes.budget), help="KV entries of the draft")
-    add("--gen_len", type=int, default=sizes.gen_len, help="new tokens per row")
     add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
-    add("--draft_dtype", choices=["auto", "same", *DTYPES], help="the draft's (default: auto)")
-    add("--draft_weights", choices=["same", *SCHEMES], help="the draft's linear layers (default: same)")
     add("--output", default=str(RESULTS / output), help="the file of records; a cell that has one is not run again")
     add("--figures", default=str(FIGURES), help="the folder for the figure, as PNG and SVG")
     add("--retry_failed", action="store_true", help="run cells again that failed")
@@ -70,21 +63,45 @@ def make_parser(description: str, output: str, sizes: Sizes) -> argparse.Argumen
     return parser
 
 
-def add_speculation_arguments(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
+def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
+    """The axes of a grid of runs, under the benchmarks' names, and their length."""
+    add = parser.add_argument
+    add("--B", type=int, nargs="+", default=list(sizes.B), help="rows decoded together")
+    add("--prefix_len", type=int, nargs="+", default=list(sizes.prefix_len), help="prompt tokens per row")
+    add("--gamma", type=int, nargs="+", default=list(sizes.gamma), help="tokens drafted per round")
+    add("--draft_budget", type=int, nargs="+", default=list(sizes.draft_budget), help="KV entries of the draft")
+    add("--gen_len", type=int, default=sizes.gen_len, help="new tokens per row")
+
+
+def _add_draft_storage(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--draft_dtype", choices=["auto", "same", *DTYPES], help="the draft's (default: auto)")
+    add("--draft_weights", choices=["same", *SCHEMES], help="the draft's linear layers (default: same)")
+
+
+def speculation_parser(description: str, sizes: Sizes) -> argparse.ArgumentParser:
     """For scripts whose cells are runs of the speculation benchmarks."""
+    parser = make_parser(description, SPEEDUPS)
+    add_sizes(parser, sizes)
+    _add_draft_storage(parser)
     add = parser.add_argument
     add("--draft_model", help="a draft model's checkpoint (default: checkpoints/SmolLM2-draft, if it is there)")
     add("--draft_B", type=int, nargs="+", default=list(sizes.draft_B), help="rows decoded together beside it")
     add("--load_format", choices=["pth", "dummy"], help="dummy: random weights, costs only (default: pth)")
     add("--model_name", help="with --load_format dummy: the published shape to build")
     add("--compile", action="store_true", help="as that of the benchmarks")
+    return parser
 
 
-def add_acceptance_arguments(parser: argparse.ArgumentParser) -> None:
+def acceptance_parser(description: str, sizes: Sizes) -> argparse.ArgumentParser:
     """For scripts whose cells are runs of reproduce/acceptance.py."""
+    parser = make_parser(description, ACCEPTANCE)
+    add_sizes(parser, sizes)
+    _add_draft_storage(parser)
     add = parser.add_argument
     add("--policies", nargs="+", choices=POLICIES, default=["streaming", "snapkv"], help="what the draft's cache keeps")
     add("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="what is drafted: own text, or the book's")
+    return parser
 
 
 def speculation_cells(args: argparse.Namespace) -> list[Cell]:
@@ -92,7 +109,7 @@ def speculation_cells(args: argparse.Namespace) -> list[Cell]:
     fixed = given(args, "device", "dtype", "dataset", "draft_dtype", "draft_weights", "load_format", "model_name")
     fixed |= {"compile": True} if args.compile else {}
     fixed |= {"gen_len": args.gen_len, "benchmark": True}
-    axes = {"prefix_len": args.prefix_len, "B": args.B, "gamma": args.gamma, "streamingllm_budget": args.budget}
+    axes = {"prefix_len": args.prefix_len, "B": args.B, "gamma": args.gamma, "streamingllm_budget": args.draft_budget}
     target = {} if args.model is None else {"model": checkpoint_path(args.model, "model", args.load_format)}
     cells = grid(SELFSPEC, fixed | target, axes)
     draft = _draft_model(args)
@@ -106,7 +123,7 @@ def acceptance_cells(args: argparse.Namespace) -> list[Cell]:
     """One for each prompt length, number of rows and gamma; each measures all budgets, policies and texts."""
     fixed = given(args, "device", "dtype", "dataset", "draft_dtype", "draft_weights")
     fixed |= {} if args.model is None else {"model": checkpoint_path(args.model, "model")}
-    fixed |= {"gen_len": args.gen_len, "policies": args.policies, "budgets": args.budget, "texts": args.texts}
+    fixed |= {"gen_len": args.gen_len, "policies": args.policies, "budgets": args.draft_budget, "texts": args.texts}
     return grid(ACCEPT, fixed, {"prefix_len": args.prefix_len, "B": args.B, "gamma": args.gamma})
 
 

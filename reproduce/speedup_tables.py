@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kv_cache.errors import exit_on_user_error
 from reproduce import reproduction
 from reproduce.figures import Figure, Panel, Series, shades
-from reproduce.published import SELF, Speedup, published, same_context, speedup
+from reproduce.published import SELF, Ratio, Speedup, published, same_context, speedup
 from reproduce.reproduction import (
     NONE,
     Record,
@@ -131,21 +131,28 @@ def figure(records: list[Record]) -> Figure:
     panels = []
     for target, draft in pairs:
         known = [fact for fact in facts if (fact.target, fact.draft) == (target, draft)]
-        series = [
-            Series(
-                f"published, {context} tokens",
-                [fact.B for fact in known if fact.context == context],
-                [fact.speedup for fact in known if fact.context == context],
-                colours[context],
-                is_published=True,
-            )
-            for context in dict.fromkeys(fact.context for fact in known)
-        ]
         own = [record for record in kept if (reproduction.draft_name(record) == SELF) == (draft == SELF)]
         title = f"published: {target}, {'self' if draft == SELF else draft} draft"
-        series += measured_series(own, "speedup", colours, common)
+        series = [*published_series(known, "speedup", colours), *measured_series(own, "speedup", colours, common)]
         panels.append(Panel(title, "rows decoded together", "speedup", tuple(series), reference=(1, "plain decoding")))
     return Figure(f"Speedup over plain decoding\n{common}".strip(), tuple(panels))
+
+
+def published_series(facts: Sequence[Speedup | Ratio], value: str, colours: Mapping[float, str]) -> list[Series]:
+    """Over the rows decoded together, one line for each prompt."""
+    groups: dict[int, list[Speedup | Ratio]] = {}
+    for fact in facts:
+        groups.setdefault(fact.context, []).append(fact)
+    return [
+        Series(
+            f"published, {context} tokens",
+            [fact.B for fact in group],
+            [getattr(fact, value) for fact in group],
+            colours[context],
+            is_published=True,
+        )
+        for context, group in groups.items()
+    ]
 
 
 def measured_series(records: Iterable[Record], value: str, colours: Mapping[float, str], title: str) -> list[Series]:
@@ -183,9 +190,7 @@ def shared(records: Sequence[Record]) -> str:
 
 
 def main() -> None:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.SPEEDUPS, SIZES)
-    reproduction.add_speculation_arguments(parser, SIZES)
-    args = parser.parse_args()
+    args = reproduction.speculation_parser(__doc__.splitlines()[0], SIZES).parse_args()
     reproduction.present(args, reproduction.speculation_cells(args), NAME, table, figure)
 
 

@@ -109,9 +109,7 @@ def _series(
 
 
 def main() -> None:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.SPEEDUPS, SIZES)
-    reproduction.add_speculation_arguments(parser, SIZES)
-    args = parser.parse_args()
+    args = reproduction.speculation_parser(__doc__.splitlines()[0], SIZES).parse_args()
     reproduction.present(args, reproduction.speculation_cells(args), NAME, table, figure)
 
 

@@ -57,7 +57,7 @@ def test_gamma_auto_says_what_it_chose_and_why(call, flags):
     assert sum(choice["rounds"] for choice in record["choices"]) >= 5
     assert all(0 <= choice["gamma"] <= 6 for choice in record["choices"])
     (costs,) = record["measured_costs"]
-    assert costs["at"] == [1, 3, 6] and costs["plain_ms"] > 0
+    assert costs["at"] == [1, 2, 3, 4, 5, 6] and costs["plain_ms"] > 0
 
 
 def test_the_budget_is_chosen_among_those_that_leave_something_out(call):
@@ -131,12 +131,29 @@ def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
     code, out, err = call("engine.cost_model", f"{GRID} --gen_len 20 --acceptance_rows 1")
     assert code == 0, err
     record = json.loads(out.splitlines()[-1])
-    assert len(record["best"]) == 4 and len(record["acceptance_rates"]) == len(record["drafts"]) == 4
-    assert all(0 <= rate <= 1 for rate in record["acceptance_rates"])
+    assert len(record["best"]) == 4 and len(record["drafts"]) == 4
     assert len(record["plain_ms"]) == 2 and len(record["draft_ms"][0][0]) == 4
-    assert out.count("predicted speedup,") == 4 and "what pays best" in out
-    given = record_of(call("engine.cost_model", f"{GRID} --alpha 0.9"))
-    assert given["acceptance_rates"] == [0.9] * 4 and given["acceptance_of"] == "given"
+    assert out.count("predicted speedup,") == 4 and "what pays best" in out and out.count(" ± ") == 8
+    given = call("engine.cost_model", f"{GRID} --alpha 0.9")
+    record = record_of(given)
+    assert record["acceptance_rates"] == [[0.9, 0.9]] * 4 and record["acceptance_of"] == "given"
+    assert record["acceptance_judged"] is None and " ± " not in given[1] and "within noise" not in given[1]
+
+
+def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call):
+    flags = f"{GRID} --gen_len 20 --acceptance_rows 2"
+    both = record_of(call("engine.cost_model", flags))
+    alone = record_of(call("engine.cost_model", flags.replace("--contexts 40 90", "--contexts 90")))
+    n_rounds, gamma, n_row = len(range(0, 20 - 3 - 1, 3 + 1)), 3, 2
+    for rates, judged in zip(both["acceptance_rates"], both["acceptance_judged"], strict=True):
+        assert len(rates) == len(judged) == 2 and all(0 <= rate <= 1 for rate in rates)
+        # The first draft of a block is judged, whatever becomes of it.
+        assert all(n_row * n_rounds <= n <= n_row * n_rounds * gamma for n in judged)
+        # What was accepted is a whole number of what was judged.
+        assert all(abs(rate * n - round(rate * n)) < 1e-4 * n for rate, n in zip(rates, judged, strict=True))
+    assert [row[1:] for row in both["acceptance_rates"]] == alone["acceptance_rates"]
+    assert [row[1:] for row in both["acceptance_judged"]] == alone["acceptance_judged"]
+    assert any(short != long for short, long in both["acceptance_rates"])
 
 
 @pytest.mark.parametrize(
@@ -146,6 +163,23 @@ def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
 def test_the_cost_model_refuses(call, flags, says):
     code, _, err = call("engine.cost_model", f"{GRID} {flags}")
     assert code == 2 and all(part in err for part in says)
+
+
+def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call):
+    """Fixed pairs, `auto` at the largest budget, and `auto budget`, in turn; and what they chose by which costs."""
+    cell = "reproduce/gamma_cell.py", f"{SIZES} --gammas 1 3 --budgets 16 40 --repeats 2"
+    rows = {row["way"]: row for row in record_of(call(*cell))["rows"]}
+    assert list(rows)[:2] == ["plain", "b=16 g=1"] and list(rows)[-2:] == ["auto", "auto budget"] and len(rows) == 7
+    assert all(row["identical_rows"] == 2 and len(row["tokens_per_second"]) == 2 for row in rows.values())
+    auto, both = rows["auto"], rows["auto budget"]
+    assert (auto["draft_budget"], auto["budgets"], both["draft_budget"]) == (40, None, "auto")
+    assert [len(row["measured_costs"] or []) for row in rows.values()] == [0, 0, 0, 0, 0, 1, 2]
+    assert {budget for run in both["budgets"] for budget in run} <= {16, 40, None}
+    assert [[bool(gamma) for gamma in run] for run in both["gammas"]] == [
+        [budget is not None for budget in run] for run in both["budgets"]
+    ]
+    alone = record_of(call(cell[0], f"{SIZES} --gammas 1 --budgets 40 --repeats 1"))
+    assert [row["way"] for row in alone["rows"]] == ["plain", "b=40 g=1", "auto"]
 
 
 def test_acceptance_on_three_kinds_of_text(call):

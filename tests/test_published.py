@@ -249,7 +249,7 @@ def test_acceptance_by_context(run):
 
 
 def test_acceptance_by_budget(run):
-    text = run(acceptance_by_budget, "--budget", "64", "512", "--texts", "book", "--policies", "streaming")
+    text = run(acceptance_by_budget, "--draft_budget", "64", "512", "--texts", "book", "--policies", "streaming")
     assert [row[1:] for row in words(text, BUILT_IN)] == [
         ["4000", "64", "streaming", "book", "-", "0.532", "300", "0.75"],
         ["4000", "512", "streaming", "book", "0.84", "0.756", "300", "0.75"],
@@ -331,8 +331,7 @@ def test_paths_in_the_checkout_are_recorded_without_what_is_above_it(monkeypatch
     checkpoint.write_bytes(b"")
     monkeypatch.setattr(reproduction, "ROOT", tmp_path)
     monkeypatch.chdir(checkpoint.parent)
-    parser = reproduction.make_parser("", reproduction.ACCEPTANCE, acceptance_by_context.SIZES)
-    reproduction.add_speculation_arguments(parser, speedup_tables.SIZES)
+    parser = reproduction.speculation_parser("", speedup_tables.SIZES)
     cells = reproduction.speculation_cells(parser.parse_args(["--model", "model.pth", "--draft_model", "model.pth"]))
     models = {flag: {cell.flags.get(flag) for cell in cells} for flag in ("model", "target")}
     assert models == {"model": {"checkpoints/M/model.pth"}, "target": {None, "checkpoints/M/model.pth"}}

@@ -1,0 +1,155 @@
+"""What `--gamma auto` and `--draft_budget auto` reach beside fixed gammas, from the records of gamma_cell.py.
+
+Every run of a way that chooses is held against the better of plain decoding and gamma 3 (or the gamma nearest to it)
+in the same repeat.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from reproduce.figures import CATEGORIES, MARKERS, Panel, Series
+from reproduce.gamma_cell import AUTO, AUTO_BUDGET
+from reproduce.reproduction import Record, side_by_side
+
+# The aim: what a way that chooses keeps, at least, of the better of gamma 3 and plain decoding.
+LEAST_RATIO = 0.95
+USUAL_GAMMA = 3
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """A way that chooses; `own_budget`: it is compared with the fixed gammas of its own budget, not of any."""
+
+    way: str
+    own_budget: bool
+    title: str
+
+
+AUTO_GAMMA = Choosing(AUTO, True, "--gamma auto, at the largest budget")
+AUTO_BOTH = Choosing(AUTO_BUDGET, False, "--gamma auto --draft_budget auto, against the best of the budgets")
+WAYS = (AUTO_GAMMA, AUTO_BOTH)
+
+
+@dataclass(frozen=True)
+class Against:
+    """One size. Speedups are medians over plain decoding; `ratios`: to the better of gamma 3 and plain, by repeat."""
+
+    B: int
+    prefix_len: int
+    auto: float
+    usual: float
+    usual_gamma: int
+    usual_budget: int
+    best: float
+    best_gamma: int
+    best_budget: int | None
+    mean_gamma: float
+    rounds_by_budget: Counter[int]
+    ratios: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
+
+
+def against_fixed(choosing: Choosing, records: Sequence[Record]) -> list[Against]:
+    """One for each run that has this way."""
+    runs = [record for record in records if record["benchmark"] == "gamma_cell"]
+    return [_against(choosing, run) for run in runs if any(row["way"] == choosing.way for row in run["rows"])]
+
+
+def _against(choosing: Choosing, record: Record) -> Against:
+    rows = {row["way"]: row for row in record["rows"]}
+    auto, plain = rows[choosing.way], rows["plain"]
+    fixed = [row for row in record["rows"] if isinstance(row["gamma"], int) and row["gamma"] > 0]
+    if choosing.own_budget:
+        fixed = [row for row in fixed if row["draft_budget"] == auto["draft_budget"]]
+    nearest = min(abs(row["gamma"] - USUAL_GAMMA) for row in fixed)
+    usual = max((row for row in fixed if abs(row["gamma"] - USUAL_GAMMA) == nearest), key=_speedup)
+    best = max([plain, *fixed], key=_speedup)
+    rates = zip(*(row["tokens_per_second"] for row in (auto, plain, usual)), strict=True)
+    return Against(
+        B=record["B"],
+        prefix_len=record["prefix_len"],
+        auto=auto["speedup"],
+        usual=usual["speedup"],
+        usual_gamma=usual["gamma"],
+        usual_budget=usual["draft_budget"],
+        best=best["speedup"],
+        best_gamma=best["gamma"],
+        best_budget=best["draft_budget"],
+        mean_gamma=fmean(gamma for run in auto["gammas"] for gamma in run),
+        rounds_by_budget=Counter(b for run in auto.get("budgets") or [] for b in run if b is not None),
+        ratios=tuple(own / max(others) for own, *others in rates),
+    )
+
+
+def _speedup(row: dict[str, Any]) -> float:
+    return row["speedup"]
+
+
+HEAD = ["rows", "context", "gamma 3", "best fixed", "is", "auto", "mean gamma", "rounds by budget"]
+HEAD += ["auto / better", "lowest"]
+
+
+def lines(choosing: Choosing, records: Sequence[Record]) -> list[list[str]]:
+    return [
+        [
+            str(row.B),
+            str(row.prefix_len),
+            f"{row.usual:.2f}" + ("" if row.usual_gamma == USUAL_GAMMA else f" (gamma {row.usual_gamma})"),
+            f"{row.best:.2f}",
+            "plain" if row.best_gamma == 0 else f"{row.best_gamma}, {row.best_budget}",
+            f"{row.auto:.2f}",
+            f"{row.mean_gamma:.1f}",
+            " ".join(f"{budget}: {n}" for budget, n in sorted(row.rounds_by_budget.items())) or "-",
+            f"{row.ratio:.3f}",
+            f"{min(row.ratios):.3f}",
+        ]
+        for row in against_fixed(choosing, records)
+    ]
+
+
+def summary(choosing: Choosing, records: Sequence[Record]) -> str:
+    ratios = [row.ratio for row in against_fixed(choosing, records)]
+    if not ratios:
+        return "nothing measured"
+    n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
+    verdict = "none lies" if n_below == 0 else f"{n_below} of {len(ratios)} lie" if n_below > 1 else "one lies"
+    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.3f}"
+
+
+def table(choosing: Choosing, records: Sequence[Record]) -> str:
+    columns = side_by_side(HEAD, lines(choosing, records))
+    return f"\n  {choosing.title}\n\n{columns}\n  {summary(choosing, records)}"
+
+
+def panel(records: Sequence[Record]) -> Panel:
+    """Speedups over the sizes, in the order of the table."""
+    auto, both = (against_fixed(choosing, records) for choosing in WAYS)
+    place = {(row.B, row.prefix_len): place for place, row in enumerate(auto)}
+    names = [f"B {row.B}, {row.prefix_len}" for row in auto]
+    shown = [
+        ("gamma 3", auto, [row.usual for row in auto], ()),
+        ("best fixed gamma", auto, [row.best for row in auto], ()),
+        ("gamma auto", auto, [row.auto for row in auto], names),
+        ("gamma and budget auto", both, [row.auto for row in both], ()),
+    ]
+    series = [
+        Series(name, [place[row.B, row.prefix_len] for row in rows], speedups, colour, marker, labels, has_line=False)
+        for (name, rows, speedups, labels), colour, marker in zip(shown, CATEGORIES, MARKERS, strict=False)
+        if rows
+    ]
+    return Panel(
+        "choosing from round to round, at several rows and contexts",
+        "setting, in the order of the table",
+        "speedup",
+        tuple(series),
+        is_log_x=False,
+        reference=(1.0, "plain decoding"),
+    )

@@ -1,0 +1,27 @@
+"""Pages that are made from records: written, or checked to be what the records say."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine.arguments import Parser
+
+
+def make_parser(description: str, results: Path, page: Path) -> argparse.ArgumentParser:
+    parser = Parser(description=description)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
+    parser.add_argument("--results", type=Path, default=results, help="the folder with the records")
+    parser.add_argument("--page", type=Path, default=page, help="the page to write")
+    return parser
+
+
+def write_or_check(args: argparse.Namespace, wanted: str, script: str) -> None:
+    """Write the page, or with --check exit with code 1 if it is not the wanted text; `script` is what makes it."""
+    if not args.check:
+        args.page.write_text(wanted, encoding="utf-8")
+        print(f"wrote {args.page}")
+    elif not args.page.is_file() or args.page.read_text(encoding="utf-8") != wanted:
+        print(f"{args.page} is not what its records say: python {script}", file=sys.stderr)
+        sys.exit(1)

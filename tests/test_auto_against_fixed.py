@@ -1,0 +1,90 @@
+"""What `auto` is held against: which fixed ways, in which repeats, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reproduce import auto_against_fixed
+from reproduce.auto_against_fixed import AUTO_BOTH, AUTO_GAMMA, against_fixed, summary
+
+PLAIN = [10.0, 20.0, 10.0]
+
+
+def row(way: str, budget: int | str | None, gamma: int | str, rates: list[float], **more: Any) -> dict[str, Any]:
+    against = sorted(rate / plain for rate, plain in zip(rates, PLAIN, strict=True))
+    return {
+        "way": way,
+        "draft_budget": budget,
+        "gamma": gamma,
+        "tokens_per_second": rates,
+        "speedup": against[1],
+        "gammas": None,
+        **more,
+    }
+
+
+def cell(*ways: dict[str, Any], B: int = 4) -> dict[str, Any]:
+    return {"benchmark": "gamma_cell", "B": B, "prefix_len": 1000, "rows": [row("plain", None, 0, PLAIN), *ways]}
+
+
+SMALL = row("b=64 g=3", 64, 3, [14.0, 28.0, 14.0])
+LARGE = row("b=512 g=3", 512, 3, [12.0, 24.0, 8.0])
+WIDE = row("b=512 g=5", 512, 5, [13.0, 26.0, 13.0])
+AUTO = row("auto", 512, "auto", [12.0, 18.0, 9.0], gammas=[[0, 2], [4], [2]])
+CHOSEN = {"gammas": [[3], [3], [3, 0]], "budgets": [[64], [512], [64, None]]}
+BOTH = row("auto budget", "auto", "auto", [14.0, 14.0, 14.0], **CHOSEN)
+
+
+def test_auto_gamma_is_held_against_its_own_budget_repeat_by_repeat():
+    (found,) = against_fixed(AUTO_GAMMA, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
+    # Plain decoding is the better in the last repeat only.
+    assert found.ratios == (12 / 12, 18 / 24, 9 / 10) and found.ratio == 0.9
+    assert (found.usual, found.usual_gamma, found.usual_budget) == (1.2, 3, 512)
+    assert (found.best, found.best_gamma, found.best_budget) == (1.3, 5, 512)
+    assert found.mean_gamma == 2.0 and not found.rounds_by_budget
+
+
+def test_an_automatic_budget_is_held_against_the_best_budget():
+    (found,) = against_fixed(AUTO_BOTH, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
+    assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual_budget == 64
+    assert (found.best, found.best_gamma, found.best_budget) == (1.4, 3, 64)
+    assert found.rounds_by_budget == {64: 2, 512: 1}
+
+
+def test_plain_decoding_can_be_the_best():
+    slow = row("b=512 g=3", 512, 3, [5.0, 10.0, 5.0])
+    (found,) = against_fixed(AUTO_GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3))])
+    assert (found.best, found.best_gamma) == (1.0, 0) and found.ratio == 1.0
+    (line,) = auto_against_fixed.lines(AUTO_GAMMA, [cell(slow, AUTO)])
+    assert "plain" in line
+
+
+def test_without_gamma_3_the_nearest_stands_for_it():
+    near, far = row("b=512 g=4", 512, 4, [12.0, 24.0, 12.0]), row("b=512 g=1", 512, 1, [20.0, 40.0, 20.0])
+    (found,) = against_fixed(AUTO_GAMMA, [cell(near, far, AUTO)])
+    assert found.usual_gamma == 4 and found.best_gamma == 1
+    assert any("(gamma 4)" in field for field in auto_against_fixed.lines(AUTO_GAMMA, [cell(near, far, AUTO)])[0])
+
+
+def test_a_record_without_the_way_is_left_out():
+    assert against_fixed(AUTO_BOTH, [cell(LARGE, AUTO), {"benchmark": "cost_model"}]) == []
+    assert summary(AUTO_BOTH, [cell(LARGE, AUTO)]) == "nothing measured"
+
+
+@pytest.mark.parametrize("ratio,says", [(0.96, "none lies below, the lowest at 0.960"), (0.5, "2 of 2 lie below")])
+def test_the_summary_says_how_many_fall_short(ratio, says):
+    auto = row("auto", 512, "auto", [ratio * rate for rate in PLAIN], gammas=[[1]] * 3)
+    slow = row("b=512 g=3", 512, 3, [1.0, 1.0, 1.0])
+    assert says in summary(AUTO_GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
+
+
+def test_the_panel_has_a_point_for_every_size():
+    panel = auto_against_fixed.panel([cell(LARGE, AUTO, BOTH), cell(LARGE, AUTO, B=8)])
+    assert [(series.label, list(series.x)) for series in panel.series] == [
+        ("gamma 3", [0, 1]),
+        ("best fixed gamma", [0, 1]),
+        ("gamma auto", [0, 1]),
+        ("gamma and budget auto", [0]),
+    ]
