@@ -52,7 +52,7 @@ class AcceptanceRate:
     """The accepted share of so many judged drafts; `judged` is None for a rate that was given, not measured."""
 
     value: float
-    judged: int | None = None
+    judged: float | None = None
 
     @property
     def standard_error(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.adaptive import SHORTEST_PAUSE, TRIAL_ROUNDS, Acceptance, Adaptive
+from engine.adaptive import SHORTEST_PAUSE, TRIAL_DRAFTS, Acceptance, Adaptive
 from engine.cost_model import Costs, tokens_per_round
 from engine.decoding import GenerateOutput
 from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, measure_costs
@@ -74,16 +75,44 @@ def test_speculation_that_loses_gives_way_and_is_tried_again_ever_more_rarely():
     measured = costs(100, 60, (130, 250))
     choices, speedup = simulate(Adaptive([Named()], [measured], GAMMAS), lambda n: [0.2], 800)
     drafted = [n for n, choice in enumerate(choices) if choice != PLAIN]
-    assert drafted[:TRIAL_ROUNDS] == list(range(TRIAL_ROUNDS))
+    assert drafted[0] == 0
     gaps = [later - earlier for earlier, later in itertools.pairwise(drafted) if later > earlier + 1]
     assert gaps[0] > SHORTEST_PAUSE and gaps == sorted(gaps) and gaps[-1] > 4 * SHORTEST_PAUSE
     assert speedup > 0.98
 
 
+def choices_after(accepted: list[int], measured: Costs, gammas: Sequence[int], n_rows: int = 1) -> list[Choice]:
+    """What is chosen in rounds of which every row accepts so many drafts, or as many as there are."""
+    adaptive, choices = Adaptive([Named()], [measured], gammas), []
+    for n_accepted in accepted:
+        choices.append(adaptive.choose())
+        adaptive.observe(choices[-1], [min(n_accepted, choices[-1].gamma)] * n_rows)
+    return choices
+
+
+def test_a_single_row_gets_a_trial_that_says_something():
+    """A few rounds of one row are a handful of drafts: one unlucky block does not end a trial, several do."""
+    measured, draft = costs(44, 25, (52, 59)), Choice(0, 2)
+    assert choices_after([0, 2, 2, 2, 2, 2, 2, 2, 2, 2], measured, [0, 2]) == [draft] * 10
+    assert PLAIN in choices_after([0] * 5, measured, [0, 2])
+    # Neither good nor bad: it goes on as long as a trial may, and no longer.
+    unclear = choices_after([1, 1, 1, 2, 0] * 6, measured, [0, 2])
+    assert 3 < unclear.index(PLAIN) <= TRIAL_DRAFTS
+
+
+def test_a_trial_that_cost_more_is_repeated_later():
+    pauses = []
+    for plain in (60, 40):
+        choices = choices_after([0] * 600, costs(plain, 25, (52, 59)), [0, 2], n_rows=8)
+        first = choices.index(PLAIN)
+        pauses.append(next(n for n, choice in enumerate(choices[first:]) if choice != PLAIN))
+    assert SHORTEST_PAUSE < pauses[0] < pauses[1]
+
+
 def test_it_comes_back_when_the_text_becomes_easy():
     measured = costs(100, 15, (115, 160))
     choices, _ = simulate(Adaptive([Named()], [measured], GAMMAS), lambda n: [0.05 if n < 60 else 0.95], 300)
-    assert choices[59] == PLAIN
+    assert choices[20:60].count(PLAIN) > 30
     assert all(choice.gamma >= 3 for choice in choices[-50:])
 
 
@@ -100,7 +129,8 @@ def test_the_best_of_several_budgets_is_found():
     for alphas, wanted in (((0.9, 0.85), 1), ((0.95, 0.3), 0)):
         adaptive = Adaptive([Named(), Named()], [large, small], [3])
         choices, _ = simulate(adaptive, lambda n, alphas=alphas: alphas, 200)
-        assert choices[: 2 * TRIAL_ROUNDS] == [Choice(0, 3)] * TRIAL_ROUNDS + [Choice(1, 3)] * TRIAL_ROUNDS
+        tried = [choice.drafter for choice in choices[:4]]
+        assert tried[0] == 0 and 1 in tried
         assert {choice.drafter for choice in choices[-50:]} == {wanted}
 
 
