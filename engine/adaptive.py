@@ -9,17 +9,18 @@ from engine.cost_model import AcceptanceRate, Costs, tokens_per_round
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 
-# What is expected of a drafter that has not drafted yet, worth as many judged drafts ...
+# What is expected of a drafter that has not drafted yet, worth as many drafts ...
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.8, 8.0
 # ... and what is hoped of it, when it is decided whether it is tried at all.
 HOPED_ALPHA = 0.98
-# Judged drafts after which the trial of a drafter is over; it is over before, but not without a round, once the drafter
-# would not even pay with an acceptance one standard error above the one seen.
-TRIAL_DRAFTS = 24
+# Places of blocks, reached in all rows together, after which the trial of a drafter is over; it is over before, but not
+# without a round, once the drafter would not pay with an acceptance one standard error above the one seen either.
+TRIAL_PLACES = 24
 # What is left of a round's evidence one round later, and of all of it when a trial begins: texts change.
 MEMORY, FADED = 0.97, 0.25
 # Plain rounds after which speculation that did not pay is tried again: at least twice as many after every trial in
-# vain, and so many that what the trial lost is at most this share of them.
+# vain, and so many that the rounds of the last attempt lost at most this share of them. What bringing a drafter's
+# cache up to date costs is not in it.
 SHORTEST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 512, 0.03
 # Rounds of speculation after which the other drafters are tried again: the first trial was short.
 SECOND_LOOK = 128
@@ -28,23 +29,29 @@ WORTH_A_CHANGE = 1.03
 
 
 class Acceptance:
-    """How many drafts at each place of a block were accepted, lately, given that those before them were."""
+    """How often each place of a block was reached, lately, and accepted.
+
+    A place is reached if all before it were accepted, also where the drafter had nothing to propose for it: it is the
+    yield of a place that decides, whoever is to blame.
+    """
 
     def __init__(self, max_gamma: int) -> None:
-        self._judged = [0.0] * max_gamma
+        self._reached = [0.0] * max_gamma
         self._accepted = [0.0] * max_gamma
 
-    def add(self, gamma: int, accepted: Sequence[int]) -> None:
-        """One round of that gamma, and how many drafts of each row were accepted in it."""
+    def add(self, gamma: int, accepted: Sequence[int]) -> int:
+        """One round of that gamma, and how many drafts of each row were accepted in it; returns the places reached."""
         self.fade(MEMORY)
-        for n_accepted in accepted:
-            for place in range(min(n_accepted + 1, gamma)):
-                self._judged[place] += 1
+        n_reached = [min(n_accepted + 1, gamma) for n_accepted in accepted]
+        for reached, n_accepted in zip(n_reached, accepted, strict=True):
+            for place in range(reached):
+                self._reached[place] += 1
                 self._accepted[place] += place < n_accepted
+        return sum(n_reached)
 
     def fade(self, share: float) -> None:
         """Let all evidence count for that share of what it did."""
-        for counts in (self._judged, self._accepted):
+        for counts in (self._reached, self._accepted):
             counts[:] = [share * count for count in counts]
 
     def tokens(self, gamma: int) -> float:
@@ -53,21 +60,21 @@ class Acceptance:
         A place with little evidence of its own takes the rate of all places together.
         """
         pooled = self._pooled.value
-        expected = reached = 1.0
-        for judged, accepted in zip(self._judged[:gamma], self._accepted[:gamma], strict=True):
-            reached *= (accepted + PRIOR_WEIGHT * pooled) / (judged + PRIOR_WEIGHT)
-            expected += reached
+        expected = emitted = 1.0
+        for reached, accepted in zip(self._reached[:gamma], self._accepted[:gamma], strict=True):
+            emitted *= (accepted + PRIOR_WEIGHT * pooled) / (reached + PRIOR_WEIGHT)
+            expected += emitted
         return expected
 
     @property
     def hoped(self) -> float:
-        """What may be hoped of all places together: one standard error above what was seen."""
+        """What may be hoped of all places together: one standard error above what was seen and expected."""
         return min(1.0, self._pooled.value + self._pooled.standard_error)
 
     @property
     def _pooled(self) -> AcceptanceRate:
-        judged = sum(self._judged) + PRIOR_WEIGHT
-        return AcceptanceRate((sum(self._accepted) + PRIOR_WEIGHT * PRIOR_ALPHA) / judged, judged)
+        reached = sum(self._reached) + PRIOR_WEIGHT
+        return AcceptanceRate((sum(self._accepted) + PRIOR_WEIGHT * PRIOR_ALPHA) / reached, reached)
 
 
 class Adaptive:
@@ -85,10 +92,11 @@ class Adaptive:
         self.max_gamma = max(gammas)
         self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
         self._may_be_plain = 0 in gammas
+        self._round_ms = [{gamma: one.round_ms(gamma) for gamma in self._gammas} for one in costs]
         self._acceptance = [Acceptance(self.max_gamma) for _ in drafters]
-        # The judged drafts of those that are being tried.
+        # The places reached by those that are being tried.
         self._trials: dict[int, int] = {}
-        # What speculation cost since it was last tried, in plain steps beyond those that its tokens would have taken.
+        # What speculation lost since the last pause, in plain steps beyond those that its tokens would have taken.
         self._lost_steps = 0.0
         self._active = 0
         self._plain_rounds, self._pause = 0, SHORTEST_PAUSE // 2
@@ -97,6 +105,7 @@ class Adaptive:
 
     def choose(self) -> Choice:
         if self._plain_rounds >= self._pause:
+            self._plain_rounds, self._lost_steps = 0, 0.0
             self._try(range(len(self.drafters)))
         elif self._rounds_since_trial >= SECOND_LOOK and not self._plain_rounds:
             self._try(index for index in range(len(self.drafters)) if index != self._active)
@@ -106,11 +115,13 @@ class Adaptive:
             del self._trials[index]
         found = [self._best(index) for index in range(len(self.drafters))]
         best = max(range(len(found)), key=lambda index: found[index][1])
-        if found[best][1] > WORTH_A_CHANGE * found[self._active][1]:
+        active_speedup = found[self._active][1]
+        if active_speedup <= 1 or found[best][1] > WORTH_A_CHANGE * active_speedup:
             self._active = best
         gamma, speedup = found[self._active]
         if speedup > 1 or not self._may_be_plain:
-            self._pause, self._plain_rounds, self._lost_steps = SHORTEST_PAUSE // 2, 0, 0.0
+            if not self._lost_steps:
+                self._pause = SHORTEST_PAUSE // 2
             return Choice(self._active, gamma)
         if not self._plain_rounds:  # it has just given way
             self._pause = min(max(2 * self._pause, round(self._lost_steps / TRIAL_SHARE)), LONGEST_PAUSE)
@@ -118,38 +129,45 @@ class Adaptive:
 
     def _try(self, drafters: Iterable[int]) -> None:
         """Let the drafters that may pay draft again, whatever they showed before."""
-        self._plain_rounds = self._rounds_since_trial = 0
-        self._lost_steps = 0.0
+        self._rounds_since_trial = 0
         for index in drafters:
             if self._may_pay(index, HOPED_ALPHA):
                 self._trials[index] = 0
                 self._acceptance[index].fade(FADED)
 
     def _goes_on(self, index: int) -> bool:
-        """Whether a drafter that is being tried drafts once more."""
-        judged = self._trials[index]
-        return not judged or (judged < TRIAL_DRAFTS and self._may_pay(index, self._acceptance[index].hoped))
+        """Whether a drafter that is being tried drafts once more: it may beat what else there is."""
+        reached = self._trials[index]
+        to_beat = 1.0 if self._active in self._trials else max(1.0, self._best(self._active)[1])
+        hoped = self._acceptance[index].hoped
+        return not reached or (reached < TRIAL_PLACES and self._may_pay(index, hoped, to_beat))
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         if choice.drafter is None:
             self._plain_rounds += 1
             return
-        costs = self.costs[choice.drafter]
-        self._lost_steps += costs.round_ms(choice.gamma) / costs.plain_ms - (1 + fmean(accepted))
+        steps = self._round_ms[choice.drafter][choice.gamma] / self.costs[choice.drafter].plain_ms
+        self._lost_steps = max(0.0, self._lost_steps + steps - (1 + fmean(accepted)))
+        reached = self._acceptance[choice.drafter].add(choice.gamma, accepted)
         if choice.drafter in self._trials:
-            self._trials[choice.drafter] += sum(min(n_accepted + 1, choice.gamma) for n_accepted in accepted)
+            self._trials[choice.drafter] += reached
         else:
             self._rounds_since_trial += 1
-        self._acceptance[choice.drafter].add(choice.gamma, accepted)
 
     def _best(self, index: int) -> tuple[int, float]:
         """The gamma that pays best by the acceptance seen, and its speedup."""
-        seen, costs = self._acceptance[index], self.costs[index]
-        return max(((g, costs.speedup(seen.tokens(g), g)) for g in self._gammas), key=lambda found: found[1])
+        seen = self._acceptance[index]
+        return max(
+            ((gamma, self._speedup(index, gamma, seen.tokens(gamma))) for gamma in self._gammas),
+            key=lambda found: found[1],
+        )
 
-    def _may_pay(self, index: int, alpha: float) -> bool:
-        """Whether any gamma would pay at that acceptance rate."""
+    def _may_pay(self, index: int, alpha: float, to_beat: float = 1.0) -> bool:
+        """Whether any gamma would have a larger speedup at that acceptance rate."""
         if not self._may_be_plain:
             return True
-        costs = self.costs[index]
-        return any(costs.speedup(tokens_per_round(alpha, g), g) > 1 for g in self._gammas)
+        return any(self._speedup(index, gamma, tokens_per_round(alpha, gamma)) > to_beat for gamma in self._gammas)
+
+    def _speedup(self, index: int, gamma: int, tokens: float) -> float:
+        """`Costs.speedup`, with the rounds' times at hand: this is asked for between rounds."""
+        return tokens * self.costs[index].plain_ms / self._round_ms[index][gamma]

@@ -30,6 +30,7 @@ DRAFT_MODELS = ("test_draft_models.py",)
 PARALLEL = ("test_tensor_parallel.py",)
 SELECTION = ("test_snapkv.py",)
 ADAPTIVE = ("test_adaptive.py",)
+COSTS = ("test_cost_model.py",)
 POINTWISE_CPP = ("test_pointwise_cpp.py",)
 
 VERIFICATION = "engine/verification.py"
@@ -628,9 +629,51 @@ MUTANTS = (
     Mutant(
         "drafts behind a rejection count as judged",
         "engine/adaptive.py",
-        "for place in range(min(n_accepted + 1, gamma)):",
-        "for place in range(gamma):",
+        "n_reached = [min(n_accepted + 1, gamma) for n_accepted in accepted]",
+        "n_reached = [gamma for n_accepted in accepted]",
         ADAPTIVE,
+    ),
+    Mutant(
+        "a trial is over after its first round",
+        "engine/adaptive.py",
+        "return not reached or (reached < TRIAL_PLACES and self._may_pay(index, hoped, to_beat))",
+        "return not reached",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "a trial goes on although nothing may be hoped of it any more",
+        "engine/adaptive.py",
+        " and self._may_pay(index, hoped, to_beat))",
+        ")",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "a drafter that is looked at again has to beat plain decoding only",
+        "engine/adaptive.py",
+        "self._may_pay(index, hoped, to_beat)",
+        "self._may_pay(index, hoped)",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "what a trial lost does not lengthen the pause behind it",
+        "engine/adaptive.py",
+        "round(self._lost_steps / TRIAL_SHARE)",
+        "0",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "costs are measured in no more rounds where there is time",
+        "engine/measure_costs.py",
+        "measure(max(FEWEST_TIMED, min(n_fitting, MOST_TIMED)))",
+        "measure(FEWEST_TIMED)",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "predictions take the acceptance of the shortest context",
+        "engine/cost_report.py",
+        "acceptances[context][draft]\n    speedup",
+        "next(iter(acceptances.values()))[draft]\n    speedup",
+        COSTS,
     ),
     Mutant(
         "a teacher-forced round goes on from what it emitted",
@@ -644,7 +687,7 @@ MUTANTS = (
         "engine/cost_model.py",
         "np.interp(batch, self.batches,",
         "np.interp(self.batches[0], self.batches,",
-        ("test_cost_model.py",),
+        COSTS,
     ),
     # Functions in C++
     Mutant(

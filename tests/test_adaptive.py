@@ -15,7 +15,15 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.adaptive import SHORTEST_PAUSE, TRIAL_DRAFTS, Acceptance, Adaptive
+from engine.adaptive import (
+    LONGEST_PAUSE,
+    SHORTEST_PAUSE,
+    TRIAL_PLACES,
+    TRIAL_SHARE,
+    WORTH_A_CHANGE,
+    Acceptance,
+    Adaptive,
+)
 from engine.cost_model import Costs, tokens_per_round
 from engine.decoding import GenerateOutput
 from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, measure_costs
@@ -95,18 +103,65 @@ def test_a_single_row_gets_a_trial_that_says_something():
     measured, draft = costs(44, 25, (52, 59)), Choice(0, 2)
     assert choices_after([0, 2, 2, 2, 2, 2, 2, 2, 2, 2], measured, [0, 2]) == [draft] * 10
     assert PLAIN in choices_after([0] * 5, measured, [0, 2])
-    # Neither good nor bad: it goes on as long as a trial may, and no longer.
-    unclear = choices_after([1, 1, 1, 2, 0] * 6, measured, [0, 2])
-    assert 3 < unclear.index(PLAIN) <= TRIAL_DRAFTS
 
 
-def test_a_trial_that_cost_more_is_repeated_later():
-    pauses = []
-    for plain in (60, 40):
-        choices = choices_after([0] * 600, costs(plain, 25, (52, 59)), [0, 2], n_rows=8)
-        first = choices.index(PLAIN)
-        pauses.append(next(n for n, choice in enumerate(choices[first:]) if choice != PLAIN))
-    assert SHORTEST_PAUSE < pauses[0] < pauses[1]
+def test_a_trial_of_what_may_pay_ends_when_enough_places_were_reached():
+    """A round of gamma 2 costs 2.5 steps and emits 2.45 tokens: it may pay as long as little was seen."""
+    measured = Costs(100, (1, 2), (130, 189), 30, 1)
+    accepted = [2, 2, 0, 2, 2, 0, 1, 2, 2, 1, 2, 0, 2, 2, 1] * 2
+    choices = choices_after(accepted, measured, [0, 2])
+    reached = itertools.accumulate(min(n + 1, 2) for n in accepted)
+    enough = next(n for n, places in enumerate(reached, 1) if places >= TRIAL_PLACES)
+    assert choices.index(PLAIN) == enough
+
+
+def test_pauses_double_and_are_long_enough_for_what_was_lost():
+    """After trials that lose next to nothing they double from the shortest to the longest; after a dear one, by it."""
+    pauses = pauses_of(choices_after([0] * 2500, Costs(100, (1, 2), (100.5, 100.6), 0.1, 0.0), [0, 1, 2], n_rows=64))
+    assert pauses[:6] == [32, 64, 128, 256, 512, 512] == [SHORTEST_PAUSE * 2**n for n in range(5)] + [LONGEST_PAUSE]
+    dear = choices_after([0] * 300, Costs(100, (1, 2), (150, 161), 20, 0.0), [0, 2], n_rows=64)
+    # One round of 64 rows: two draft steps and a verification, 2.01 steps for one token.
+    assert dear[:2] == [Choice(0, 2), PLAIN] and pauses_of(dear)[0] == round(1.01 / TRIAL_SHARE)
+
+
+def pauses_of(choices: Sequence[Choice]) -> list[int]:
+    """The lengths of the stretches of plain rounds, the last one left out: it may not be over."""
+    stretches = [len(list(rounds)) for choice, rounds in itertools.groupby(choices) if choice == PLAIN]
+    return stretches[:-1]
+
+
+def test_speculation_that_earned_back_its_losses_starts_with_the_shortest_pause_again():
+    adaptive = Adaptive([Named()], [Costs(100, (1, 2), (100.5, 100.6), 0.1, 0.0)], [0, 2])
+    choices: list[Choice] = []
+    easy = 10  # rounds, behind the second pause
+    while len(pauses_of(choices)) < 4:
+        choices.append(adaptive.choose())
+        is_easy = choices[-1] != PLAIN and choices.count(PLAIN) == 32 + 64 and easy > 0
+        easy -= is_easy
+        adaptive.observe(choices[-1], [2 if is_easy else 0] * 64)
+    first, second, third, fourth = pauses_of(choices)
+    assert (first, second) == (32, 64) and third < second < fourth  # not 128, and it doubles again
+
+
+def test_a_drafter_that_cannot_beat_the_active_one_is_not_tried_to_the_end():
+    """A second look at a drafter that would pay, but less than the one that drafts, takes a round or two."""
+    good, dear = Costs(100, (1, 3), (110, 120), 5, 1), Costs(100, (1, 3), (110, 120), 45, 1)
+    adaptive = Adaptive([Named(), Named()], [good, dear], [0, 3])
+    choices, _ = simulate(adaptive, lambda n: (0.9, 0.9), 500, n_rows=1)
+    looks = [len(list(rounds)) for choice, rounds in itertools.groupby(choices) if choice.drafter == 1]
+    assert len(looks) == 4 and max(looks) == 1
+
+
+def test_a_drafter_that_pays_a_little_is_not_passed_over_for_plain_rounds():
+    """The active one just does not pay any more, another one just does, by less than a change has to be worth."""
+    dear, cheap = Costs(100, (1, 3), (110, 121), 22.8, 1), Costs(100, (1, 3), (110, 121), 21.3, 1)
+    adaptive, choices = Adaptive([Named(), Named()], [dear, cheap], [0, 3]), []
+    accepted = [0] * 32 + [1] * 16 + [2] * 8 + [3] * 8  # every place half the time: 1.875 tokens
+    for _ in range(60):
+        choices.append(adaptive.choose())
+        adaptive.observe(choices[-1], accepted if choices[-1] != PLAIN else [0] * 64)
+    assert dear.speedup(1.875, 3) < 1 < cheap.speedup(1.875, 3) < WORTH_A_CHANGE * dear.speedup(1.875, 3)
+    assert choices[5:] == [Choice(1, 3)] * 55
 
 
 def test_it_comes_back_when_the_text_becomes_easy():
