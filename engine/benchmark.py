@@ -26,13 +26,17 @@ from engine.timing import PhaseTimer
 
 @dataclass(frozen=True)
 class Passes:
-    """What was run. `timed` is a pass of its own, because timing phases slows them down; `costs` guided `auto`."""
+    """What was run. `timed` is a pass of its own, because timing phases slows them down.
+
+    costs: what `auto` chose by, measured in `cost_seconds`.
+    """
 
     prefill_seconds: float
     baseline: GenerateOutput | None
     speculative: GenerateOutput | None = None
     timed: tuple[PhaseTimer, GenerateOutput] | None = None
     costs: Sequence[Costs] = ()
+    cost_seconds: float = 0.0
 
 
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
@@ -54,8 +58,10 @@ def speculation_passes(setup: Setup) -> Passes:
         warm_up(setup)
         baseline = decode(setup, "baseline")
     drafters = make_drafters(setup, baseline)
-    costs = costs_of(setup, drafters)
     warm_up(setup, drafters)
+    started = time.perf_counter()
+    costs = costs_of(setup, drafters)
+    cost_seconds = time.perf_counter() - started
 
     def speculate(name: str, timer: PhaseTimer | None = None) -> GenerateOutput:
         return decode(setup, name, timer=timer, pacing=make_pacing(setup, drafters, costs))
@@ -65,7 +71,7 @@ def speculation_passes(setup: Setup) -> Passes:
     if setup.args.benchmark:
         timer = PhaseTimer(setup.runner.device)
         timed = timer, speculate("phase times", timer)
-    return Passes(prefill_seconds, baseline, speculative, timed, costs)
+    return Passes(prefill_seconds, baseline, speculative, timed, costs, cost_seconds)
 
 
 def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:

@@ -20,6 +20,7 @@ ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
 # Settings that a grid has several of.
 VARIED = ("gamma", "draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "max_ngram")
 SHADES = " .:-=+*#%@"
+NOISE = "within noise: closer than one standard error of acceptance moves them; the noise of the costs is not in it"
 
 # The acceptance of every draft, by context (tokens).
 Acceptances = Mapping[int, Mapping[Draft, AcceptanceRate]]
@@ -38,7 +39,7 @@ class Prediction:
     error: float
 
 
-PLAIN = Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)
+NO_DRAFT = Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -138,7 +139,7 @@ def best_of(
     `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
     """
     drafted = (predict(grid, batch, context, draft, acceptances, gamma) for draft in grid.drafts for gamma in gammas)
-    best, *others = sorted([PLAIN, *drafted], key=lambda choice: choice.speedup, reverse=True)
+    best, *others = sorted([NO_DRAFT, *drafted], key=lambda choice: choice.speedup, reverse=True)
     near = next((other for other in others if is_within_noise(best, other)), None)
     return {**_choice_record(best), "within_noise_of": near and _choice_record(near)}
 
@@ -173,8 +174,8 @@ def acceptance_record(drafts: Sequence[Draft], acceptances: Acceptances) -> dict
     rows = [[at_context[draft] for at_context in acceptances.values()] for draft in drafts]
     judged = [[acceptance.judged for acceptance in row] for row in rows]
     return {
-        "acceptance_rates": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
-        "acceptance_judged": None if None in judged[0] else judged,
+        "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
+        "acceptance_judged_by_context": None if None in judged[0] else judged,
     }
 
 
@@ -254,6 +255,8 @@ def best_table(best: Sequence[Mapping[str, object]]) -> str:
         near = row["within_noise_of"]
         remark = f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else ""
         lines.append(f"{row['B']:>4}{row['prefix_len']:>9}  {draft}{remark}")
+    if any(row["within_noise_of"] for row in best):
+        lines.append(NOISE)
     return "\n".join(lines)
 
 

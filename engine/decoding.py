@@ -142,15 +142,17 @@ def generate(
             buffers.set_rows([slot.sampling for slot in slots], [slot.request_id for slot in slots])
             buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
         busy = [slot for slot in slots if slot.request]
+        choosing = time.perf_counter()
         choice = _checked(pacing, pacing.choose() if busy else PLAIN)
+        choice_seconds = time.perf_counter() - choosing
         if choice.drafter is not None:  # what a drafter does with a new prompt is no part of a round
             new = [row for row, slot in enumerate(slots) if slot.request and len(slot.request.tokens) == 1]
             draft_prefill_seconds += _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, new, progress)
-        prefill_seconds += time.perf_counter() - started
+        prefill_seconds += time.perf_counter() - started - choice_seconds
         if not busy:
             break
 
-        started = time.perf_counter()
+        started = time.perf_counter() - choice_seconds  # choosing is part of the round
         with phase("resume"):
             if choice.drafter is not None:
                 rows = [row for row, slot in enumerate(slots) if slot.request]

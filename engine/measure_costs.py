@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -16,7 +17,7 @@ from engine.stats import Round
 from engine.timing import PhaseTimer
 from kv_cache.errors import ConfigError
 
-# Rounds of each kind that are timed: what fits into so many seconds, but neither fewer nor more than these ...
+# Rounds of each kind that are timed: as many as fit into so many seconds, but neither fewer nor more than these ...
 FEWEST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 16, 8.0
 # ... and those before them that are not: one runs, one captures, one replays.
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
@@ -71,12 +72,13 @@ def measure_costs(
     verification: str = "auto",
     seconds: float = TIMED_SECONDS,
 ) -> list[Costs]:
-    """The costs of each drafter's rounds, behind prompts that fill the runner's rows; medians of interleaved rounds.
+    """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of rounds in turn.
 
     Only the first drafter's rounds are measured at every one of the gammas, which ascend. What the others' differ in
     is their draft step, which is measured at the middle gamma. `max_new_tokens`, 2 or more, is what the cache has
-    room for. As many prompts as the runner has rows. `seconds` bounds the time of the timed rounds, where four of
-    each kind fit.
+    room for. As many prompts as the runner has rows. `seconds`: what the measurement may take, unless the fewest
+    rounds take longer; what first compiles or captures should have run before.
+    Errors: as of `rounds_in_turn`.
     """
     gammas = tuple(gammas)
     middle = gammas[len(gammas) // 2]
@@ -106,12 +108,10 @@ def measure_costs(
     def ms(choice: Choice, phase: str) -> float:
         return 1e3 * median(times[phase] for times in found[choice][untimed:])
 
-    def one_turn_ms() -> float:
-        return sum(ms(choice, phase) for choice in choices for phase in ("draft", "verify", "other"))
-
+    started = time.perf_counter()
     measure(FEWEST_TIMED)
     # The leader's clock decides, so that all ranks run the same rounds.
-    n_fitting = runner.ranks.shared(lambda: int(1e3 * seconds / one_turn_ms()))
+    n_fitting = runner.ranks.shared(lambda: int(FEWEST_TIMED * seconds / (time.perf_counter() - started)))
     measure(max(FEWEST_TIMED, min(n_fitting, MOST_TIMED)))
 
     # A plain step has a little of everything but drafts.

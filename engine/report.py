@@ -183,6 +183,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         **_phase_times(passes.timed),
         "choices": _choices(setup, speculative) if speculative else None,
         "measured_costs": [dataclasses.asdict(costs) for costs in passes.costs] or None,
+        "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "startup_memory_bytes_per_rank": setup.ranks.gathered(setup.startup_bytes),

@@ -160,7 +160,9 @@ def standalone_settings(args: argparse.Namespace) -> DraftSettings:
     return replace(_with_cache(args, "standalone", policy), positions=positions, model=args.draft_model)
 
 
-def variant_flags(args: argparse.Namespace, policy: str, budget: int | None, gamma: int | str) -> dict[str, object]:
+def variant_flags(
+    args: argparse.Namespace, policy: str, budget: int | str | None, gamma: int | str
+) -> dict[str, object]:
     """The draft flags of one of several drafts: sinks and window only where the policy knows them."""
     return {
         "draft_policy": policy,
