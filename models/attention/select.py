@@ -93,7 +93,7 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
         return Selection(
             TorchAttention(), f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         )
-    if reason := triton_backend.missing_compiler():
+    if reason := triton_backend.missing_launcher():
         raise _Unavailable(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 

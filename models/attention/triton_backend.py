@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
+import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,26 +51,27 @@ def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtyp
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
 
 
-def missing_compiler() -> str | None:
-    """Why Triton cannot build its launcher, the C code that starts kernels; None if it need not or can.
+def missing_launcher() -> str | None:
+    """Why Triton cannot start kernels here, in one line; None if it can.
 
-    Looks for a compiler where `triton.runtime.build` does.
+    Its driver has the launcher of all kernels in one C module, which is built here, or loaded from Triton's cache:
+    once that is there, no kernel needs a compiler.
     """
-    given = os.environ.get("CC")
-    compilers = ("gcc", "clang") if given is None else (given,)
-    if triton.knobs.runtime.interpret or any(map(shutil.which, compilers)) or _launcher_is_built():
+    if triton.knobs.runtime.interpret:
         return None
-    if given is None:
-        return "no C compiler (gcc, clang) was found, which Triton's launcher is built with; CC names another one"
-    return f"the C compiler that CC names, {given!r}, was not found, and Triton's launcher is built with it"
-
-
-def _launcher_is_built() -> bool:
-    """Whether an earlier run left it in Triton's cache."""
     try:
-        return triton.runtime.driver.active is not None
-    except Exception:  # of many classes: no compiler, no libcuda, no GPU
-        return False
+        _load_launcher()
+    except Exception as error:  # of many classes: no compiler, no headers, no libcuda, no GPU
+        cause = traceback.format_exception_only(error)[0].splitlines()[0]
+        return (
+            "Triton cannot build or load its launcher, which takes a C compiler (gcc or clang; CC names another one) "
+            f"with Python's headers: {cause}"
+        )
+    return None
+
+
+def _load_launcher() -> object:
+    return triton.runtime.driver.active.utils
 
 
 @dataclass(frozen=True)
