@@ -14,7 +14,7 @@ from typing import Any
 
 from reproduce.figures import CATEGORIES, MARKERS, Panel, Series
 from reproduce.gamma_cell import AUTO, AUTO_BUDGET
-from reproduce.reproduction import Record, side_by_side
+from reproduce.reproduction import NONE, Record, side_by_side
 
 # The aim: what a way that chooses keeps, at least, of the better of gamma 3 and plain decoding.
 LEAST_RATIO = 0.95
@@ -23,24 +23,38 @@ USUAL_GAMMA = 3
 
 @dataclass(frozen=True)
 class Choosing:
-    """A way that chooses; `own_budget`: it is compared with the fixed gammas of its own budget, not of any."""
+    """A way that chooses; `own_budget`: it is compared with the fixed gammas of its own budget, not of any.
+
+    title: in Markdown.
+    """
 
     way: str
     own_budget: bool
     title: str
 
+    @property
+    def plain_title(self) -> str:
+        return self.title.replace("`", "")
 
-AUTO_GAMMA = Choosing(AUTO, True, "--gamma auto, at the largest budget")
-AUTO_BOTH = Choosing(AUTO_BUDGET, False, "--gamma auto --draft_budget auto, against the best of the budgets")
-WAYS = (AUTO_GAMMA, AUTO_BOTH)
+
+GAMMA = Choosing(AUTO, True, "`--gamma auto`, at the largest budget")
+GAMMA_AND_BUDGET = Choosing(
+    AUTO_BUDGET, False, "`--gamma auto --draft_budget auto`, against the best of the measured budgets"
+)
+WAYS = (GAMMA, GAMMA_AND_BUDGET)
 
 
 @dataclass(frozen=True)
 class Against:
-    """One size. Speedups are medians over plain decoding; `ratios`: to the better of gamma 3 and plain, by repeat."""
+    """One run. Speedups are medians over plain decoding; `ratios`: to the better of gamma 3 and plain, by repeat.
 
+    index: the run's place among all runs, the same for every way of it.
+    """
+
+    index: int
     B: int
     prefix_len: int
+    gen_len: int
     auto: float
     usual: float
     usual_gamma: int
@@ -60,10 +74,14 @@ class Against:
 def against_fixed(choosing: Choosing, records: Sequence[Record]) -> list[Against]:
     """One for each run that has this way."""
     runs = [record for record in records if record["benchmark"] == "gamma_cell"]
-    return [_against(choosing, run) for run in runs if any(row["way"] == choosing.way for row in run["rows"])]
+    return [
+        _against(choosing, index, run)
+        for index, run in enumerate(runs)
+        if any(row["way"] == choosing.way for row in run["rows"])
+    ]
 
 
-def _against(choosing: Choosing, record: Record) -> Against:
+def _against(choosing: Choosing, index: int, record: Record) -> Against:
     rows = {row["way"]: row for row in record["rows"]}
     auto, plain = rows[choosing.way], rows["plain"]
     fixed = [row for row in record["rows"] if isinstance(row["gamma"], int) and row["gamma"] > 0]
@@ -74,8 +92,10 @@ def _against(choosing: Choosing, record: Record) -> Against:
     best = max([plain, *fixed], key=_speedup)
     rates = zip(*(row["tokens_per_second"] for row in (auto, plain, usual)), strict=True)
     return Against(
+        index=index,
         B=record["B"],
         prefix_len=record["prefix_len"],
+        gen_len=record["gen_len"],
         auto=auto["speedup"],
         usual=usual["speedup"],
         usual_gamma=usual["gamma"],
@@ -93,46 +113,49 @@ def _speedup(row: dict[str, Any]) -> float:
     return row["speedup"]
 
 
-HEAD = ["rows", "context", "gamma 3", "best fixed", "is", "auto", "mean gamma", "rounds by budget"]
+BEST = "best gamma, budget"
+HEAD = ["rows", "context", "new tokens", "gamma 3", "best fixed", BEST, "auto", "mean gamma", "rounds by budget"]
 HEAD += ["auto / better", "lowest"]
 
 
 def lines(choosing: Choosing, records: Sequence[Record]) -> list[list[str]]:
+    """The fields under HEAD, for each run that has this way."""
     return [
         [
             str(row.B),
             str(row.prefix_len),
+            str(row.gen_len),
             f"{row.usual:.2f}" + ("" if row.usual_gamma == USUAL_GAMMA else f" (gamma {row.usual_gamma})"),
             f"{row.best:.2f}",
             "plain" if row.best_gamma == 0 else f"{row.best_gamma}, {row.best_budget}",
             f"{row.auto:.2f}",
             f"{row.mean_gamma:.1f}",
             " ".join(f"{budget}: {n}" for budget, n in sorted(row.rounds_by_budget.items())) or "-",
-            f"{row.ratio:.3f}",
-            f"{min(row.ratios):.3f}",
+            f"{row.ratio:.4f}",
+            f"{min(row.ratios):.4f}",
         ]
         for row in against_fixed(choosing, records)
     ]
 
 
 def summary(choosing: Choosing, records: Sequence[Record]) -> str:
+    """How many runs fall short of the aim; at least one has this way."""
     ratios = [row.ratio for row in against_fixed(choosing, records)]
-    if not ratios:
-        return "nothing measured"
     n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
     verdict = "none lies" if n_below == 0 else f"{n_below} of {len(ratios)} lie" if n_below > 1 else "one lies"
-    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.3f}"
+    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.4f}"
 
 
 def table(choosing: Choosing, records: Sequence[Record]) -> str:
-    columns = side_by_side(HEAD, lines(choosing, records))
-    return f"\n  {choosing.title}\n\n{columns}\n  {summary(choosing, records)}"
+    compared = lines(choosing, records)
+    if not compared:
+        return f"\n  {choosing.plain_title}: {NONE}"
+    return f"\n  {choosing.plain_title}\n\n{side_by_side(HEAD, compared)}\n  {summary(choosing, records)}"
 
 
 def panel(records: Sequence[Record]) -> Panel:
-    """Speedups over the sizes, in the order of the table."""
+    """Speedups of the runs, in the order of the table."""
     auto, both = (against_fixed(choosing, records) for choosing in WAYS)
-    place = {(row.B, row.prefix_len): place for place, row in enumerate(auto)}
     names = [f"B {row.B}, {row.prefix_len}" for row in auto]
     shown = [
         ("gamma 3", auto, [row.usual for row in auto], ()),
@@ -141,7 +164,7 @@ def panel(records: Sequence[Record]) -> Panel:
         ("gamma and budget auto", both, [row.auto for row in both], ()),
     ]
     series = [
-        Series(name, [place[row.B, row.prefix_len] for row in rows], speedups, colour, marker, labels, has_line=False)
+        Series(name, [row.index for row in rows], speedups, colour, marker, labels, has_line=False)
         for (name, rows, speedups, labels), colour, marker in zip(shown, CATEGORIES, MARKERS, strict=False)
         if rows
     ]

@@ -20,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from engine.cost_model import CostGrid, tokens_per_round
+from engine.settings import require_at_least
 from kv_cache.errors import ConfigError, exit_on_user_error
 from reproduce import auto_against_fixed, reproduction
 from reproduce.figures import CATEGORIES, Figure, Panel, Series
+from reproduce.gamma_cell import LEAST_GEN_LEN
 from reproduce.reproduction import Record, side_by_side
 from reproduce.sweeping.cells import Cell, grid
 
@@ -39,6 +41,7 @@ SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 def make_parser() -> argparse.ArgumentParser:
     parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.COST_MODEL)
     reproduction.add_sizes(parser, SIZES)
+    parser.epilog = "The values of --B and --prefix_len are also the costs' grid: runs are made at its corners."
     add = parser.add_argument
     add("--between", type=int, nargs=2, default=list(BETWEEN), help="rows and prompt tokens of one more run")
     add("--repeats", type=int, default=3, help="how often every run is made, in turn with all others of its size")
@@ -47,12 +50,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """The costs, then the runs at the corners of their grid and at the place between."""
+    """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
+    require_at_least("gen_len", args.gen_len, LEAST_GEN_LEN)
+    gammas, budgets = (sorted(set(values)) for values in (args.gamma, args.draft_budget))
     fixed = reproduction.given(args, "device", "dtype", "dataset") | ({"compile": True} if args.compile else {})
     fixed |= {} if args.model is None else {"model": reproduction.checkpoint_path(args.model, "model")}
-    costs = {"batches": args.B, "contexts": args.prefix_len, "gammas": args.gamma, "budgets": args.draft_budget}
+    costs = {"batches": args.B, "contexts": args.prefix_len, "gammas": gammas, "budgets": budgets}
     costs |= {"policies": ["streaming"], "alpha": 0.8}
-    runs = {"gammas": args.gamma, "budgets": args.draft_budget, "gen_len": args.gen_len, "repeats": args.repeats}
+    runs = {"gammas": gammas, "budgets": budgets, "gen_len": args.gen_len, "repeats": args.repeats}
     sizes = [*grid(CELL, fixed | runs, {"B": args.B, "prefix_len": args.prefix_len})]
     batch, context = args.between
     for name, value, measured in (("rows", batch, args.B), ("prompt tokens", context, args.prefix_len)):

@@ -2,9 +2,10 @@
 
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
 
-Every repeat runs plain decoding, each fixed pair, `auto`, which chooses gamma at the largest budget, and with several
-budgets `auto budget`, which chooses both; what their rounds cost was measured once before. The record is the last line
-of standard output; cost_model_error.py compares it with what the cost model predicts.
+Every repeat, every other one in reverse order, runs plain decoding, each fixed pair, `auto`, which chooses gamma at the
+largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are that
+flag's own. What their rounds cost was measured once before. The record is the last line of standard output;
+cost_model_error.py compares it with what the cost model predicts.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.pacing import Fixed, Pacing
 from engine.provenance import append_record, provenance, require_appendable
+from engine.settings import DraftSettings
 from engine.setup import Setup, make_drafters, prepare
 from kv_cache.errors import exit_on_user_error
 from reproduce.variants import under
@@ -33,6 +35,8 @@ from reproduce.variants import under
 AUTO, AUTO_BUDGET = "auto", "auto budget"
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
+# The first new token is the prompt's, before any round.
+LEAST_GEN_LEN = 2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,27 +70,20 @@ class Way:
 
 def main() -> None:
     args = make_parser().parse_args()
-    require_appendable(args.output)
-    for name in ("gammas", "budgets"):
-        settings.require_at_least(name, min(getattr(args, name)), 1)
-    settings.require_at_least("repeats", args.repeats, 1)
+    check(args)
     pairs = list(itertools.product(args.budgets, args.gammas))
-    for budget, gamma in pairs:  # what cannot be is found before anything is loaded
-        settings.draft_settings(settings.with_flags(args, _flags(args, budget, gamma)))
-    auto = settings.with_flags(args, _flags(args, max(args.budgets), settings.AUTO))
-    draft = settings.draft_settings(auto)
-    every_budget = dataclasses.replace(draft, budgets=tuple(sorted(set(args.budgets))))
-    roomy = dataclasses.replace(every_budget, gamma=max(draft.gamma, *args.gammas))
-    setup = dataclasses.replace(prepare(auto, settings.sampling_settings(args), roomy), draft=draft)
+    automatic = {AUTO: max(args.budgets), AUTO_BUDGET: settings.AUTO}
+    choices = [*pairs, *((budget, settings.AUTO) for budget in automatic.values())]
+    drafts = [settings.draft_settings(settings.with_flags(args, _flags(args, *choice))) for choice in choices]
+    setup = prepare(args, settings.sampling_settings(args), with_every_cache(drafts))
     prefill_seconds = benchmark.prefill(setup)
     benchmark.warm_up(setup)
     plain = Way("plain", setup, None, 0, lambda: Fixed(None))
-    ways = [plain, *(_fixed(setup, args, *pair) for pair in pairs), _auto(setup, AUTO, max(args.budgets))]
-    if len(every_budget.budgets) > 1:
-        ways.append(_auto(dataclasses.replace(setup, draft=every_budget), AUTO_BUDGET, settings.AUTO))
+    ways = [plain, *(_fixed(setup, args, *pair) for pair in pairs)]
+    ways += [_auto(setup, args, name, budget) for name, budget in automatic.items()]
     outputs: dict[str, list[GenerateOutput]] = {way.name: [] for way in ways}
-    for _ in range(args.repeats):
-        for way in ways:
+    for repeat in range(args.repeats):
+        for way in ways if repeat % 2 == 0 else reversed(ways):  # what drifts over a repeat favours nobody
             outputs[way.name].append(way.run())
     record = {
         "benchmark": "gamma_cell",
@@ -105,7 +102,24 @@ def main() -> None:
     print(json.dumps(record), flush=True)
 
 
-def _flags(args: argparse.Namespace, budget: int, gamma: int | str) -> dict[str, object]:
+def check(args: argparse.Namespace) -> None:
+    """Errors: ConfigError for a number too small. Every gamma and budget counts once."""
+    require_appendable(args.output)
+    for name in ("gammas", "budgets"):
+        settings.require_at_least(name, min(getattr(args, name)), 1)
+        setattr(args, name, sorted(set(getattr(args, name))))
+    settings.require_at_least("gen_len", args.gen_len, LEAST_GEN_LEN)
+    settings.require_at_least("repeats", args.repeats, 1)
+
+
+def with_every_cache(drafts: Sequence[DraftSettings]) -> DraftSettings:
+    """What there has to be room for: the largest gamma, and the caches of all drafts, which are held at once."""
+    budgets = tuple(budget for draft in drafts for budget in draft.capacities)
+    gamma = max(draft.gamma for draft in drafts)
+    return dataclasses.replace(drafts[0], gamma=gamma, capacity=max(budgets), budgets=budgets)
+
+
+def _flags(args: argparse.Namespace, budget: int | str, gamma: int | str) -> dict[str, object]:
     return settings.variant_flags(args, args.draft_policy, budget, gamma)
 
 
@@ -117,11 +131,12 @@ def _fixed(setup: Setup, args: argparse.Namespace, budget: int, gamma: int) -> W
     return Way(f"b={budget} g={gamma}", own, budget, gamma, lambda: pacing)
 
 
-def _auto(setup: Setup, name: str, budget: int | str) -> Way:
-    drafters = make_drafters(setup, None)
-    costs = costs_of(setup, drafters)
-    benchmark.warm_up(setup, drafters)
-    return Way(name, setup, budget, settings.AUTO, lambda: make_pacing(setup, drafters, costs), costs)
+def _auto(setup: Setup, args: argparse.Namespace, name: str, budget: int | str) -> Way:
+    own = under(setup, **_flags(args, budget, settings.AUTO))
+    drafters = make_drafters(own, None)
+    benchmark.warm_up(own, drafters)
+    costs = costs_of(own, drafters)
+    return Way(name, own, budget, settings.AUTO, lambda: make_pacing(own, drafters, costs), costs)
 
 
 def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from engine.arguments import Parser
 
 
 def make_parser(description: str, results: Path, page: Path) -> argparse.ArgumentParser:
+    """For the script that makes a page: by default `page`, from the records in `results`."""
     parser = Parser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
     parser.add_argument("--results", type=Path, default=results, help="the folder with the records")

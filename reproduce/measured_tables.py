@@ -109,14 +109,17 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         f"{costs}{figure_of(cost_model_error.NAME, figures)}"
         f"{grid(cost_model_error.ERROR_HEAD, cost_model_error.error_lines(compared))}\n\n"
         "Ways that choose from round to round, in turn with plain decoding and fixed gammas from one prefilled state. "
-        "*is*: gamma and budget of the best fixed one. *auto / better*: over the better of gamma 3 and plain decoding "
-        "in the same repeat, the median of the repeats, and the lowest.\n\n"
+        f"*{auto_against_fixed.BEST}*: of the best fixed way, or plain decoding. *auto / better*: over the better "
+        "of gamma 3 and plain decoding in the same repeat, the median of the repeats, and the lowest.\n\n"
         f"{''.join(choosing_section(way, records) for way in auto_against_fixed.WAYS)}{source(records)}"
     )
 
 
 def choosing_section(choosing: auto_against_fixed.Choosing, records: Sequence[Record]) -> str:
-    compared = grid(auto_against_fixed.HEAD, auto_against_fixed.lines(choosing, records))
+    lines = auto_against_fixed.lines(choosing, records)
+    if not lines:
+        return f"{choosing.title}: {NONE}.\n\n"
+    compared = grid(auto_against_fixed.HEAD, lines)
     return f"{choosing.title}:\n\n{compared}\n\n{auto_against_fixed.summary(choosing, records).capitalize()}.\n\n"
 
 

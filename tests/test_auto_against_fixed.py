@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from reproduce import auto_against_fixed
-from reproduce.auto_against_fixed import AUTO_BOTH, AUTO_GAMMA, against_fixed, summary
+from engine.settings import DraftSettings
+from kv_cache.errors import ConfigError
+from reproduce import auto_against_fixed, cost_model_error, gamma_cell
+from reproduce.auto_against_fixed import GAMMA, GAMMA_AND_BUDGET, against_fixed, summary
+from reproduce.measured_tables import choosing_section
 
 PLAIN = [10.0, 20.0, 10.0]
 
@@ -25,8 +28,9 @@ def row(way: str, budget: int | str | None, gamma: int | str, rates: list[float]
     }
 
 
-def cell(*ways: dict[str, Any], B: int = 4) -> dict[str, Any]:
-    return {"benchmark": "gamma_cell", "B": B, "prefix_len": 1000, "rows": [row("plain", None, 0, PLAIN), *ways]}
+def cell(*ways: dict[str, Any], B: int = 4, gen_len: int = 64) -> dict[str, Any]:
+    size = {"B": B, "prefix_len": 1000, "gen_len": gen_len}
+    return {"benchmark": "gamma_cell", **size, "rows": [row("plain", None, 0, PLAIN), *ways]}
 
 
 SMALL = row("b=64 g=3", 64, 3, [14.0, 28.0, 14.0])
@@ -38,7 +42,7 @@ BOTH = row("auto budget", "auto", "auto", [14.0, 14.0, 14.0], **CHOSEN)
 
 
 def test_auto_gamma_is_held_against_its_own_budget_repeat_by_repeat():
-    (found,) = against_fixed(AUTO_GAMMA, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
+    (found,) = against_fixed(GAMMA, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
     # Plain decoding is the better in the last repeat only.
     assert found.ratios == (12 / 12, 18 / 24, 9 / 10) and found.ratio == 0.9
     assert (found.usual, found.usual_gamma, found.usual_budget) == (1.2, 3, 512)
@@ -47,7 +51,7 @@ def test_auto_gamma_is_held_against_its_own_budget_repeat_by_repeat():
 
 
 def test_an_automatic_budget_is_held_against_the_best_budget():
-    (found,) = against_fixed(AUTO_BOTH, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
+    (found,) = against_fixed(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
     assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual_budget == 64
     assert (found.best, found.best_gamma, found.best_budget) == (1.4, 3, 64)
     assert found.rounds_by_budget == {64: 2, 512: 1}
@@ -55,36 +59,68 @@ def test_an_automatic_budget_is_held_against_the_best_budget():
 
 def test_plain_decoding_can_be_the_best():
     slow = row("b=512 g=3", 512, 3, [5.0, 10.0, 5.0])
-    (found,) = against_fixed(AUTO_GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3))])
+    (found,) = against_fixed(GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3))])
     assert (found.best, found.best_gamma) == (1.0, 0) and found.ratio == 1.0
-    (line,) = auto_against_fixed.lines(AUTO_GAMMA, [cell(slow, AUTO)])
+    (line,) = auto_against_fixed.lines(GAMMA, [cell(slow, AUTO)])
     assert "plain" in line
 
 
 def test_without_gamma_3_the_nearest_stands_for_it():
     near, far = row("b=512 g=4", 512, 4, [12.0, 24.0, 12.0]), row("b=512 g=1", 512, 1, [20.0, 40.0, 20.0])
-    (found,) = against_fixed(AUTO_GAMMA, [cell(near, far, AUTO)])
+    (found,) = against_fixed(GAMMA, [cell(near, far, AUTO)])
     assert found.usual_gamma == 4 and found.best_gamma == 1
-    assert any("(gamma 4)" in field for field in auto_against_fixed.lines(AUTO_GAMMA, [cell(near, far, AUTO)])[0])
+    assert any("(gamma 4)" in field for field in auto_against_fixed.lines(GAMMA, [cell(near, far, AUTO)])[0])
 
 
 def test_a_record_without_the_way_is_left_out():
-    assert against_fixed(AUTO_BOTH, [cell(LARGE, AUTO), {"benchmark": "cost_model"}]) == []
-    assert summary(AUTO_BOTH, [cell(LARGE, AUTO)]) == "nothing measured"
+    assert against_fixed(GAMMA_AND_BUDGET, [cell(LARGE, AUTO), {"benchmark": "cost_model"}]) == []
+    measured = "against the best of the measured budgets: not measured"
+    printed = auto_against_fixed.table(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
+    assert printed == f"\n  --gamma auto --draft_budget auto, {measured}"
+    section = choosing_section(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
+    assert section == f"`--gamma auto --draft_budget auto`, {measured}.\n\n"
 
 
-@pytest.mark.parametrize("ratio,says", [(0.96, "none lies below, the lowest at 0.960"), (0.5, "2 of 2 lie below")])
+@pytest.mark.parametrize(
+    "ratio,says",
+    [(0.96, "none lies below, the lowest at 0.9600"), (0.5, "2 of 2 lie below"), (0.9496, "lowest at 0.9496")],
+)
 def test_the_summary_says_how_many_fall_short(ratio, says):
     auto = row("auto", 512, "auto", [ratio * rate for rate in PLAIN], gammas=[[1]] * 3)
     slow = row("b=512 g=3", 512, 3, [1.0, 1.0, 1.0])
-    assert says in summary(AUTO_GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
+    assert says in summary(GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
 
 
-def test_the_panel_has_a_point_for_every_size():
-    panel = auto_against_fixed.panel([cell(LARGE, AUTO, BOTH), cell(LARGE, AUTO, B=8)])
+def test_the_panel_has_a_point_for_every_run():
+    """Also for two of one size; both ways of a run share its place."""
+    runs = [cell(LARGE, AUTO), cell(LARGE, AUTO, B=8), cell(LARGE, AUTO, BOTH, gen_len=128)]
+    panel = auto_against_fixed.panel(runs)
     assert [(series.label, list(series.x)) for series in panel.series] == [
-        ("gamma 3", [0, 1]),
-        ("best fixed gamma", [0, 1]),
-        ("gamma auto", [0, 1]),
-        ("gamma and budget auto", [0]),
+        ("gamma 3", [0, 1, 2]),
+        ("best fixed gamma", [0, 1, 2]),
+        ("gamma auto", [0, 1, 2]),
+        ("gamma and budget auto", [2]),
     ]
+    place = auto_against_fixed.HEAD.index("new tokens")
+    assert [line[place] for line in auto_against_fixed.lines(GAMMA, runs)] == ["64", "64", "128"]
+
+
+def test_every_cache_of_a_cell_is_planned_for():
+    """One for each fixed pair, one for `auto`, and one for each budget that `auto budget` chooses among."""
+    fixed = [DraftSettings("self", gamma=gamma, capacity=budget) for budget in (16, 40) for gamma in (1, 9)]
+    auto = DraftSettings("self", gamma=6, auto_gamma=True, capacity=40)
+    both = DraftSettings("self", gamma=6, auto_gamma=True, capacity=128, budgets=(64, 128))
+    planned = gamma_cell.with_every_cache([*fixed, auto, both])
+    assert planned.entries == 2 * 16 + 2 * 40 + 40 + 64 + 128
+    assert (planned.gamma, planned.capacity) == (9, 128)
+
+
+def test_runs_without_a_round_are_refused_before_a_cell_runs():
+    with pytest.raises(ConfigError, match="--gen_len"):
+        cost_model_error.cells(cost_model_error.make_parser().parse_args(["--gen_len", "1"]))
+
+
+def test_a_gamma_or_budget_that_is_given_twice_is_measured_once():
+    twice = ["--gamma", "3", "1", "3", "--draft_budget", "128", "128"]
+    for made in cost_model_error.cells(cost_model_error.make_parser().parse_args(twice)):
+        assert (made.flags["gammas"], made.flags["budgets"]) == ([1, 3], [128])

@@ -136,8 +136,8 @@ def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
     assert out.count("predicted speedup,") == 4 and "what pays best" in out and out.count(" ± ") == 8
     given = call("engine.cost_model", f"{GRID} --alpha 0.9")
     record = record_of(given)
-    assert record["acceptance_rates"] == [[0.9, 0.9]] * 4 and record["acceptance_of"] == "given"
-    assert record["acceptance_judged"] is None and " ± " not in given[1] and "within noise" not in given[1]
+    assert record["acceptance_rates_by_context"] == [[0.9, 0.9]] * 4 and record["acceptance_of"] == "given"
+    assert record["acceptance_judged_by_context"] is None and " ± " not in given[1] and "within noise" not in given[1]
 
 
 def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call):
@@ -145,15 +145,15 @@ def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call
     both = record_of(call("engine.cost_model", flags))
     alone = record_of(call("engine.cost_model", flags.replace("--contexts 40 90", "--contexts 90")))
     n_rounds, gamma, n_row = len(range(0, 20 - 3 - 1, 3 + 1)), 3, 2
-    for rates, judged in zip(both["acceptance_rates"], both["acceptance_judged"], strict=True):
+    for rates, judged in zip(both["acceptance_rates_by_context"], both["acceptance_judged_by_context"], strict=True):
         assert len(rates) == len(judged) == 2 and all(0 <= rate <= 1 for rate in rates)
         # The first draft of a block is judged, whatever becomes of it.
         assert all(n_row * n_rounds <= n <= n_row * n_rounds * gamma for n in judged)
         # What was accepted is a whole number of what was judged.
         assert all(abs(rate * n - round(rate * n)) < 1e-4 * n for rate, n in zip(rates, judged, strict=True))
-    assert [row[1:] for row in both["acceptance_rates"]] == alone["acceptance_rates"]
-    assert [row[1:] for row in both["acceptance_judged"]] == alone["acceptance_judged"]
-    assert any(short != long for short, long in both["acceptance_rates"])
+    assert [row[1:] for row in both["acceptance_rates_by_context"]] == alone["acceptance_rates_by_context"]
+    assert [row[1:] for row in both["acceptance_judged_by_context"]] == alone["acceptance_judged_by_context"]
+    assert any(short != long for short, long in both["acceptance_rates_by_context"])
 
 
 @pytest.mark.parametrize(
@@ -167,19 +167,29 @@ def test_the_cost_model_refuses(call, flags, says):
 
 def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call):
     """Fixed pairs, `auto` at the largest budget, and `auto budget`, in turn; and what they chose by which costs."""
-    cell = "reproduce/gamma_cell.py", f"{SIZES} --gammas 1 3 --budgets 16 40 --repeats 2"
+    sizes = SIZES.replace("--prefix_len 60", "--prefix_len 150")
+    cell = "reproduce/gamma_cell.py", f"{sizes} --gammas 1 3 --budgets 16 40 --repeats 2"
     rows = {row["way"]: row for row in record_of(call(*cell))["rows"]}
     assert list(rows)[:2] == ["plain", "b=16 g=1"] and list(rows)[-2:] == ["auto", "auto budget"] and len(rows) == 7
     assert all(row["identical_rows"] == 2 and len(row["tokens_per_second"]) == 2 for row in rows.values())
     auto, both = rows["auto"], rows["auto budget"]
     assert (auto["draft_budget"], auto["budgets"], both["draft_budget"]) == (40, None, "auto")
     assert [len(row["measured_costs"] or []) for row in rows.values()] == [0, 0, 0, 0, 0, 1, 2]
-    assert {budget for run in both["budgets"] for budget in run} <= {16, 40, None}
+    assert {budget for run in both["budgets"] for budget in run} <= {64, 128, None}
     assert [[bool(gamma) for gamma in run] for run in both["gammas"]] == [
         [budget is not None for budget in run] for run in both["budgets"]
     ]
-    alone = record_of(call(cell[0], f"{SIZES} --gammas 1 --budgets 40 --repeats 1"))
-    assert [row["way"] for row in alone["rows"]] == ["plain", "b=40 g=1", "auto"]
+    twice = record_of(call(cell[0], f"{SIZES} --gammas 1 1 --budgets 40 40 --repeats 1"))
+    assert [row["way"] for row in twice["rows"]] == ["plain", "b=40 g=1", "auto", "auto budget"]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--budgets 8 128 --gammas 1", "--draft_policy snapkv --budgets 40 --gammas 3", "--gen_len 2 --budgets 40"]
+)
+def test_an_automatic_budget_does_not_depend_on_the_measured_ones(call, flags):
+    rows = record_of(call("reproduce/gamma_cell.py", f"{SIZES} --repeats 1 {flags}"))["rows"]
+    (both,) = [row for row in rows if row["way"] == "auto budget"]
+    assert {budget for run in both["budgets"] for budget in run} <= {64, None} and len(both["measured_costs"]) == 1
 
 
 def test_acceptance_on_three_kinds_of_text(call):
@@ -234,6 +244,11 @@ LATE = {
     "a budget without room, last": ("reproduce/acceptance.py", "--policies snapkv --budgets 40 20 --gen_len 24"),
     "a budget without room": ("engine.cost_model", "--policies snapkv --budgets 20 --alpha 0.5"),
     "a window below a block": ("reproduce/gamma_cell.py", "--budgets 40 --gammas 3 60"),
+    "an automatic budget without room": (
+        "reproduce/gamma_cell.py",
+        "--budgets 512 --gammas 1 --n_sink 64 --prefix_len 100",
+    ),
+    "new tokens without a round": ("reproduce/gamma_cell.py", "--budgets 40 --gammas 3 --gen_len 1"),
 }
 
 

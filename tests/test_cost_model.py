@@ -115,7 +115,9 @@ def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
 
     near, table = found(100, (0.80, 0.78))
     assert (near["draft_policy"], near["draft_budget"], near["gamma"]) == ("snapkv", 512, 1)
-    assert table.endswith(" streaming 64, gamma 1: 1.5517 (within noise of snapkv 512, gamma 1)")
+    row, note = table.splitlines()[-2:]
+    assert row.endswith(" streaming 64, gamma 1: 1.5517 (within noise of snapkv 512, gamma 1)")
+    assert note == cost_report.NOISE
     # The standard error of the difference is 0.059 here, and half of that with four times the drafts.
     assert math.hypot(0.04, AcceptanceRate(0.75, 100).standard_error) == pytest.approx(0.059, abs=1e-3)
     assert found(100, (0.80, 0.75))[0] and not found(100, (0.80, 0.735))[0]
@@ -133,7 +135,8 @@ def test_plain_decoding_may_be_as_good_and_a_draft_as_good_as_plain_decoding():
         (0.45, "none: plain decoding is faster"),
     ):
         best = cost_report.best_of(grid, 1, 100, given({100: (alpha,)}, judged=100), [1])
-        assert cost_report.best_table([{"B": 1, "prefix_len": 100, **best}]).endswith(f"  {says}")
+        row, *notes = cost_report.best_table([{"B": 1, "prefix_len": 100, **best}]).splitlines()[2:]
+        assert row.endswith(f"  {says}") and notes == [cost_report.NOISE] * ("within noise" in says)
 
 
 def test_the_gammas_of_one_draft_share_its_noise():
@@ -153,8 +156,8 @@ def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
     }
     record = cost_report.acceptance_record(DRAFTS, acceptances)
     assert record == {
-        "acceptance_rates": [[0.8, 0.9], [0.5, 0.6667]],
-        "acceptance_judged": [[400, 100], [100, 90]],
+        "acceptance_rates_by_context": [[0.8, 0.9], [0.5, 0.6667]],
+        "acceptance_judged_by_context": [[400, 100], [100, 90]],
     }
     lines = [line.split() for line in cost_report.acceptance_table(DRAFTS, acceptances).splitlines()[2:]]
     assert lines == [
@@ -164,7 +167,7 @@ def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
         ["snapkv", "512", "200", "0.667", "±", "0.050", "90"],
     ]
     record = cost_report.acceptance_record(DRAFTS, given({100: (0.8, 0.8), 200: (0.8, 0.8)}))
-    assert record == {"acceptance_rates": [[0.8, 0.8]] * 2, "acceptance_judged": None}
+    assert record == {"acceptance_rates_by_context": [[0.8, 0.8]] * 2, "acceptance_judged_by_context": None}
 
 
 def test_the_heat_map_is_darker_where_speculation_gains_more():
