@@ -7,12 +7,16 @@ from statistics import fmean
 
 from engine.cost_model import AcceptanceRate, Costs, tokens_per_round
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice
+from engine.pacing import PLAIN, Choice, places_reached
 
-# What is expected of a drafter that has not drafted yet, worth as many drafts ...
-PRIOR_ALPHA, PRIOR_WEIGHT = 0.8, 8.0
-# ... and what is hoped of it, when it is decided whether it is tried at all.
+# What is expected of a drafter that has not drafted yet, worth as many places of blocks ...
+PRIOR = AcceptanceRate(0.8, 8.0)
+# ... what is hoped of it, when it is decided whether it is tried at all ...
 HOPED_ALPHA = 0.98
+# ... and the most places that what was seen while costs were measured is worth.
+MOST_MEASURED = 24.0
+# A place of a block that was seldom reached is expected to do as all places together, with this weight.
+POOLED_WEIGHT = 8.0
 # Places of blocks, reached in all rows together, after which the trial of a drafter is over; it is over before, but not
 # without a round, once the drafter would not pay with an acceptance one standard error above the one seen either.
 TRIAL_PLACES = 24
@@ -29,20 +33,17 @@ WORTH_A_CHANGE = 1.03
 
 
 class Acceptance:
-    """How often each place of a block was reached, lately, and accepted.
+    """How often each place of a block was reached, lately, and accepted; `expected` before any was."""
 
-    A place is reached if all before it were accepted, also where the drafter had nothing to propose for it: it is the
-    yield of a place that decides, whoever is to blame.
-    """
-
-    def __init__(self, max_gamma: int) -> None:
+    def __init__(self, max_gamma: int, expected: AcceptanceRate = PRIOR) -> None:
+        self._expected, self._weight = expected.value, expected.judged or 0.0
         self._reached = [0.0] * max_gamma
         self._accepted = [0.0] * max_gamma
 
     def add(self, gamma: int, accepted: Sequence[int]) -> int:
         """One round of that gamma, and how many drafts of each row were accepted in it; returns the places reached."""
         self.fade(MEMORY)
-        n_reached = [min(n_accepted + 1, gamma) for n_accepted in accepted]
+        n_reached = places_reached(gamma, accepted)
         for reached, n_accepted in zip(n_reached, accepted, strict=True):
             for place in range(reached):
                 self._reached[place] += 1
@@ -62,7 +63,7 @@ class Acceptance:
         pooled = self._pooled.value
         expected = emitted = 1.0
         for reached, accepted in zip(self._reached[:gamma], self._accepted[:gamma], strict=True):
-            emitted *= (accepted + PRIOR_WEIGHT * pooled) / (reached + PRIOR_WEIGHT)
+            emitted *= (accepted + POOLED_WEIGHT * pooled) / (reached + POOLED_WEIGHT)
             expected += emitted
         return expected
 
@@ -73,16 +74,17 @@ class Acceptance:
 
     @property
     def _pooled(self) -> AcceptanceRate:
-        reached = sum(self._reached) + PRIOR_WEIGHT
-        return AcceptanceRate((sum(self._accepted) + PRIOR_WEIGHT * PRIOR_ALPHA) / reached, reached)
+        reached = sum(self._reached) + self._weight
+        return AcceptanceRate((sum(self._accepted) + self._weight * self._expected) / reached, reached)
 
 
 class Adaptive:
     """A `Pacing` over drafters of one kind; `costs[i]` are those of drafter i.
 
-    Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter is tried
-    again after a pause; while it pays, the other drafters are tried again now and then. `gammas`: those to choose
-    among, for each drafter the same; plain rounds are among the choices if 0 is.
+    A drafter whose acceptance was seen while its costs were measured is expected to do as well; one whose was not is
+    tried first. Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter
+    is tried again after a pause; while it pays, the other drafters are tried again now and then. `gammas`: those to
+    choose among, for each drafter the same; plain rounds are among the choices if 0 is.
     Its choices follow from costs and accepted counts alone, so ranks that were given the same costs choose alike.
     """
 
@@ -93,7 +95,7 @@ class Adaptive:
         self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
         self._may_be_plain = 0 in gammas
         self._round_ms = [{gamma: one.round_ms(gamma) for gamma in self._gammas} for one in costs]
-        self._acceptance = [Acceptance(self.max_gamma) for _ in drafters]
+        self._acceptance = [Acceptance(self.max_gamma, _expected(one.acceptance)) for one in costs]
         # The places reached by those that are being tried.
         self._trials: dict[int, int] = {}
         # What speculation lost since the last pause, in plain steps beyond those that its tokens would have taken.
@@ -101,7 +103,7 @@ class Adaptive:
         self._active = 0
         self._plain_rounds, self._pause = 0, SHORTEST_PAUSE // 2
         self._rounds_since_trial = 0
-        self._try(range(len(drafters)))
+        self._try(index for index, one in enumerate(costs) if one.acceptance is None)
 
     def choose(self) -> Choice:
         if self._plain_rounds >= self._pause:
@@ -171,3 +173,10 @@ class Adaptive:
     def _speedup(self, index: int, gamma: int, tokens: float) -> float:
         """`Costs.speedup`, with the rounds' times at hand: this is asked for between rounds."""
         return tokens * self.costs[index].plain_ms / self._round_ms[index][gamma]
+
+
+def _expected(measured: AcceptanceRate | None) -> AcceptanceRate:
+    """What was measured, worth no more than what may soon be seen; the prior if nothing was."""
+    if measured is None:
+        return PRIOR
+    return AcceptanceRate(measured.value, min(measured.judged or 0.0, MOST_MEASURED))

@@ -95,7 +95,7 @@ def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:
 
 
 def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs]) -> Pacing:
-    """The one drafter in every round, or, by their costs, what pays best; nothing that was seen before counts."""
+    """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
     assert setup.draft is not None
     if not costs:
         return Fixed(drafters[0])

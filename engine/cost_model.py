@@ -74,7 +74,8 @@ class Costs:
     """Milliseconds of one batch at one context, for one way to draft.
 
     plain_ms: a step of plain decoding. verify_ms: a verification of gamma drafts, at the gammas `at`, ascending.
-    draft_ms: one step of the draft. other_ms: what else a round takes.
+    draft_ms: one step of the draft. other_ms: what else a round takes. acceptance: what was seen meanwhile, if the
+    text was one to go by.
     """
 
     plain_ms: float
@@ -82,6 +83,7 @@ class Costs:
     verify_ms: tuple[float, ...]
     draft_ms: float
     other_ms: float
+    acceptance: AcceptanceRate | None = None
 
     def round_ms(self, gamma: int) -> float:
         """A round of that gamma. Verifications between and beyond the measured gammas lie on straight lines, below

@@ -119,4 +119,7 @@ def measure_costs(
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     draft_ms = [ms(Choice(index, middle), "draft") / middle for index in range(len(drafters))]
-    return [Costs(plain_ms, gammas, verify_ms, draft, other_ms) for draft in draft_ms]
+    return [
+        Costs(plain_ms, gammas, verify_ms, draft, other_ms, seen)
+        for draft, seen in zip(draft_ms, pacing.acceptance, strict=True)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from engine.cost_model import AcceptanceRate
 from engine.drafters import Drafter
 
 
@@ -56,7 +57,7 @@ class Fixed:
 class InTurn:
     """The choices of a list in turn, over and over, in rounds in which all `n_rows` rows decode.
 
-    rounds: how many such rounds the choice had that had the fewest.
+    rounds: how many such rounds the choice had that had the fewest. acceptance: what each drafter's rounds showed.
     """
 
     def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int) -> None:
@@ -64,6 +65,7 @@ class InTurn:
         self.max_gamma = max(choice.gamma for choice in choices)
         self._n_rows = n_rows
         self._n_rounds = dict.fromkeys(choices, 0)
+        self._reached, self._accepted = [0] * len(drafters), [0] * len(drafters)
 
     @property
     def rounds(self) -> int:
@@ -72,5 +74,21 @@ class InTurn:
     def choose(self) -> Choice:
         return min(self._n_rounds, key=self._n_rounds.__getitem__)
 
+    @property
+    def acceptance(self) -> list[AcceptanceRate]:
+        """Of the places of blocks that were reached. ZeroDivisionError before every drafter had a round."""
+        pairs = zip(self._accepted, self._reached, strict=True)
+        return [AcceptanceRate(accepted / reached, reached) for accepted, reached in pairs]
+
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         self._n_rounds[choice] += len(accepted) == self._n_rows
+        if choice.drafter is not None:
+            self._accepted[choice.drafter] += sum(accepted)
+            self._reached[choice.drafter] += sum(places_reached(choice.gamma, accepted))
+
+
+def places_reached(gamma: int, accepted: Sequence[int]) -> list[int]:
+    """Of each row's block: the accepted places and the first rejected one. A place is reached if all before it were
+    accepted, also where the drafter had nothing to propose for it: its yield counts, whoever is to blame.
+    """
+    return [min(n_accepted + 1, gamma) for n_accepted in accepted]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from engine.adaptive import (
     Acceptance,
     Adaptive,
 )
-from engine.cost_model import Costs, tokens_per_round
+from engine.cost_model import AcceptanceRate, Costs, tokens_per_round
 from engine.decoding import GenerateOutput
 from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
@@ -169,6 +170,29 @@ def test_it_comes_back_when_the_text_becomes_easy():
     choices, _ = simulate(Adaptive([Named()], [measured], GAMMAS), lambda n: [0.05 if n < 60 else 0.95], 300)
     assert choices[20:60].count(PLAIN) > 30
     assert all(choice.gamma >= 3 for choice in choices[-50:])
+
+
+def test_what_was_seen_while_costs_were_measured_is_where_it_begins():
+    """No trial: the best gamma of the best drafter, or a plain round, from the first round on."""
+
+    def first_choice(*alphas: float) -> Choice:
+        measured = [replace(costs(100, 15, (115, 160)), acceptance=AcceptanceRate(alpha, 400)) for alpha in alphas]
+        return Adaptive([Named() for _ in alphas], measured, GAMMAS).choose()
+
+    true = costs(100, 15, (115, 160))
+    for alpha in (0.6, 0.9):
+        best = max(GAMMAS[1:], key=lambda gamma: true.speedup(tokens_per_round(alpha, gamma), gamma))
+        assert first_choice(alpha) == Choice(0, best)
+    assert first_choice(0.1) == PLAIN
+    assert first_choice(0.5, 0.95).drafter == 1 and first_choice(0.95, 0.5).drafter == 0
+
+
+def test_what_was_measured_weighs_little_against_what_is_seen():
+    """Much evidence of another text is soon outweighed, in both directions."""
+    for measured, true in ((0.05, 0.95), (0.95, 0.05)):
+        seen = replace(costs(100, 15, (115, 160)), acceptance=AcceptanceRate(measured, 1e6))
+        choices, _ = simulate(Adaptive([Named()], [seen], GAMMAS), lambda n, true=true: [true], 60)
+        assert [choice.gamma >= 3 for choice in choices[-10:]] == [true > 0.5] * 10
 
 
 def test_what_cannot_pay_is_never_tried():
@@ -326,8 +350,22 @@ def test_costs_are_measured_for_every_choice(max_new_tokens):
     assert [one.at for one in measured] == [(1, 2, 4)] * 2
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in measured)
     assert measured[0].verify_ms == measured[1].verify_ms and measured[0].plain_ms == measured[1].plain_ms
+    seen = [one.acceptance for one in measured]
+    assert all(one is not None and one.judged and 0 <= one.value <= 1 for one in seen)
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafters[0])
     assert out.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]
+
+
+def test_the_acceptance_that_is_seen_meanwhile_is_the_drafters_own():
+    """A draft that is the target accepts all; one from another seed next to nothing."""
+    model, prompts = tiny_model(), random_prompts([30, 30])
+    runner = ModelRunner(model, full_cache(model, 2))
+    own = SelfSpeculation(runner, full_cache(model, 2), gamma=3)
+    other = tiny_model(seed=5)
+    foreign = StandaloneDraft(ModelRunner(other, full_cache(other, 2)), gamma=3)
+    measured = measure_costs(runner, [own, foreign], prompts, gammas=[1, 3], max_new_tokens=20)
+    assert measured[0].acceptance is not None and measured[0].acceptance.value == 1
+    assert measured[1].acceptance is not None and measured[1].acceptance.value < 0.5
 
 
 def test_costs_take_more_rounds_where_time_allows(monkeypatch: pytest.MonkeyPatch):
