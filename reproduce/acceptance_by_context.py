@@ -75,9 +75,9 @@ def table(records: list[Record]) -> str:
 def curves(rows: list[Record], x: str) -> tuple[Series, ...]:
     """One for each model, policy and text; a colour is a policy, a marker a text."""
     groups: dict[tuple, list[Record]] = {}
-    for row in rows:
-        if row["acceptance_rate"] is not None and row[x] is not None:
-            groups.setdefault((row["model"], row["draft_policy"], row["text"]), []).append(row)
+    known = [row for row in rows if row["acceptance_rate"] is not None and row[x] is not None]
+    for row in sorted(known, key=lambda row: row[x]):
+        groups.setdefault((row["model"], row["draft_policy"], row["text"]), []).append(row)
     several = len({key[0] for key in groups}) > 1
     return tuple(
         Series(

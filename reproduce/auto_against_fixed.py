@@ -164,7 +164,7 @@ def panel(records: Sequence[Record]) -> Panel:
         ("gamma and budget auto", both, [row.auto for row in both], ()),
     ]
     series = [
-        Series(name, [row.index for row in rows], speedups, colour, marker, labels, has_line=False)
+        Series(name, [row.index for row in rows], speedups, colour, marker=marker, names=labels, has_line=False)
         for (name, rows, speedups, labels), colour, marker in zip(shown, CATEGORIES, MARKERS, strict=False)
         if rows
     ]

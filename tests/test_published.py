@@ -233,6 +233,13 @@ def test_all_shows_records_of_other_cells_too(run):
     assert [len(words(text, BUILT_IN)) for text in (only, both)] == [1, 2]
 
 
+def test_a_curve_goes_from_short_to_long_contexts_in_whatever_order_they_were_measured():
+    row = {"model": "M", "draft_policy": "streaming", "text": "book"}
+    rows = [row | {"prefix_len": length, "acceptance_rate": length / 1e4} for length in (4000, 1000, 2000)]
+    (curve,) = acceptance_by_context.curves(rows, "prefix_len")
+    assert (list(curve.x), list(curve.y)) == ([1000, 2000, 4000], [0.1, 0.2, 0.4])
+
+
 def test_acceptance_by_context(run):
     text = run(acceptance_by_context, "--prefix_len", "1000", "4000", "--texts", "greedy")
     assert run.code == 0
