@@ -9,11 +9,11 @@ from engine.cost_model import AcceptanceRate, Costs, tokens_per_round
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, places_reached
 
-# What is expected of a drafter that has not drafted yet, worth as many places of blocks ...
-PRIOR = AcceptanceRate(0.8, 8.0)
+# What is expected of any drafter, worth as many places of blocks as it says ...
+PRIOR_ALPHA, PRIOR_WEIGHT = 0.8, 4.0
 # ... what is hoped of it, when it is decided whether it is tried at all ...
 HOPED_ALPHA = 0.98
-# ... and the most places that what was seen while costs were measured is worth.
+# ... and the most places that what was seen while costs were measured is worth, at first.
 MOST_MEASURED = 24.0
 # A place of a block that was seldom reached is expected to do as all places together, with this weight.
 POOLED_WEIGHT = 8.0
@@ -33,10 +33,12 @@ WORTH_A_CHANGE = 1.03
 
 
 class Acceptance:
-    """How often each place of a block was reached, lately, and accepted; `expected` before any was."""
+    """How often each place of a block was reached, lately, and accepted, and what was measured of all before."""
 
-    def __init__(self, max_gamma: int, expected: AcceptanceRate = PRIOR) -> None:
-        self._expected, self._weight = expected.value, expected.judged or 0.0
+    def __init__(self, max_gamma: int, measured: AcceptanceRate | None = None) -> None:
+        measured = measured or AcceptanceRate(PRIOR_ALPHA, 0.0)
+        self._measured_alpha = measured.value
+        self._measured = MOST_MEASURED if measured.judged is None else min(measured.judged, MOST_MEASURED)
         self._reached = [0.0] * max_gamma
         self._accepted = [0.0] * max_gamma
 
@@ -52,6 +54,7 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Let all evidence count for that share of what it did."""
+        self._measured *= share
         for counts in (self._reached, self._accepted):
             counts[:] = [share * count for count in counts]
 
@@ -74,8 +77,9 @@ class Acceptance:
 
     @property
     def _pooled(self) -> AcceptanceRate:
-        reached = sum(self._reached) + self._weight
-        return AcceptanceRate((sum(self._accepted) + self._weight * self._expected) / reached, reached)
+        reached = sum(self._reached) + self._measured + PRIOR_WEIGHT
+        accepted = sum(self._accepted) + self._measured * self._measured_alpha + PRIOR_WEIGHT * PRIOR_ALPHA
+        return AcceptanceRate(accepted / reached, reached)
 
 
 class Adaptive:
@@ -84,7 +88,7 @@ class Adaptive:
     A drafter whose acceptance was seen while its costs were measured is expected to do as well; one whose was not is
     tried first. Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter
     is tried again after a pause; while it pays, the other drafters are tried again now and then. `gammas`: those to
-    choose among, for each drafter the same; plain rounds are among the choices if 0 is.
+    choose among beside plain rounds, for each drafter the same.
     Its choices follow from costs and accepted counts alone, so ranks that were given the same costs choose alike.
     """
 
@@ -93,14 +97,13 @@ class Adaptive:
         self.costs = tuple(costs)
         self.max_gamma = max(gammas)
         self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
-        self._may_be_plain = 0 in gammas
         self._round_ms = [{gamma: one.round_ms(gamma) for gamma in self._gammas} for one in costs]
-        self._acceptance = [Acceptance(self.max_gamma, _expected(one.acceptance)) for one in costs]
+        self._acceptance = [Acceptance(self.max_gamma, one.acceptance) for one in costs]
         # The places reached by those that are being tried.
         self._trials: dict[int, int] = {}
         # What speculation lost since the last pause, in plain steps beyond those that its tokens would have taken.
         self._lost_steps = 0.0
-        self._active = 0
+        self._active = self._most_promising()
         self._plain_rounds, self._pause = 0, SHORTEST_PAUSE // 2
         self._rounds_since_trial = 0
         self._try(index for index, one in enumerate(costs) if one.acceptance is None)
@@ -110,18 +113,17 @@ class Adaptive:
             self._plain_rounds, self._lost_steps = 0, 0.0
             self._try(range(len(self.drafters)))
         elif self._rounds_since_trial >= SECOND_LOOK and not self._plain_rounds:
-            self._try(index for index in range(len(self.drafters)) if index != self._active)
+            others = (index for index in range(len(self.drafters)) if index != self._active)
+            self._try(others, to_beat=self._best(self._active)[1])
         for index in sorted(self._trials):
             if self._goes_on(index):
                 return Choice(index, self._best(index)[0])
             del self._trials[index]
-        found = [self._best(index) for index in range(len(self.drafters))]
-        best = max(range(len(found)), key=lambda index: found[index][1])
-        active_speedup = found[self._active][1]
-        if active_speedup <= 1 or found[best][1] > WORTH_A_CHANGE * active_speedup:
+        best, active_speedup = self._most_promising(), self._best(self._active)[1]
+        if active_speedup <= 1 or self._best(best)[1] > WORTH_A_CHANGE * active_speedup:
             self._active = best
-        gamma, speedup = found[self._active]
-        if speedup > 1 or not self._may_be_plain:
+        gamma, speedup = self._best(self._active)
+        if speedup > 1:
             if not self._lost_steps:
                 self._pause = SHORTEST_PAUSE // 2
             return Choice(self._active, gamma)
@@ -129,11 +131,11 @@ class Adaptive:
             self._pause = min(max(2 * self._pause, round(self._lost_steps / TRIAL_SHARE)), LONGEST_PAUSE)
         return PLAIN
 
-    def _try(self, drafters: Iterable[int]) -> None:
-        """Let the drafters that may pay draft again, whatever they showed before."""
+    def _try(self, drafters: Iterable[int], to_beat: float = 1.0) -> None:
+        """Let the drafters that may have a larger speedup draft again, whatever they showed before."""
         self._rounds_since_trial = 0
         for index in drafters:
-            if self._may_pay(index, HOPED_ALPHA):
+            if self._may_pay(index, HOPED_ALPHA, to_beat):
                 self._trials[index] = 0
                 self._acceptance[index].fade(FADED)
 
@@ -156,6 +158,9 @@ class Adaptive:
         else:
             self._rounds_since_trial += 1
 
+    def _most_promising(self) -> int:
+        return max(range(len(self.drafters)), key=lambda index: self._best(index)[1])
+
     def _best(self, index: int) -> tuple[int, float]:
         """The gamma that pays best by the acceptance seen, and its speedup."""
         seen = self._acceptance[index]
@@ -166,17 +171,8 @@ class Adaptive:
 
     def _may_pay(self, index: int, alpha: float, to_beat: float = 1.0) -> bool:
         """Whether any gamma would have a larger speedup at that acceptance rate."""
-        if not self._may_be_plain:
-            return True
         return any(self._speedup(index, gamma, tokens_per_round(alpha, gamma)) > to_beat for gamma in self._gammas)
 
     def _speedup(self, index: int, gamma: int, tokens: float) -> float:
         """`Costs.speedup`, with the rounds' times at hand: this is asked for between rounds."""
         return tokens * self.costs[index].plain_ms / self._round_ms[index][gamma]
-
-
-def _expected(measured: AcceptanceRate | None) -> AcceptanceRate:
-    """What was measured, worth no more than what may soon be seen; the prior if nothing was."""
-    if measured is None:
-        return PRIOR
-    return AcceptanceRate(measured.value, min(measured.judged or 0.0, MOST_MEASURED))

@@ -99,7 +99,7 @@ def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs
     assert setup.draft is not None
     if not costs:
         return Fixed(drafters[0])
-    gammas = range(setup.draft.gamma + 1) if setup.draft.auto_gamma else [0, setup.draft.gamma]
+    gammas = range(1, setup.draft.gamma + 1) if setup.draft.auto_gamma else [setup.draft.gamma]
     return Adaptive(drafters, costs, gammas)
 
 

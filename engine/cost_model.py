@@ -74,8 +74,8 @@ class Costs:
     """Milliseconds of one batch at one context, for one way to draft.
 
     plain_ms: a step of plain decoding. verify_ms: a verification of gamma drafts, at the gammas `at`, ascending.
-    draft_ms: one step of the draft. other_ms: what else a round takes. acceptance: what was seen meanwhile, if the
-    text was one to go by.
+    draft_ms: one step of the draft. other_ms: what else a round takes. acceptance: what was seen meanwhile, of real
+    text.
     """
 
     plain_ms: float

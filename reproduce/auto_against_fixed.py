@@ -114,8 +114,8 @@ def _speedup(row: dict[str, Any]) -> float:
 
 
 BEST = "best gamma, budget"
-HEAD = ["rows", "context", "new tokens", "gamma 3", "best fixed", BEST, "auto", "mean gamma", "rounds by budget"]
-HEAD += ["auto / better", "lowest"]
+HEAD = ["rows", "context", "new tokens", "gamma 3", "gamma, budget", "best fixed", BEST, "auto", "mean gamma"]
+HEAD += ["rounds by budget", "auto / better", "lowest"]
 
 
 def lines(choosing: Choosing, records: Sequence[Record]) -> list[list[str]]:
@@ -125,7 +125,8 @@ def lines(choosing: Choosing, records: Sequence[Record]) -> list[list[str]]:
             str(row.B),
             str(row.prefix_len),
             str(row.gen_len),
-            f"{row.usual:.2f}" + ("" if row.usual_gamma == USUAL_GAMMA else f" (gamma {row.usual_gamma})"),
+            f"{row.usual:.2f}",
+            f"{row.usual_gamma}, {row.usual_budget}",
             f"{row.best:.2f}",
             "plain" if row.best_gamma == 0 else f"{row.best_gamma}, {row.best_budget}",
             f"{row.auto:.2f}",

@@ -4,7 +4,8 @@
 
 Every repeat, every other one in reverse order, runs plain decoding, each fixed pair, `auto`, which chooses gamma at the
 largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are that
-flag's own. What their rounds cost was measured once before. The record is the last line of standard output;
+flag's own. What their rounds cost and accept was measured once before, on the same prompts, and the time of that is in
+no speedup (`measured_costs_seconds`). The record is the last line of standard output;
 cost_model_error.py compares it with what the cost model predicts.
 """
 
@@ -13,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -63,6 +65,7 @@ class Way:
     gamma: int | str
     make: Callable[[], Pacing]
     costs: Sequence[Costs] = ()
+    cost_seconds: float | None = None
 
     def run(self) -> GenerateOutput:
         return decode(self.setup, self.name, pacing=self.make())
@@ -83,7 +86,7 @@ def main() -> None:
     ways += [_auto(setup, args, name, budget) for name, budget in automatic.items()]
     outputs: dict[str, list[GenerateOutput]] = {way.name: [] for way in ways}
     for repeat in range(args.repeats):
-        for way in ways if repeat % 2 == 0 else reversed(ways):  # what drifts over a repeat favours nobody
+        for way in ways if repeat % 2 == 0 else reversed(ways):  # against drift
             outputs[way.name].append(way.run())
     record = {
         "benchmark": "gamma_cell",
@@ -135,8 +138,10 @@ def _auto(setup: Setup, args: argparse.Namespace, name: str, budget: int | str) 
     own = under(setup, **_flags(args, budget, settings.AUTO))
     drafters = make_drafters(own, None)
     benchmark.warm_up(own, drafters)
+    started = time.perf_counter()
     costs = costs_of(own, drafters)
-    return Way(name, own, budget, settings.AUTO, lambda: make_pacing(own, drafters, costs), costs)
+    seconds = time.perf_counter() - started
+    return Way(name, own, budget, settings.AUTO, lambda: make_pacing(own, drafters, costs), costs, seconds)
 
 
 def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> dict[str, Any]:
@@ -160,6 +165,7 @@ def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> di
         if way.budget == settings.AUTO
         else None,
         "measured_costs": [dataclasses.asdict(costs) for costs in way.costs] or None,
+        "measured_costs_seconds": way.cost_seconds,
     }
     return report.rounded(row)
 

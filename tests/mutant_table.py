@@ -628,9 +628,9 @@ MUTANTS = (
     ),
     Mutant(
         "drafts behind a rejection count as judged",
-        "engine/adaptive.py",
-        "n_reached = [min(n_accepted + 1, gamma) for n_accepted in accepted]",
-        "n_reached = [gamma for n_accepted in accepted]",
+        "engine/pacing.py",
+        "return [min(n_accepted + 1, gamma) for n_accepted in accepted]",
+        "return [gamma for n_accepted in accepted]",
         ADAPTIVE,
     ),
     Mutant(
@@ -645,6 +645,20 @@ MUTANTS = (
         "engine/adaptive.py",
         " and self._may_pay(index, hoped, to_beat))",
         ")",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "what was measured before never fades, and locks speculation out",
+        "engine/adaptive.py",
+        "        self._measured *= share\n",
+        "",
+        ADAPTIVE,
+    ),
+    Mutant(
+        "what was measured before counts for as much as it was",
+        "engine/adaptive.py",
+        "min(measured.judged, MOST_MEASURED)",
+        "measured.judged",
         ADAPTIVE,
     ),
     Mutant(

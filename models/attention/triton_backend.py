@@ -55,7 +55,7 @@ def missing_launcher() -> str | None:
     """Why Triton cannot start kernels here, in one line; None if it can.
 
     Its driver has the launcher of all kernels in one C module, which is built here, or loaded from Triton's cache:
-    once that is there, no kernel needs a compiler.
+    once that is there, no kernel of Triton 3.7 needs a compiler.
     """
     if triton.knobs.runtime.interpret:
         return None
