@@ -159,8 +159,8 @@ def panel(records: Sequence[Record]) -> Panel:
     auto, both = (against_fixed(choosing, records) for choosing in WAYS)
     names = [f"B {row.B}, {row.prefix_len}" for row in auto]
     shown = [
-        ("gamma 3", auto, [row.usual for row in auto], ()),
         ("best fixed gamma", auto, [row.best for row in auto], ()),
+        ("gamma 3", auto, [row.usual for row in auto], ()),
         ("gamma auto", auto, [row.auto for row in auto], names),
         ("gamma and budget auto", both, [row.auto for row in both], ()),
     ]

@@ -96,8 +96,8 @@ def test_the_panel_has_a_point_for_every_run():
     runs = [cell(LARGE, AUTO), cell(LARGE, AUTO, B=8), cell(LARGE, AUTO, BOTH, gen_len=128)]
     panel = auto_against_fixed.panel(runs)
     assert [(series.label, list(series.x)) for series in panel.series] == [
-        ("gamma 3", [0, 1, 2]),
         ("best fixed gamma", [0, 1, 2]),
+        ("gamma 3", [0, 1, 2]),
         ("gamma auto", [0, 1, 2]),
         ("gamma and budget auto", [2]),
     ]
