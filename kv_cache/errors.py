@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -34,12 +35,19 @@ class OutOfMemoryError(UserError):
 
 
 def exit_on_user_error(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a `UserError` becomes one message on stderr and exit code 2."""
+    """Run a command line's `main`; a `UserError` becomes one message on stderr and exit code 2.
+
+    A reader of the output that leaves before its end, as in `... | head`, ends the program quietly with exit code 1.
+    """
     try:
         main()
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again, and complain
+        sys.exit(1)
