@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from engine.cost_model import AcceptanceRate, Costs, tokens_per_round
+from engine.acceptance import AcceptanceRate, places_reached
+from engine.cost_model import Costs, tokens_per_round
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice, places_reached
+from engine.pacing import PLAIN, Choice
 
 # What is expected of any drafter, worth as many places of blocks as it says ...
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.8, 4.0

@@ -12,12 +12,12 @@ is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from engine.acceptance import AcceptanceRate
 from kv_cache.errors import ConfigError
 
 
@@ -45,28 +45,6 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
             fix="use a gamma of 1 or more, or 0 for plain decoding",
         )
     return float(sum(alpha**place for place in range(gamma + 1)))
-
-
-@dataclass(frozen=True)
-class AcceptanceRate:
-    """The accepted share of so many judged drafts; `judged` is None for a rate that was given, not measured."""
-
-    value: float
-    judged: float | None = None
-
-    @property
-    def standard_error(self) -> float:
-        """`sqrt(a (1 - a) / n)`, that of n independent drafts; 0 for a rate that was given.
-
-        Drafts of one block, and blocks of one text, are not independent: this is a lower bound. Where all drafts were
-        accepted, or none, it is 0 and says nothing.
-        """
-        return math.sqrt(self.value * (1 - self.value) / self.judged) if self.judged else 0.0
-
-    def tokens_error(self, gamma: int) -> float:
-        """How far one standard error moves `tokens_per_round`, to first order."""
-        slope = sum(place * self.value ** (place - 1) for place in range(1, gamma + 1))
-        return self.standard_error * slope
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine import arguments, settings
-from engine.cost_model import AcceptanceRate, CostGrid, tokens_per_round
+from engine.acceptance import AcceptanceRate
+from engine.cost_model import CostGrid, tokens_per_round
 from engine.measure_grid import Draft, measure_acceptance, measure_grid, prepare_largest
 from engine.provenance import append_record, provenance
 from engine.report import settings_record
@@ -251,7 +252,9 @@ def best_table(best: Sequence[Mapping[str, object]]) -> str:
     """What pays best at each batch and context, from the rows of `best_of`; and what it may be no better than."""
     lines = ["what pays best", f"{'B':>4}{'context':>9}  draft"]
     for row in best:
-        draft = f"{_choice_name(row)}: {row['predicted_speedup']}" if row["gamma"] else "none: plain decoding is faster"
+        draft = (
+            f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
+        )
         near = row["within_noise_of"]
         remark = f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else ""
         lines.append(f"{row['B']:>4}{row['prefix_len']:>9}  {draft}{remark}")

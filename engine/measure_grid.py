@@ -9,7 +9,8 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from engine import settings
-from engine.cost_model import AcceptanceRate, CostGrid, Costs
+from engine.acceptance import AcceptanceRate
+from engine.cost_model import CostGrid, Costs
 from engine.data import load_books, make_prompts
 from engine.drafters import Drafter, SelfSpeculation
 from engine.dummy_prefill import fill_with_noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.cost_model import AcceptanceRate
+from engine.acceptance import AcceptanceRate, places_reached
 from engine.drafters import Drafter
 
 
@@ -85,10 +85,3 @@ class InTurn:
         if choice.drafter is not None:
             self._accepted[choice.drafter] += sum(accepted)
             self._reached[choice.drafter] += sum(places_reached(choice.gamma, accepted))
-
-
-def places_reached(gamma: int, accepted: Sequence[int]) -> list[int]:
-    """Of each row's block: the accepted places and the first rejected one. A place is reached if all before it were
-    accepted, also where the drafter had nothing to propose for it: its yield counts, whoever is to blame.
-    """
-    return [min(n_accepted + 1, gamma) for n_accepted in accepted]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.benchmark import Passes
+from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.provenance import append_record, provenance
@@ -182,7 +183,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "round_ms": round_ms(speculative) if speculative else None,
         **_phase_times(passes.timed),
         "choices": _choices(setup, speculative) if speculative else None,
-        "measured_costs": [dataclasses.asdict(costs) for costs in passes.costs] or None,
+        "measured_costs": costs_record(setup, passes.costs),
         "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
@@ -277,6 +278,13 @@ def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:
         {"draft_budget": chosen_budget(setup, choice), "gamma": choice.gamma, "rounds": n}
         for choice, n in sorted(counts.items(), key=lambda item: (item[0].drafter or 0, item[0].gamma))
     ]
+
+
+def costs_record(setup: Setup, costs: Sequence[Costs]) -> list[dict[str, Any]] | None:
+    """What rounds cost and accepted, of each drafter, with its KV entries a row where budgets are chosen among."""
+    budgets = setup.draft.capacities if setup.draft and setup.draft.budgets else [None] * len(costs)
+    pairs = zip(budgets, costs, strict=True) if costs else ()
+    return [{"draft_budget": budget, **dataclasses.asdict(one)} for budget, one in pairs] or None
 
 
 def chosen_budget(setup: Setup, choice: Choice) -> int | None:

@@ -164,7 +164,7 @@ def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> di
         "budgets": [[report.chosen_budget(way.setup, choice) for choice in run] for run in choices]
         if way.budget == settings.AUTO
         else None,
-        "measured_costs": [dataclasses.asdict(costs) for costs in way.costs] or None,
+        "measured_costs": report.costs_record(way.setup, way.costs),
         "measured_costs_seconds": way.cost_seconds,
     }
     return report.rounded(row)

@@ -628,7 +628,7 @@ MUTANTS = (
     ),
     Mutant(
         "drafts behind a rejection count as judged",
-        "engine/pacing.py",
+        "engine/acceptance.py",
         "return [min(n_accepted + 1, gamma) for n_accepted in accepted]",
         "return [gamma for n_accepted in accepted]",
         ADAPTIVE,

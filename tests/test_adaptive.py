@@ -16,6 +16,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.acceptance import AcceptanceRate
 from engine.adaptive import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,
@@ -25,7 +26,7 @@ from engine.adaptive import (
     Acceptance,
     Adaptive,
 )
-from engine.cost_model import AcceptanceRate, Costs, tokens_per_round
+from engine.cost_model import Costs, tokens_per_round
 from engine.decoding import GenerateOutput
 from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
