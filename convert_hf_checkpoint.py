@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from engine.arguments import Parser
 from kv_cache.errors import CheckpointError, ConfigError, exit_on_user_error
 from models.checkpoint import CONFIG, WEIGHTS, drop_layers, save_checkpoint
 from models.config import ModelConfig
@@ -130,7 +130,7 @@ def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_co
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--checkpoint_dir", type=Path, default=DEFAULT_CHECKPOINT, help="folder of the download")
     parser.add_argument("--out_dir", type=Path, help="folder for model.pth (default: --checkpoint_dir)")
     parser.add_argument("--drop_layers", default="", help="layers to leave out, such as 3,7,13-15")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from engine.arguments import Parser
 from kv_cache.errors import exit_on_user_error
 from models.default_model import DEFAULT_CHECKPOINT, ROOT
 from models.download_default import download_default
@@ -12,7 +12,7 @@ from models.download_hub import download_repo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--repo_id", help="such as meta-llama/Meta-Llama-3.1-8B (default: the built-in model)")
     parser.add_argument("--hf_token", help="for gated repositories (default: the token of `hf auth login`)")
     parser.add_argument("--out_dir", type=Path, help="default: checkpoints/REPO_ID in this repository")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.modes import MODES
 from engine.settings import AUTO, AUTO_BUDGETS, AUTO_GAMMA, DRAFTS, DTYPES, KV_DTYPES, POLICIES, POSITIONS
@@ -14,7 +14,13 @@ from models.quantize import SCHEMES
 
 
 class Parser(argparse.ArgumentParser):
-    """Turns argparse's complaints into the errors that all others are, said once however many ranks there are."""
+    """Turns argparse's complaints into the errors that all others are, said once however many ranks there are.
+
+    A flag is not shortened: what is meant for another script would be taken for a longer name of this one.
+    """
+
+    def __init__(self, *, allow_abbrev: bool = False, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=allow_abbrev, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from engine.distributed import LINGER_SECONDS, is_leader, own_rank, world_size
 from kv_cache.errors import RankError, UserError, exit_on_user_error
+from kv_cache.pipes import readers_may_leave, tell
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
 # What gloo and NCCL say of a peer; any other error of theirs is this rank's own, and keeps its traceback.
@@ -32,18 +33,20 @@ _TOLD = "foretoken/user_error"
 
 
 def run_on_ranks(main: Callable[[], None]) -> None:
-    """Run `main` on this rank. Exit codes: 2 for a user error, 3 for a lost rank, 1 for a bug."""
+    """Run `main` on this rank. Exit codes: 2 for a user error, 3 for a lost rank, 141 for a reader of the output that
+    left, 1 for a bug."""
     if world_size() == 1:
         exit_on_user_error(main)
         return
     try:
-        main()
+        with readers_may_leave():
+            main()
     except UserError as error:
         _tell_user_error(error)
         sys.exit(USER_ERROR_CODE)
     except KeyboardInterrupt:
         if is_leader():
-            print("\ninterrupted", file=sys.stderr, flush=True)
+            tell("\ninterrupted")
         sys.exit(130)
     except RuntimeError as error:
         if not _is_lost_rank(error):
@@ -63,13 +66,13 @@ def _tell_user_error(error: UserError) -> None:
     message = str(error)
     if isinstance(error, RankError):
         if _is_first():
-            print(f"\nerror: {message}", file=sys.stderr, flush=True)
+            tell(f"\nerror: {message}")
     elif is_leader():
         _store_set(_TOLD, message)
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        tell(f"error: {message}")
     elif not _leader_says(message):
         _store_set(_TOLD, message)
-        print(f"\nerror on rank {own_rank()}: {message}", file=sys.stderr, flush=True)
+        tell(f"\nerror on rank {own_rank()}: {message}")
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
     _tell_torchrun(error.with_traceback(None))
 
@@ -104,14 +107,12 @@ def _report_lost_rank(error: RuntimeError) -> None:
             fix = (
                 f"look at what rank {' or '.join(map(str, others))} is doing; torchrun will name this one, which waited"
             )
-        print(
+        tell(
             f"\nerror: rank {own_rank()} lost another rank, which {what}\n"
             f"  where:    a collective of all ranks\n"
             f"  seen:     {error}\n"
             f"  required: an answer of every rank\n"
-            f"  fix:      {fix}; rows that had finished are in --save_rows, if it was given",
-            file=sys.stderr,
-            flush=True,
+            f"  fix:      {fix}; rows that had finished are in --save_rows, if it was given"
         )
     if hangs:
         _tell_torchrun(error.with_traceback(None))

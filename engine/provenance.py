@@ -1,4 +1,4 @@
-"""Where a measurement comes from, and the file that it is appended to."""
+"""Where a measurement comes from, and the file that it is appended to and read from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -82,6 +83,24 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
         file.write(json.dumps(record).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """The file's JSON values, each with the number of its line; of a file that is not there, none.
+
+    An empty line and a torn last one are none, a damaged one is its text.
+    """
+    lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                return
+            value = line.decode(errors="replace")
+        yield number, value
 
 
 def _end_with_a_whole_line(file: BinaryIO) -> None:

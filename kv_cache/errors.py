@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
+
+from kv_cache.pipes import readers_may_leave, tell
 
 
 class UserError(Exception):
@@ -35,19 +36,13 @@ class OutOfMemoryError(UserError):
 
 
 def exit_on_user_error(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a `UserError` becomes one message on stderr and exit code 2.
-
-    A reader of the output that leaves before its end, as in `... | head`, ends the program quietly with exit code 1.
-    """
+    """Run a command line's `main`; a `UserError` becomes one message on stderr and exit code 2."""
     try:
-        main()
-        sys.stdout.flush()
+        with readers_may_leave():
+            main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell("interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again, and complain
-        sys.exit(1)

@@ -44,7 +44,7 @@ DRAFT_DTYPES = ("same", *DTYPES)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=arguments.HelpFormatter)
+    parser = arguments.Parser(description=__doc__.splitlines()[0], formatter_class=arguments.HelpFormatter)
     add = parser.add_argument
     # Without a default here, it is the benchmarks' own.
     add("--model", default=argparse.SUPPRESS, help="converted checkpoint (default: the built-in model)")

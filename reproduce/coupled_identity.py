@@ -147,7 +147,7 @@ def checked(args: argparse.Namespace) -> tuple[settings.Sampling, settings.Draft
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(description=__doc__.splitlines()[0])
     arguments.add_common_arguments(parser)
     arguments.add_sampling_arguments(parser)
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 512], help="KV budgets of the draft")

@@ -101,7 +101,7 @@ def fill(cache, setup: Setup) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--B", type=int, default=8, help="rows decoded together")
     parser.add_argument("--prefix_len", type=int, default=7500, help="prompt tokens per row")
     parser.add_argument("--turns", type=int, default=4, help="interleaved turns of every peer")

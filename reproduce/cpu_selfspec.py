@@ -7,7 +7,6 @@ each. The ways are what a run does without flags, with --compile also compiled, 
 pointwise functions; each is measured beside a baseline of its own way.
 """
 
-import argparse
 import copy
 import dataclasses
 import itertools
@@ -97,7 +96,7 @@ def _median(values: list) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments.Parser(description=__doc__.splitlines()[0])
     arguments.add_common_arguments(parser)
     arguments.add_sampling_arguments(parser)
     arguments.add_draft_arguments(parser)

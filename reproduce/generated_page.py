@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from engine.arguments import Parser
+from kv_cache.errors import ConfigError
 
 
 def make_parser(description: str, results: Path, page: Path) -> argparse.ArgumentParser:
@@ -16,6 +17,30 @@ def make_parser(description: str, results: Path, page: Path) -> argparse.Argumen
     parser.add_argument("--results", type=Path, default=results, help="the folder with the records")
     parser.add_argument("--page", type=Path, default=page, help="the page to write")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line's flags. Errors: ConfigError unless there are records to read, and a place for the page."""
+    args = parser.parse_args()
+    require_folder("results", args.results)
+    require_folder("page", args.page.parent)
+    if args.page.is_dir():
+        raise ConfigError(
+            "a folder is no page", where="--page", seen=args.page, required="a file", fix="name a file in that folder"
+        )
+    return args
+
+
+def require_folder(flag: str, folder: Path) -> None:
+    """Errors: ConfigError. A page made from a folder that is not there would say that nothing was measured."""
+    if not folder.is_dir():
+        raise ConfigError(
+            "there is no such folder",
+            where=f"--{flag}",
+            seen=folder,
+            required="an existing folder",
+            fix=f"create it, or leave out --{flag}",
+        )
 
 
 def write_or_check(args: argparse.Namespace, wanted: str, script: str) -> None:

@@ -6,7 +6,6 @@ Compiles the launches that the backend would make, with the ptxas that comes wit
 and names the variants if one of them spills registers or needs more shared memory than a block may have.
 """
 
-import argparse
 import contextlib
 import io
 import re
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from engine.arguments import Parser
 from engine.provenance import append_record, provenance, require_appendable
 from kv_cache.entries import KV, LARGEST
 from kv_cache.errors import ConfigError, exit_on_user_error
@@ -190,7 +190,7 @@ def require_triton() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     names = ("bfloat16", "float16")
     parser.add_argument("--archs", type=int, nargs="+", default=list(SHARED_LIMIT), choices=SHARED_LIMIT)
     parser.add_argument("--dtypes", nargs="+", default=list(names), choices=names, help="of the model")

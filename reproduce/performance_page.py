@@ -6,14 +6,14 @@
 No number on the page comes from anywhere but a record; what has no record is "not measured".
 """
 
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kv_cache.errors import exit_on_user_error
+from engine.provenance import read_lines
+from kv_cache.errors import DataError, exit_on_user_error
 from models.default_model import ROOT
 from reproduce import generated_page
 
@@ -32,17 +32,27 @@ Column = tuple[str, Callable[[Record], str]]
 
 def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
     """The file's records of those kinds that count: the last one of each cell, and none of a quick run."""
-    file = folder / name
-    if not file.is_file():
-        return []
     kept: dict[object, Record] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
-        record = json.loads(line)
+    for number, record in _numbered(folder / name):
         if record.get("benchmark") in benchmarks and not record.get("quick") and record.get("status") != "skipped":
             key = (record["benchmark"], record["cell"]) if "cell" in record else number
             kept.pop(key, None)
             kept[key] = record
     return list(kept.values())
+
+
+def _numbered(file: Path) -> Iterator[tuple[int, Record]]:
+    """The file's records by line. Errors: DataError naming a line that is no record."""
+    for number, record in read_lines(file):
+        if not isinstance(record, dict):
+            raise DataError(
+                "a line is not a record",
+                where=f"{file}, line {number}",
+                seen=str(record)[:80],
+                required="a JSON object",
+                fix="delete this line, and measure again what it recorded",
+            )
+        yield number, record
 
 
 def done(records: list[Record]) -> list[Record]:
@@ -295,7 +305,7 @@ def page(folder: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    args = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE).parse_args()
+    args = generated_page.parse(generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE))
     generated_page.write_or_check(args, page(args.results), "reproduce/performance_page.py")
 
 

@@ -75,7 +75,8 @@ def page(folder: Path = RESULTS, figures: Path = reproduction.FIGURES) -> str:
 def main() -> None:
     parser = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE)
     parser.add_argument("--figures", type=Path, default=reproduction.FIGURES, help="the folder with the figures")
-    args = parser.parse_args()
+    args = generated_page.parse(parser)
+    generated_page.require_folder("figures", args.figures)
     generated_page.write_or_check(args, page(args.results, args.figures), "reproduce/published_page.py")
 
 

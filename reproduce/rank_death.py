@@ -6,7 +6,6 @@ Self-speculation on the default model, two ranks of this machine; the rank is ki
 are saved and speculation is under way. Prints what torchrun and the ranks said, and last one JSON object.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
+from engine.arguments import Parser
 from engine.provenance import append_record, provenance, require_appendable
 from kv_cache.errors import UserError, exit_on_user_error
 
@@ -82,7 +82,7 @@ def kill_and_watch(rank: int, folder: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, choices=[0, 1], default=1, help="the rank to kill")
     parser.add_argument("--output", help="append the JSON record to this file")
     args = parser.parse_args()

@@ -7,7 +7,6 @@ model without four layers, converted if it is not there. About four minutes on t
 pair of runs differs.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from engine.arguments import Parser
 from engine.provenance import append_record, require_appendable
 from kv_cache.errors import UserError, exit_on_user_error
 from models.default_model import DEFAULT_CHECKPOINT, ROOT
@@ -49,7 +49,7 @@ def run(command: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", help="append the runs' JSON records to this file")
     args = parser.parse_args()
     require_appendable(args.output)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mutant_table import MUTANTS, Mutant
 
+from engine.arguments import Parser
 from engine.provenance import append_record, provenance, require_appendable
 from kv_cache.errors import ConfigError, exit_on_user_error
 
@@ -95,7 +96,7 @@ def try_without(mutants: Sequence[Mutant]) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="only bugs whose description has this word")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="bugs tried at a time")
     parser.add_argument("--output", help="append the JSON record to this file")

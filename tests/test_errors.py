@@ -2,38 +2,123 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = "from kv_cache.errors import ConfigError, exit_on_user_error\nexit_on_user_error(lambda: {})"
+# The package, without what its `__init__` imports: torch takes seconds.
+ALONE = """
+import sys, types
+sys.modules["kv_cache"] = types.ModuleType("kv_cache")
+sys.modules["kv_cache"].__path__ = ["kv_cache"]
+from kv_cache.errors import exit_on_user_error as run
+"""
+ON_RANKS = "from engine.launch import run_on_ranks as run"
+PROGRAM = """
+{how}
+import os, select, sys
+from kv_cache.errors import ConfigError
+
+def until_unread(fd):
+    poll = select.poll()
+    poll.register(fd, 0)
+    poll.poll()
+
+def main():
+{body}
+
+run(main)
+"""
+FIRST_OF_TWO = {"WORLD_SIZE": "2", "RANK": "0"}
+both = pytest.mark.parametrize("how", [ALONE, ON_RANKS], ids=["alone", "on ranks"])
+REFUSE = "raise ConfigError('too small', where='--B', seen=0, required='1 or more', fix='use 1')"
+REFUSAL = b"error: too small\n  where:    --B\n  seen:     0\n  required: 1 or more\n  fix:      use 1\n"
+UNREAD_CODE = 141
 
 
-def run(body: str, *, lines: int | None = None) -> tuple[int, bytes, bytes]:
-    """The exit code of a program with that `main`, and what it printed; reads only so many lines of its output."""
-    command = [sys.executable, "-c", PROGRAM.format(body)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        assert program.stdout is not None and program.stderr is not None
-        if lines is None:
-            out, err = program.communicate()
-        else:
-            out = b"".join(program.stdout.readline() for _ in range(lines))
-            program.stdout.close()
-            err = program.stderr.read()
-        return program.wait(), out, err
+def run(body: str, *, how: str = ALONE, leave: str = "", lines: int = 0) -> tuple[int, bytes, bytes]:
+    """The exit code of a program with that `main`, and what it printed.
+
+    leave: of `stdout` or `stderr` only so many lines are read, and then nobody reads it any more.
+    """
+    program = PROGRAM.format(how=how, body=indent(body, "    "))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= FIRST_OF_TWO if how == ON_RANKS else {}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, **pipes) as started:
+        streams = {"stdout": started.stdout, "stderr": started.stderr}
+        read = {}
+        if leave:
+            read[leave] = b"".join(streams[leave].readline() for _ in range(lines))
+            streams.pop(leave).close()
+        for name, stream in streams.items():
+            read[name] = stream.read()
+        return started.wait(), read["stdout"], read["stderr"]
 
 
 def test_a_user_error_is_one_message():
-    error = "ConfigError('too small', where='--B', seen=0, required='1 or more', fix='use 1')"
-    code, out, err = run(f"(_ for _ in ()).throw({error})")
-    assert (code, out) == (2, b"")
-    assert err == b"error: too small\n  where:    --B\n  seen:     0\n  required: 1 or more\n  fix:      use 1\n"
+    assert run(REFUSE) == (2, b"", REFUSAL)
 
 
-@pytest.mark.parametrize("n", [100_000, 20], ids=["more than a pipe holds", "less than a buffer holds"])
-def test_whoever_stops_reading_is_not_told_off(n):
-    code, out, err = run(f"[print(i) for i in range({n})] and __import__('time').sleep(0.5)", lines=1 if n > 20 else 0)
-    assert (code, err) == (1, b"") and out == (b"0\n" if n > 20 else b"")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for i in range(100_000): print(i)",
+        "print(0, flush=True)\nuntil_unread(1)\nprint(1)",
+        "os.write(1, b'0\\n')\nuntil_unread(1)\nos.write(1, b'1\\n')",
+    ],
+    ids=["more than a pipe holds", "less than a buffer holds", "past the buffer"],
+)
+def test_whoever_stops_reading_is_not_told_off(body):
+    assert run(body, leave="stdout", lines=1) == (UNREAD_CODE, b"0\n", b"")
+
+
+def test_whoever_read_all_has_missed_nothing():
+    assert run("print(0, flush=True)\nuntil_unread(1)", leave="stdout", lines=1) == (0, b"0\n", b"")
+
+
+@both
+def test_ranks_end_as_quietly(how):
+    assert run("until_unread(1)\nprint(1)", how=how, leave="stdout") == (UNREAD_CODE, b"", b"")
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_chosen_exit_code_stays(code):
+    assert run(f"print(1)\nuntil_unread(1)\nsys.exit({code})", leave="stdout") == (code, b"", b"")
+
+
+@both
+def test_a_user_error_stays_one(how):
+    assert run(f"print(1)\nuntil_unread(1)\n{REFUSE}", how=how, leave="stdout") == (2, b"", REFUSAL)
+
+
+def test_a_bug_stays_one():
+    code, _, err = run("print(1)\nuntil_unread(1)\nraise IndexError('of ours')", leave="stdout")
+    assert code == 1 and err.startswith(b"Traceback") and err.endswith(b"IndexError: of ours\n")
+
+
+@both
+def test_a_broken_pipe_of_the_program_itself_is_an_error(how):
+    code, out, err = run("print(1)\nraise BrokenPipeError('a helper died')", how=how)
+    assert (code, out) == (1, b"1\n") and b"Traceback" in err and err.endswith(b"BrokenPipeError: a helper died\n")
+
+
+@pytest.mark.parametrize(
+    "end,code",
+    [("print(2, file=sys.stderr)", UNREAD_CODE), (REFUSE, 2), ("sys.exit('no')", 1), ("raise IndexError", 1)],
+    ids=["progress", "a user error", "a message", "a bug"],
+)
+def test_results_are_complete_where_nobody_reads_the_remarks(end, code):
+    assert run(f"print(1)\nuntil_unread(2)\n{end}", leave="stderr") == (code, b"1\n", b"")
+
+
+def test_a_reader_may_leave_while_he_is_told_of_an_error():
+    saying = "print('wait', file=sys.stderr, flush=True)\n        until_unread(2)\n        return 'late'"
+    late = f"class Late(ConfigError):\n    def __str__(self):\n        {saying}\n"
+    raised = "raise Late('', where='', seen='', required='', fix='')"
+    assert run(f"{late}print(1)\n{raised}", leave="stderr", lines=1) == (2, b"1\n", b"wait\n")

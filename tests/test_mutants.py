@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,13 @@ def test_the_bug_fits_the_source(mutant):
 def test_bugs_are_many_and_distinct():
     assert len({mutant.bug for mutant in MUTANTS}) == len(MUTANTS) >= 20
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_the_page_lists_every_bug_with_its_file():
+    page = (ROOT / "docs" / "lossless.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (.+) \| `([^`]+)` \| `test_\w+\.py::[^|]+` \|$", page, re.MULTILINE)
+    assert listed == [(mutant.bug, mutant.file) for mutant in MUTANTS]
+    assert f"`make mutants`: {len(MUTANTS)} seeded bugs" in page
 
 
 def test_a_kill_a_survivor_and_a_misfit_are_told_apart():

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kv_cache.errors import DataError
 from reproduce import performance_page
 from reproduce.performance_page import NONE, SECTIONS, page
 
@@ -59,6 +62,26 @@ def test_check_fails_on_a_stale_page(tmp_path, monkeypatch, capsys):
     assert run("--check") == 1
     assert "91 %" not in stale.read_text()
     assert run() == 0 and "91 %" in stale.read_text()
+
+
+@pytest.mark.parametrize("damage", ['{"benchmark": "gpu', "[]", "\x00", b"\xff{}".decode("latin-1")])
+def test_a_damaged_line_is_named(tmp_path, damage):
+    cell = json.dumps(ORIGIN | bandwidth_cell("triton", 0.91))
+    file = tmp_path / "gpu.jsonl"
+    file.write_bytes(f"{cell}\n\n{damage}\n{cell}\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"gpu\.jsonl, line 3\n"):
+        page(tmp_path)
+
+
+def test_an_empty_line_and_a_torn_last_one_are_no_records(tmp_path):
+    whole, next_one = (json.dumps(ORIGIN | bandwidth_cell(name, 0.91)) for name in ("triton", "torch"))
+    file = tmp_path / "gpu.jsonl"
+    file.write_text(f"{whole}\n")
+    of_one = page(tmp_path)
+    file.write_text(f"{whole}\n \n{next_one[:-1]}")
+    assert page(tmp_path) == of_one and "torch |" not in of_one
+    file.write_text(f"{whole}\n \n{next_one}")
+    assert "torch |" in page(tmp_path)
 
 
 def test_bandwidth_names_backends_record_commit_and_machine(tmp_path):

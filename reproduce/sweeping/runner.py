@@ -8,7 +8,6 @@ which a killed runner's last child keeps until it is gone, too, lets one runner 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from engine.provenance import append_record, git_commit, require_appendable
+from engine.provenance import append_record, git_commit, read_lines, require_appendable
 from engine.say import say
 from kv_cache.errors import ConfigError, UserError
 from reproduce.sweeping.cells import Cell, check_cells, labels, select
@@ -35,24 +34,14 @@ def read_rows(output: str | Path) -> dict[str, dict]:
 
     Errors: ConfigError naming a line that is no row.
     """
-    path = Path(output)
-    if not path.exists():
-        return {}
-    lines = path.read_bytes().split(b"\n")
     rows = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError:
-            if number == len(lines):
-                break
-            row = line[:80].decode(errors="replace")
+    for number, row in read_lines(output):
         if isinstance(row, dict) and row.get("status") in (OK, FAILED) and isinstance(row.get("key"), str):
             rows[row["key"]] = row
-        elif row is not None:
+        else:
             raise ConfigError(
                 "a line is not a row of a sweep",
-                where=f"{path}, line {number}",
+                where=f"{output}, line {number}",
                 seen=str(row)[:80],
                 required=f"a JSON object with a key and a status, {OK} or {FAILED}",
                 fix="delete this line if it was damaged, or choose another --output if the file is of another kind",

@@ -1,0 +1,71 @@
+"""Output whose reader may leave before its end, as in `... | head`."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+STDOUT, STDERR = 1, 2
+# What a shell says of a program that SIGPIPE ended: 128 + 13.
+UNREAD_CODE = 141
+
+
+@contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE.
+
+    An exit code that it had already chosen stays, and a pipe of its own that breaks is an error like any other.
+    """
+    try:
+        yield
+        _flush(STDOUT)
+        _flush(STDERR)
+    except BrokenPipeError:
+        if not any([_let_go(STDOUT), _let_go(STDERR)]):
+            raise
+        sys.exit(UNREAD_CODE)
+    except BaseException:
+        _let_go(STDOUT)
+        _let_go(STDERR)
+        raise
+
+
+def tell(message: str) -> None:
+    """Say it on stderr, if anybody still reads there."""
+    with suppress(BrokenPipeError):
+        print(message, file=sys.stderr, flush=True)
+    _let_go(STDERR)
+
+
+def _flush(fd: int) -> None:
+    stream = sys.stdout if fd == STDOUT else sys.stderr
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+def _let_go(fd: int) -> bool:
+    """Write out what is buffered; whether the reader has left. Then the rest goes nowhere: Python flushes once more
+    when it ends, and would complain and exit with 120.
+    """
+    try:
+        _flush(fd)
+        has_left = _has_lost_its_reader(fd)
+    except OSError as error:
+        has_left = isinstance(error, BrokenPipeError)
+    if has_left:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, fd)
+        os.close(nowhere)
+    return has_left
+
+
+def _has_lost_its_reader(fd: int) -> bool:
+    """False also where the system cannot tell: then only what is still buffered shows it, when it is flushed."""
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,0 +1,73 @@
+"""What every command line of the project says of flags that it does not have."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.arguments import Parser
+from kv_cache.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+# They call a command line that is elsewhere.
+CALLERS = {"engine/cost_model.py", "reproduce/cost_grid.py"}
+# Only another program of ours writes its flags.
+NOT_TYPED = {"reproduce/sweeping/sleeper.py"}
+REQUIRED = {"tests/longspec_benchmark.py": ["--model", "model.pth"]}
+
+
+def command_lines() -> list[str]:
+    """The programs that read flags, by their path in the project."""
+    inside = (file for name in ("engine", "reproduce", "tests") for file in (ROOT / name).rglob("*.py"))
+    texts = {
+        file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in (*ROOT.glob("*.py"), *inside)
+    }
+    programs = {name: text for name, text in texts.items() if '\nif __name__ == "__main__":\n' in text}
+    reading = {name for name, text in programs.items() if re.search(r"\bparse(_args)?\(", text)}
+    return sorted((reading | CALLERS) - NOT_TYPED)
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a program in this process that has to refuse its flags; what it says."""
+
+    def refusal(program: str, *flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as ending:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        printed = capsys.readouterr()
+        assert (ending.value.code, printed.out) == (2, "")
+        return printed.err
+
+    return refusal
+
+
+def test_all_command_lines_are_found():
+    found = command_lines()
+    assert {"download.py", "reproduce/sweep.py", "reproduce/performance_page.py", "tests/mutants.py"} <= set(found)
+    assert len(found) >= 28
+
+
+@pytest.mark.parametrize("program", command_lines())
+def test_an_unknown_flag_is_one_error(program, refusal):
+    says = refusal(program, *REQUIRED.get(program, []), "--no_such_flag")
+    assert says.startswith("error: the command line cannot be read\n") and says.count("error:") == 1
+    assert re.findall(r"^  (\w+): +\S", says, re.MULTILINE) == ["where", "seen", "required", "fix"]
+    assert "--no_such_flag" in says and "Traceback" not in says
+
+
+def test_a_flag_is_not_taken_for_a_longer_one():
+    parser = Parser(prog="p")
+    parser.add_argument("--gammas", type=int, nargs="+")
+    assert parser.parse_args(["--gammas", "3"]).gammas == [3]
+    with pytest.raises(ConfigError, match="unrecognized arguments: --gamma 3"):
+        parser.parse_args(["--gamma", "3"])
+
+
+def test_a_token_is_not_repeated(refusal):
+    assert "hf_secret" not in refusal("download.py", "--hf_token", "hf_secret", "--no_such_flag")
