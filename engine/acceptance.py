@@ -16,19 +16,24 @@ def places_reached(gamma: int, accepted: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class AcceptanceRate:
-    """The accepted share of so many judged drafts; `judged` is None for a rate that was given, not measured."""
+    """The accepted share of n judged drafts, or of n places of blocks that were reached; n is None if it was given."""
 
     value: float
-    judged: float | None = None
+    n: float | None = None
 
     @property
     def standard_error(self) -> float:
-        """`sqrt(a (1 - a) / n)`, that of n independent drafts; 0 for a rate that was given.
+        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were; 0 for a
+        rate that was given.
 
-        Drafts of one block, and blocks of one text, are not independent: this is a lower bound. Where all drafts were
-        accepted, or none, it is 0 and says nothing.
+        Without those two, a few drafts that were all accepted, or none, would seem certain. That many in each of two
+        samples make an interval of their difference good (Agresti and Caffo 2000, The American Statistician 54(4),
+        280-288). Drafts of one block, and blocks of one text, are not independent: this is a lower bound.
         """
-        return math.sqrt(self.value * (1 - self.value) / self.judged) if self.judged else 0.0
+        if self.n is None:
+            return 0.0
+        share = (self.value * self.n + 1) / (self.n + 2)
+        return math.sqrt(share * (1 - share) / (self.n + 2))
 
     def tokens_error(self, gamma: int) -> float:
         """How far one standard error moves `tokens_per_round`, to first order."""

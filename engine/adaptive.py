@@ -39,7 +39,7 @@ class Acceptance:
     def __init__(self, max_gamma: int, measured: AcceptanceRate | None = None) -> None:
         measured = measured or AcceptanceRate(PRIOR_ALPHA, 0.0)
         self._measured_alpha = measured.value
-        self._measured = MOST_MEASURED if measured.judged is None else min(measured.judged, MOST_MEASURED)
+        self._measured = MOST_MEASURED if measured.n is None else min(measured.n, MOST_MEASURED)
         self._reached = [0.0] * max_gamma
         self._accepted = [0.0] * max_gamma
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from engine import arguments, settings
 from engine.acceptance import AcceptanceRate
 from engine.cost_model import CostGrid, tokens_per_round
-from engine.measure_grid import Draft, measure_acceptance, measure_grid, prepare_largest
+from engine.measure_grid import ACCEPTANCE_GAMMA, Draft, measure_acceptance, measure_grid, prepare_largest
+from engine.plan import flags_named
 from engine.provenance import append_record, provenance
 from engine.report import settings_record
 from kv_cache.errors import ConfigError, exit_on_user_error
@@ -20,6 +21,8 @@ from kv_cache.errors import ConfigError, exit_on_user_error
 ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
 # Settings that a grid has several of.
 VARIED = ("gamma", "draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "max_ngram")
+# The least that each list of sizes may hold.
+LEAST = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
 SHADES = " .:-=+*#%@"
 NOISE = "within noise: closer than one standard error of acceptance moves them; the noise of the costs is not in it"
 
@@ -74,7 +77,8 @@ def _main() -> None:
     check(args)
     drafts, gamma = [(policy, budget) for policy in args.policies for budget in args.budgets], max(args.gammas)
     rows = args.batches if args.alpha is not None else [*args.batches, args.acceptance_rows]
-    setup = prepare_largest(args, drafts, rows, args.contexts, gamma)
+    with flags_named(own_flags(args)):
+        setup = prepare_largest(args, drafts, rows, args.contexts, gamma)
     acceptances: Acceptances
     if args.alpha is not None:
         acceptances = dict.fromkeys(args.contexts, dict.fromkeys(drafts, AcceptanceRate(args.alpha)))
@@ -89,12 +93,6 @@ def _main() -> None:
         for batch in grid.batches
         for context in grid.contexts
     ]
-    print(f"\n{cost_table(grid)}\n")
-    if args.alpha is None:
-        print(f"{acceptance_table(drafts, acceptances)}\n")
-    for draft in grid.drafts:
-        print(f"{heat_map(grid, draft, acceptances, args.gammas)}\n")
-    print(f"{best_table(best)}\n")
     record = {
         "benchmark": "cost_model",
         "model": setup.name,
@@ -106,18 +104,24 @@ def _main() -> None:
         "best": best,
         **provenance(),
     }
-    append_record(args.output, record)
+    append_record(args.output, record)  # first: whoever reads what is printed may leave
+    print(f"\n{cost_table(grid)}\n")
+    if args.alpha is None:
+        print(f"{acceptance_table(drafts, acceptances)}\n")
+    for draft in grid.drafts:
+        print(f"{heat_map(grid, draft, acceptances, args.gammas)}\n")
+    print(f"{best_table(best)}\n")
     print(json.dumps(record), flush=True)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Errors: ConfigError for a list with a number too small, and for random weights without --alpha."""
-    least = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
-    settings.require_at_least("acceptance_rows", args.acceptance_rows, 1)
-    settings.require_at_least("gen_len", args.gen_len, max(args.gammas) + 2)
-    for name, minimum in least.items():
+    """Errors: ConfigError for a number too small, and for random weights without --alpha."""
+    for name, minimum in LEAST.items():
         settings.require_at_least(name, min(getattr(args, name)), minimum)
         setattr(args, name, sorted(set(getattr(args, name))))
+    settings.require_at_least("acceptance_rows", args.acceptance_rows, 1)
+    if args.alpha is None:  # else no text is drafted
+        settings.require_at_least("gen_len", args.gen_len, min(ACCEPTANCE_GAMMA, max(args.gammas)) + 2)
     if args.alpha is not None and not 0 <= args.alpha <= 1:
         raise ConfigError(
             "an acceptance rate is a probability", where="--alpha", seen=args.alpha, required="0 to 1", fix="use 0.8"
@@ -130,6 +134,18 @@ def check(args: argparse.Namespace) -> None:
             required="an acceptance rate",
             fix="add --alpha 0.8",
         )
+
+
+def own_flags(args: argparse.Namespace) -> dict[str, str]:
+    """What a benchmark's flags of one value are called here, by the benchmark's names."""
+    batches_are_largest = args.alpha is not None or max(args.batches) >= args.acceptance_rows
+    return {
+        "B": "batches" if batches_are_largest else "acceptance_rows",
+        "prefix_len": "contexts",
+        "gamma": "gammas",
+        "draft_policy": "policies",
+        "draft_budget": "budgets",
+    }
 
 
 def best_of(
@@ -173,7 +189,7 @@ def _choice_record(choice: Prediction) -> dict[str, object]:
 def acceptance_record(drafts: Sequence[Draft], acceptances: Acceptances) -> dict[str, object]:
     """For a JSON record: rates and judged drafts `[D][S]`, by draft and context; no counts where rates were given."""
     rows = [[at_context[draft] for at_context in acceptances.values()] for draft in drafts]
-    judged = [[acceptance.judged for acceptance in row] for row in rows]
+    judged = [[acceptance.n for acceptance in row] for row in rows]
     return {
         "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
         "acceptance_judged_by_context": None if None in judged[0] else judged,
@@ -190,7 +206,7 @@ def acceptance_table(drafts: Sequence[Draft], acceptances: Acceptances) -> str:
         for context, at_context in acceptances.items():
             acceptance = at_context[draft]
             rate = f"{acceptance.value:.3f} ± {acceptance.standard_error:.3f}"
-            lines.append(f"{_draft_name(*draft):<16}{context:>9}{rate:>16}{acceptance.judged:>9}")
+            lines.append(f"{_draft_name(*draft):<16}{context:>9}{rate:>16}{acceptance.n:>9}")
     return "\n".join(lines)
 
 

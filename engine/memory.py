@@ -26,16 +26,20 @@ PASS_BYTES = 16 * 8
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run needs. Cache and activation bytes grow with the batch, weights do not."""
+    """Bytes that a run needs. Cache and logits bytes grow with the batch, weights and activations do not.
+
+    dequantized_per_row: what attention holds, for one layer at a time, where it cannot read 8-bit entries.
+    """
 
     weights: int
     target_kv_per_row: int
     draft_kv_per_row: int
     activations: int
     logits_per_row: int
+    dequantized_per_row: int = 0
 
     def total(self, batch: int) -> int:
-        per_row = self.target_kv_per_row + self.draft_kv_per_row + self.logits_per_row
+        per_row = self.target_kv_per_row + self.draft_kv_per_row + self.logits_per_row + self.dequantized_per_row
         return self.weights + self.activations + batch * per_row
 
     def largest_batch(self, available: int) -> int:
@@ -73,11 +77,14 @@ def plan_memory(
     vocab_size: int | None = None,
     quantize: str | None = None,
     kv_dtype: torch.dtype | None = None,
+    dequantizes: bool = False,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
-    `sampling` holds laws and noise beside the logits; None is greedy. Of a sharded model, `config` is that of
-    the shard, and `vocab_size` that of the whole model, whose logits meet on one rank.
+    `dequantizes`: whether attention turns the target's 8-bit entries of all rows into `dtype` first, as it does with
+    those of one row while it prefills, whatever its kernels read. `sampling` holds laws and noise beside the logits;
+    None is greedy. Of a sharded model, `config` is that of the shard, and `vocab_size` that of the whole model, whose
+    logits meet on one rank.
     """
     itemsize = dtype.itemsize
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
@@ -100,12 +107,17 @@ def plan_memory(
             selection = 4 * capacity * (scores + 2 * observed.n_kv_head * observed.head_dim)
             if draft.prefills:  # a whole row, which the policy then selects from
                 selection += capacity * kv_bytes_per_token
+    dequantized = _dequantized_bytes(config, dtype, capacity) if kv_dtype in LARGEST else 0
     return MemoryPlan(
         weights=weights,
         target_kv_per_row=capacity * _kv_bytes_per_token(config, kv_dtype or dtype),
         draft_kv_per_row=draft_kv_per_row,
-        activations=(chunk_rows + 2 * chunk_mask) * itemsize + noise_pass + selection,
+        activations=(chunk_rows + 2 * chunk_mask) * itemsize
+        + noise_pass
+        + selection
+        + (0 if dequantizes else dequantized),
         logits_per_row=block * (vocab_size or config.vocab_size) * (2 * itemsize + sampling_bytes),
+        dequantized_per_row=dequantized if dequantizes else 0,
     )
 
 
@@ -124,6 +136,13 @@ def _kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """With the scale that every 8-bit key and value has."""
     scales = 2 * config.n_layer * config.n_kv_head * 4 if dtype in LARGEST else 0
     return config.kv_bytes_per_token(dtype.itemsize) + scales
+
+
+def _dequantized_bytes(config: ModelConfig, dtype: torch.dtype, capacity: int) -> int:
+    """At most, of one layer's entries of a row: the keys in `dtype`, and of the values float32, its product with the
+    scales, and that in `dtype`, two at a time.
+    """
+    return capacity * config.n_kv_head * config.head_dim * (dtype.itemsize + 4 + max(4, dtype.itemsize))
 
 
 def available_bytes(device: str) -> int:
@@ -149,10 +168,11 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
         "weights": plan.weights,
         "target KV": batch * plan.target_kv_per_row,
         "draft KV": batch * plan.draft_kv_per_row,
+        "dequantised KV": batch * plan.dequantized_per_row,
         "logits": batch * plan.logits_per_row,
         "activations": plan.activations,
     }
-    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in items.items())
+    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in items.items() if size)
     largest = plan.largest_batch(available)
     raise OutOfMemoryError(
         "the run does not fit into memory",

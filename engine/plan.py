@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,9 +23,10 @@ from engine.model_source import ModelSource, check_vocabulary, find_model
 from engine.provenance import require_appendable
 from engine.runner import PREFILL_CHUNK
 from engine.settings import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
-from kv_cache.errors import ConfigError
+from kv_cache.entries import LARGEST
+from kv_cache.errors import ConfigError, UserError
 from models import ModelConfig
-from models.attention import select_backend
+from models.attention import TorchAttention, select_backend
 from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
@@ -46,6 +49,16 @@ class Plan:
     capacity: int
     group: tuple[int, ...]
     draft_group: tuple[int, ...]
+
+
+@contextmanager
+def flags_named(names: Mapping[str, str]) -> Iterator[None]:
+    """For a program that calls some of a benchmark's flags otherwise: errors name its own, `{"gamma": "gammas"}`."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (re.sub(r"(?<!\w)--(\w+)", lambda flag: f"--{names.get(flag[1], flag[1])}", str(error)),)
+        raise
 
 
 def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings | None) -> Plan:
@@ -175,9 +188,15 @@ def require_room(plan: Plan) -> None:
         vocab_size=config.vocab_size,
         quantize=args.quantize,
         kv_dtype=plan.kv_dtype,
+        dequantizes=plan.kv_dtype in LARGEST and _attends_in_pytorch(plan, largest),
     )
     sharers = local_world_size() if plan.device == "cpu" else 1
     require_memory(memory, args.B, available_bytes(plan.device) // sharers, plan.device)
+
+
+def _attends_in_pytorch(plan: Plan, config: ModelConfig) -> bool:
+    spec = attention_spec(config, plan.dtype)
+    return select_backend(plan.args.attention, plan.device, spec, plan.kv_dtype).backend.name == TorchAttention.name
 
 
 def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:

@@ -77,7 +77,7 @@ def check_budget(budget: int, n_sink: int) -> None:
     if n_sink < 0 or budget < n_sink + 1:
         raise ConfigError(
             "the draft's KV budget has no room for a window behind its attention sinks",
-            where="StreamingKVCache: budget (--draft_budget or --streamingllm_budget) and n_sink (--n_sink)",
+            where="StreamingKVCache: budget (--draft_budget) and n_sink (--n_sink)",
             seen=f"budget {budget}, n_sink {n_sink}",
             required="n_sink >= 0 and budget >= n_sink + 1",
             fix=f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink",

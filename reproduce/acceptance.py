@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import arguments, benchmark, report, settings
 from engine.data import load_books, make_prompts
+from engine.plan import flags_named
 from engine.provenance import append_record, provenance, require_appendable
 from engine.say import say
 from engine.setup import Setup, make_drafter, prepare
@@ -28,6 +29,9 @@ from reproduce.variants import forget, under
 
 TEXTS = ("greedy", "sampled", "book")
 DEFAULT_TEMPERATURE = 0.6
+# What the benchmarks' flags are called here, and those of a standalone draft.
+OWN_FLAGS = {"draft_policy": "policies", "draft_budget": "budgets"}
+STANDALONE_FLAGS = {"target": "model", "model": "draft_model"}
 # Settings that are each row's own.
 ROW_SETTINGS = (
     "draft_policy",
@@ -65,10 +69,11 @@ def main() -> None:
     variants = [(policy, budget) for policy in args.policies if policy != "full" for budget in args.budgets]
     variants += [("full", None)] if "full" in args.policies else []
     flags = {variant: settings.variant_flags(args, *variant, args.gamma) for variant in variants}
-    # All of them, so that what cannot be is found before anything is loaded; the one that needs most is prepared.
-    resolved = {variant: resolve(settings.with_flags(args, flags[variant])) for variant in variants}
-    most = max(variants, key=lambda one: (resolved[one].policy == "snapkv", resolved[one].capacity))
-    setup = prepare(settings.with_flags(args, flags[most]), settings.sampling_settings(args), resolved[most])
+    with flags_named(OWN_FLAGS | (STANDALONE_FLAGS if standalone else {})):
+        # All of them, so that what cannot be is found before anything is loaded; the one that needs most is prepared.
+        resolved = {variant: resolve(settings.with_flags(args, flags[variant])) for variant in variants}
+        most = max(variants, key=lambda one: (resolved[one].policy == "snapkv", resolved[one].capacity))
+        setup = prepare(settings.with_flags(args, flags[most]), settings.sampling_settings(args), resolved[most])
     setup, continuations = _with_continuations(setup)
     prefill_seconds = benchmark.prefill(setup)
     rows = []
@@ -95,6 +100,7 @@ def main() -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    settings.require_at_least("budgets", min(args.budgets), 1)
     settings.require_at_least("gamma", args.gamma, 1)
     settings.require_at_least("gen_len", args.gen_len, args.gamma + 2)
     if args.load_format == "dummy":

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from engine.cost_model import CostGrid, tokens_per_round
+from engine.cost_report import LEAST
 from engine.settings import require_at_least
 from kv_cache.errors import ConfigError, exit_on_user_error
 from reproduce import auto_against_fixed, reproduction
@@ -32,6 +33,8 @@ NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamm
 # Rows and contexts are the costs' grid, and runs are made at its corners, and at one place between them.
 SIZES = reproduction.Sizes(B=(1, 8), gamma=(1, 3, 5), draft_budget=(128, 512))
 BETWEEN = (4, 2000)
+# The sizes' flags here, by what the cost model calls them.
+FLAGS = {"batches": "B", "contexts": "prefix_len", "gammas": "gamma", "budgets": "draft_budget"}
 TARGET = 0.10
 # Where costs and a run have to agree to be compared.
 SET_UP = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
@@ -51,7 +54,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def cells(args: argparse.Namespace) -> list[Cell]:
     """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
+    for name, flag in FLAGS.items():
+        require_at_least(flag, min(getattr(args, flag)), LEAST[name])
     require_at_least("gen_len", args.gen_len, LEAST_GEN_LEN)
+    require_at_least("repeats", args.repeats, 1)
     gammas, budgets = (sorted(set(values)) for values in (args.gamma, args.draft_budget))
     fixed = reproduction.given(args, "device", "dtype", "dataset") | ({"compile": True} if args.compile else {})
     fixed |= {} if args.model is None else {"model": reproduction.checkpoint_path(args.model, "model")}
@@ -106,8 +112,9 @@ def covers(costs: CostGrid, record: Record, row: dict[str, Any]) -> bool:
     )
 
 
-def comparison(grid: CostGrid, record: Record, row: dict[str, Any]) -> dict[str, Any]:
-    costs = grid.at(record["B"], record["prefix_len"], (record.get("draft_policy") or "streaming", row["draft_budget"]))
+def comparison(measured: CostGrid, record: Record, row: dict[str, Any]) -> dict[str, Any]:
+    draft = record.get("draft_policy") or "streaming", row["draft_budget"]
+    costs = measured.at(record["B"], record["prefix_len"], draft)
     predicted = costs.speedup(tokens_per_round(row["acceptance_rate"], row["gamma"]), row["gamma"])
     return {
         **{name: record[name] for name in ("B", "prefix_len")},

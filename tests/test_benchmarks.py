@@ -417,6 +417,22 @@ def test_the_batch_that_the_refusal_names_fits(
     assert "too little text" in message, "memory is checked before the text is read"
 
 
+@pytest.mark.parametrize("entries,of_all_rows", [("fp8", True), ("int8", True), ("same", False)])
+def test_entries_that_attention_cannot_read_take_memory(
+    checkpoint: Path,
+    books: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    entries: str,
+    of_all_rows: bool,
+) -> None:
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 10_000_000)
+    arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES | DRAFT)
+    flags = ["--B", "5000", "--attention", "torch", "--kv_dtype", entries]
+    message = refusal("selfspec", [*arguments, *flags], monkeypatch, capsys)
+    assert ("dequantised KV" in message) == of_all_rows
+
+
 def test_the_default_model_is_asked_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -410,7 +410,7 @@ BAD_INPUT = {
     "unknown device": ({"--device": "tpu"}, ("--device", "tpu")),
     "negative temperature": ({"--temperature": -1}, ("--temperature", "-1")),
     "negative seed": ({"--seed": -1, "--temperature": 1}, ("--seed", "-1")),
-    "budget without a window": ({"--streamingllm_budget": 4}, ("--draft_budget", "--streamingllm_budget")),
+    "budget without a window": ({"--streamingllm_budget": 4}, ("--draft_budget", "budget 4, n_sink 4")),
     "longer than the text": ({"--prefix_len": 190, "--tokens": 9}, ("3 distinct prompts of 222",)),
     "records in a missing folder": ({"--output": "missing/records.jsonl"}, ("--output", "missing")),
     "no such checkpoint": ({"--model": "nowhere/model.pth"}, ("nowhere", "convert_hf_checkpoint.py")),

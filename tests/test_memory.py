@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiny import TINY
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.noise import blocks_per_pass
@@ -154,6 +157,51 @@ def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
     plan = plan_of(TINY, kv_dtype=dtype, draft=draft)
     assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
     assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made within held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._holders: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        storage = out.untyped_storage()
+        if storage.data_ptr() in self._holders or storage.data_ptr() not in given:
+            self._hold(storage.data_ptr(), storage.nbytes())
+            weakref.finalize(out, self._release, storage.data_ptr(), storage.nbytes())
+        return out
+
+    def _hold(self, place: int, n_bytes: int) -> None:
+        self._live += 0 if self._holders[place] else n_bytes
+        self._holders[place] += 1
+        self.peak = max(self.peak, self._live)
+
+    def _release(self, place: int, n_bytes: int) -> None:
+        self._holders[place] -= 1
+        if not self._holders[place]:
+            self._live -= n_bytes
+            del self._holders[place]
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(
+    stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    cache = FullKVCache(TINY, 3, CAPACITY, dtype=stored)
+    with LiveBytes() as live:
+        cache.read(0).dequantized(dtype)
+    plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=True)
+    assert live.peak == 3 * plan.dequantized_per_row > 0
+    read = plan_of(TINY, dtype, kv_dtype=stored)
+    assert read.dequantized_per_row == 0
+    assert read.activations == plan.activations + plan.dequantized_per_row  # a row that prefills
+    assert plan_of(TINY, dtype, dequantizes=True).dequantized_per_row == 0
 
 
 def test_selecting_entries_is_planned_for() -> None:
