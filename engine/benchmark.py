@@ -86,7 +86,7 @@ def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:
         setup.runner,
         drafters,
         setup.prompts,
-        gammas=range(1, setup.draft.gamma + 1) if setup.draft.auto_gamma else [setup.draft.gamma],
+        gammas=setup.draft.gammas,
         max_new_tokens=setup.args.gen_len,
         sampling=setup.sampling.params,
         verification=setup.sampling.mode,
@@ -99,23 +99,19 @@ def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs
     assert setup.draft is not None
     if not costs:
         return Fixed(drafters[0])
-    gammas = range(1, setup.draft.gamma + 1) if setup.draft.auto_gamma else [setup.draft.gamma]
-    return Adaptive(drafters, costs, gammas)
+    return Adaptive(drafters, costs, setup.draft.gammas)
 
 
 def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
     """With --compile, a few rounds from the prefilled state, so that no measured round compiles or captures."""
     if not setup.args.compile:
         return
-    choices = _possible(setup, drafters)
-    n_tokens = WARM_UP_ROUNDS * sum(choice.gamma + 1 for choice in choices) + 1
     if setup.args.gen_len > 1:
         rounds = rounds_in_turn(
             setup.runner,
-            InTurn(drafters, choices, setup.runner.max_batch),
-            WARM_UP_ROUNDS,
+            InTurn(drafters, _possible(setup, drafters), setup.runner.max_batch, WARM_UP_ROUNDS),
             setup.prompts,
-            max_new_tokens=min(setup.args.gen_len, n_tokens),
+            max_new_tokens=setup.args.gen_len,
             sampling=setup.sampling.params,
             verification=setup.sampling.mode,
         )
@@ -128,9 +124,7 @@ def _possible(setup: Setup, drafters: Sequence[Drafter]) -> list[Choice]:
     if not drafters:
         return [PLAIN]
     assert setup.draft is not None
-    most = setup.draft.gamma
-    gammas = range(1, most + 1) if setup.draft.auto_gamma else [most]
-    speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in gammas]
+    speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in setup.draft.gammas]
     return [PLAIN, *speculative] if setup.draft.automatic else speculative
 
 

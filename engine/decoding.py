@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.drafters import Drafter
 from engine.modes import Drafts, Rows, resolve_mode, start_round
-from engine.pacing import PLAIN, Choice, Fixed, Pacing
+from engine.pacing import Choice, Fixed, Pacing
 from engine.requests import FinishReason, Request, make_requests
 from engine.rounds import Called, Captured, RoundBuffers, rounds_of
 from engine.runner import ModelRunner, finite_rows
@@ -33,7 +33,10 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """`tokens[i]`: the new tokens of prompt i, a stop token included. `errors[i]`: why it ended early, or None."""
+    """`tokens[i]`: the new tokens of prompt i, a stop token included. `errors[i]`: why it ended early, or None.
+
+    `finish_reasons[i]` is None where a pacing ended the decode before the prompt was done.
+    """
 
     tokens: list[list[int]]
     finish_reasons: list[FinishReason]
@@ -91,7 +94,8 @@ def generate(
         prompts: token ids of each prompt.
         max_new_tokens: tokens to emit per prompt, one number or one a prompt.
         drafter: proposes `gamma` tokens a round; None is the autoregressive baseline.
-        pacing: decides before each round what drafts and how far, in place of one drafter in every round.
+        pacing: decides before each round what drafts and how far, in place of one drafter in every round, or
+            that no round follows.
         sampling: one for all prompts, or one a prompt; None is greedy.
         verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend
             on seed, request id and text alone), or "auto": greedy at temperature 0, else rejection.
@@ -143,13 +147,15 @@ def generate(
             buffers.set_state([slot.length for slot in slots], [slot.current for slot in slots])
         busy = [slot for slot in slots if slot.request]
         choosing = time.perf_counter()
-        choice = _checked(pacing, pacing.choose() if busy else PLAIN)
+        choice = _choose(pacing) if busy else None
         choice_seconds = time.perf_counter() - choosing
-        if choice.drafter is not None:  # what a drafter does with a new prompt is no part of a round
+        if (
+            choice is not None and choice.drafter is not None
+        ):  # what a drafter does with a new prompt is no part of a round
             new = [row for row, slot in enumerate(slots) if slot.request and len(slot.request.tokens) == 1]
             draft_prefill_seconds += _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, new, progress)
         prefill_seconds += time.perf_counter() - started - choice_seconds
-        if not busy:
+        if choice is None:
             break
 
         started = time.perf_counter() - choice_seconds  # choosing is part of the round
@@ -210,8 +216,11 @@ def _admit(runner: ModelRunner, mode: str, row: int, slot: _Slot, request: Reque
         slot.request, slot.current = request, token
 
 
-def _checked(pacing: Pacing, choice: Choice) -> Choice:
-    """The choice itself. Errors: ConfigError if its drafter has no such gamma."""
+def _choose(pacing: Pacing) -> Choice | None:
+    """What the pacing chooses. Errors: ConfigError if its drafter has no such gamma."""
+    choice = pacing.choose()
+    if choice is None:
+        return None
     most = 0 if choice.drafter is None else pacing.drafters[choice.drafter].gamma
     if not 0 <= choice.gamma <= most:
         raise ConfigError(

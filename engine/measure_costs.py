@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -26,14 +25,13 @@ UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 def rounds_in_turn(
     runner: ModelRunner,
     pacing: InTurn,
-    n_rounds: int,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     verification: str = "auto",
 ) -> Iterator[tuple[Sequence[Round], PhaseTimer]]:
-    """Decode behind the prompts, as often as it takes, until every choice had `n_rounds` rounds with all rows decoding.
+    """Decode behind the prompts, as often as it takes, until the pacing is done, and no round longer.
 
     Yields the rounds of each decode, and their phases' times. Errors: ConfigError for fewer prompts than rows, or
     if nothing is to be decoded behind the first token; UserError if logits are not finite.
@@ -46,7 +44,7 @@ def rounds_in_turn(
             required="a prompt for every row, and 2 new tokens or more",
             fix="give more prompts, or a cache with more room",
         )
-    while pacing.rounds < n_rounds:
+    while not pacing.done:
         timer = PhaseTimer(runner.device)
         output = generate(
             runner,
@@ -76,8 +74,8 @@ def measure_costs(
 
     Only the first drafter's rounds are measured at every one of the gammas, which ascend. What the others' differ in
     is their draft step, which is measured at the middle gamma. `max_new_tokens`, 2 or more, is what the cache has
-    room for. As many prompts as the runner has rows. `seconds`: what the measurement may take, unless the fewest
-    rounds take longer; what first compiles or captures should have run before.
+    room for. As many prompts as the runner has rows. `seconds`: what all rounds may take, unless the fewest take
+    longer; what first compiles or captures should have run before.
     Errors: as of `rounds_in_turn`.
     """
     gammas = tuple(gammas)
@@ -85,15 +83,16 @@ def measure_costs(
     choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
     untimed = UNTIMED_ROUNDS if runner.new_graph is None else UNTIMED_ROUNDS_CAPTURED
-    pacing = InTurn(drafters, choices, runner.max_batch)
+    fewest, most = untimed + FEWEST_TIMED, untimed + MOST_TIMED
+    pacing = InTurn(drafters, choices, runner.max_batch, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
 
-    def measure(n_rounds: int) -> None:
-        """Until every choice had so many timed rounds."""
+    def measure(n_rounds: int) -> float:
+        """Until every choice had so many rounds; returns the seconds of those that were missing."""
+        pacing.n_rounds, taken = n_rounds, 0.0
         for rounds, timer in rounds_in_turn(
             runner,
             pacing,
-            untimed + n_rounds,
             prompts,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -101,18 +100,19 @@ def measure_costs(
         ):
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
             for round_, resume, draft, verify in zip(rounds, *phases, strict=True):
+                taken += round_.seconds
                 other = round_.seconds - resume - draft - verify
                 if round_.busy == runner.max_batch:
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
+        return taken
 
     def ms(choice: Choice, phase: str) -> float:
         return 1e3 * median(times[phase] for times in found[choice][untimed:])
 
-    started = time.perf_counter()
-    measure(FEWEST_TIMED)
+    taken = measure(fewest)
     # The leader's clock decides, so that all ranks run the same rounds.
-    n_fitting = runner.ranks.shared(lambda: int(FEWEST_TIMED * seconds / (time.perf_counter() - started)))
-    measure(max(FEWEST_TIMED, min(n_fitting, MOST_TIMED)))
+    n_fitting = runner.ranks.shared(lambda: int(fewest * seconds / taken))
+    measure(max(fewest, min(n_fitting, most)))
 
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, phase) for phase in ("draft", "verify", "other"))

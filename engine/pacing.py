@@ -32,7 +32,9 @@ class Pacing(Protocol):
         """The largest gamma of any choice."""
         ...
 
-    def choose(self) -> Choice: ...
+    def choose(self) -> Choice | None:
+        """What the next round is; None ends the decode, and every row keeps the tokens that it has."""
+        ...
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         """How many drafts of each decoding row were accepted in a round of that choice."""
@@ -55,24 +57,25 @@ class Fixed:
 
 
 class InTurn:
-    """The choices of a list in turn, over and over, in rounds in which all `n_rows` rows decode.
+    """The choices of a list in turn, until each had `n_rounds` rounds in which all `n_rows` rows decode.
 
-    rounds: how many such rounds the choice had that had the fewest. acceptance: what each drafter's rounds showed.
+    acceptance: what each drafter's rounds showed.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int) -> None:
+    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int, n_rounds: int) -> None:
         self.drafters = tuple(drafters)
         self.max_gamma = max(choice.gamma for choice in choices)
+        self.n_rounds = n_rounds
         self._n_rows = n_rows
-        self._n_rounds = dict.fromkeys(choices, 0)
+        self._had = dict.fromkeys(choices, 0)
         self._reached, self._accepted = [0] * len(drafters), [0] * len(drafters)
 
     @property
-    def rounds(self) -> int:
-        return min(self._n_rounds.values())
+    def done(self) -> bool:
+        return min(self._had.values()) >= self.n_rounds
 
-    def choose(self) -> Choice:
-        return min(self._n_rounds, key=self._n_rounds.__getitem__)
+    def choose(self) -> Choice | None:
+        return None if self.done else min(self._had, key=self._had.__getitem__)
 
     @property
     def acceptance(self) -> list[AcceptanceRate]:
@@ -81,7 +84,7 @@ class InTurn:
         return [AcceptanceRate(accepted / reached, reached) for accepted, reached in pairs]
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        self._n_rounds[choice] += len(accepted) == self._n_rows
+        self._had[choice] += len(accepted) == self._n_rows
         if choice.drafter is not None:
             self._accepted[choice.drafter] += sum(accepted)
             self._reached[choice.drafter] += sum(places_reached(choice.gamma, accepted))

@@ -16,6 +16,7 @@ import torch
 from engine.benchmark import Passes
 from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
+from engine.notes import notes
 from engine.pacing import Choice
 from engine.provenance import append_record, provenance
 from engine.say import dtype_name
@@ -108,7 +109,7 @@ def _chosen(record: dict[str, Any]) -> str:
     """What rounds chose: `gamma 3: 12 rounds`, with the budget where that is chosen, too."""
     parts = []
     for choice in record["choices"]:
-        budget = f"{choice['draft_budget']} entries, " if choice["draft_budget"] else ""
+        budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
         parts.append(f"{choice['rounds']} x " + (f"{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"))
     return "; ".join(parts)
 
@@ -272,33 +273,34 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, f
 
 
 def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:
-    """How many rounds drafted how far, and with which budget where that is chosen."""
+    """How many rounds drafted how far, and with how many KV entries a row."""
     counts = Counter(round_.choice for round_ in speculative.stats.rounds)
     return [
-        {"draft_budget": chosen_budget(setup, choice), "gamma": choice.gamma, "rounds": n}
+        {"draft_budget": drafting_budget(setup, choice), "gamma": choice.gamma, "rounds": n}
         for choice, n in sorted(counts.items(), key=lambda item: (item[0].drafter or 0, item[0].gamma))
     ]
 
 
 def costs_record(setup: Setup, costs: Sequence[Costs]) -> list[dict[str, Any]] | None:
-    """What rounds cost and accepted, of each drafter, with its KV entries a row where budgets are chosen among."""
-    budgets = setup.draft.capacities if setup.draft and setup.draft.budgets else [None] * len(costs)
+    """What rounds cost and accepted, of each drafter, with its KV entries a row if it has a cache."""
+    budgets = setup.draft.capacities if setup.draft and setup.draft.dtype is not None else [None] * len(costs)
     pairs = zip(budgets, costs, strict=True) if costs else ()
     return [{"draft_budget": budget, **dataclasses.asdict(one)} for budget, one in pairs] or None
 
 
-def chosen_budget(setup: Setup, choice: Choice) -> int | None:
-    """KV entries of what a round drafted with, where that is chosen."""
-    if not setup.draft or not setup.draft.budgets or choice.drafter is None:
+def drafting_budget(setup: Setup, choice: Choice) -> int | None:
+    """KV entries a row of what a round drafted with; None if nothing did, or it has no cache."""
+    if not setup.draft or setup.draft.dtype is None or choice.drafter is None or not choice.gamma:
         return None
     return setup.draft.capacities[choice.drafter]
 
 
 def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
-    """Print the texts asked for, the table, and last the record; append it to --output. One rank does."""
+    """Append the record to --output; print the texts asked for, the table, and last the record. One rank does."""
     record = make_record(benchmark, setup, passes)
     if not setup.ranks.leads:
         return
+    append_record(setup.args.output, record)  # before any reader of what is printed can leave
     args, output = setup.args, passes.speculative or passes.baseline
     assert output is not None
     if setup.tokenizer or args.printoutput:  # random weights have no tokenizer: their rows are shown as ids
@@ -313,8 +315,7 @@ def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
         f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
     )
-    print(table(record) + "\n")
-    append_record(args.output, record)
+    print("\n".join([table(record), *(f"  {note}" for note in notes(record, setup.draft))]) + "\n")
     print(json.dumps(record), flush=True)
 
 

@@ -102,6 +102,11 @@ class DraftSettings:
         return tuple(sorted(self.budgets, reverse=True)) or (self.capacity,)
 
     @property
+    def gammas(self) -> tuple[int, ...]:
+        """Those of the rounds that draft, ascending."""
+        return tuple(range(1, self.gamma + 1)) if self.auto_gamma else (self.gamma,)
+
+    @property
     def automatic(self) -> bool:
         """Whether anything is chosen from round to round."""
         return self.auto_gamma or bool(self.budgets)

@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 
@@ -25,9 +24,6 @@ class PhaseTimer:
         yield
         self._synchronize()
         self.seconds[name].append(time.perf_counter() - started)
-
-    def median_ms(self, name: str) -> float:
-        return 1e3 * median(self.seconds[name])
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -4,8 +4,8 @@
 
 Every repeat, every other one in reverse order, runs plain decoding, each fixed pair, `auto`, which chooses gamma at the
 largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are that
-flag's own. What their rounds cost and accept was measured once before, on the same prompts, and the time of that is in
-no speedup (`measured_costs_seconds`). The record is the last line of standard output;
+flag's own. Right before each of their runs, what their rounds cost and accept is measured anew, on the same prompts;
+the time of that is in no speedup (`measured_costs_seconds`). The record is the last line of standard output;
 cost_model_error.py compares it with what the cost model predicts.
 """
 
@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,10 +26,12 @@ from engine import arguments, benchmark, report, settings
 from engine.benchmark import costs_of, decode, make_pacing
 from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
-from engine.pacing import Fixed, Pacing
+from engine.drafters import Drafter
+from engine.plan import flags_named
 from engine.provenance import append_record, provenance, require_appendable
 from engine.settings import DraftSettings
 from engine.setup import Setup, make_drafters, prepare
+from engine.stats import total
 from kv_cache.errors import exit_on_user_error
 from reproduce.variants import under
 
@@ -37,6 +39,8 @@ from reproduce.variants import under
 AUTO, AUTO_BUDGET = "auto", "auto budget"
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
+# What a benchmark's flags of one value are called here.
+OWN_FLAGS = {"gamma": "gammas", "draft_budget": "budgets"}
 # The first new token is the prompt's, before any round.
 LEAST_GEN_LEN = 2
 
@@ -56,19 +60,32 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """costs: what the run chose by, measured in `cost_seconds`; none where it had nothing to choose."""
+
+    output: GenerateOutput
+    costs: Sequence[Costs]
+    cost_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to decode. `make` gives its pacing, for each run a new one, which chooses by `costs`."""
+    """One way to decode; without drafters, plainly."""
 
     name: str
     setup: Setup
     budget: int | str | None
     gamma: int | str
-    make: Callable[[], Pacing]
-    costs: Sequence[Costs] = ()
-    cost_seconds: float | None = None
+    drafters: Sequence[Drafter] = ()
 
-    def run(self) -> GenerateOutput:
-        return decode(self.setup, self.name, pacing=self.make())
+    def run(self) -> Run:
+        if not self.drafters:
+            return Run(decode(self.setup, self.name), (), 0.0)
+        started = time.perf_counter()
+        costs = costs_of(self.setup, self.drafters)
+        cost_seconds = time.perf_counter() - started
+        pacing = make_pacing(self.setup, self.drafters, costs)
+        return Run(decode(self.setup, self.name, pacing=pacing), costs, cost_seconds)
 
 
 def main() -> None:
@@ -77,17 +94,18 @@ def main() -> None:
     pairs = list(itertools.product(args.budgets, args.gammas))
     automatic = {AUTO: max(args.budgets), AUTO_BUDGET: settings.AUTO}
     choices = [*pairs, *((budget, settings.AUTO) for budget in automatic.values())]
-    drafts = [settings.draft_settings(settings.with_flags(args, _flags(args, *choice))) for choice in choices]
-    setup = prepare(args, settings.sampling_settings(args), with_every_cache(drafts))
+    with flags_named(OWN_FLAGS):
+        drafts = [settings.draft_settings(settings.with_flags(args, _flags(args, *choice))) for choice in choices]
+        setup = prepare(args, settings.sampling_settings(args), with_every_cache(drafts))
     prefill_seconds = benchmark.prefill(setup)
     benchmark.warm_up(setup)
-    plain = Way("plain", setup, None, 0, lambda: Fixed(None))
-    ways = [plain, *(_fixed(setup, args, *pair) for pair in pairs)]
-    ways += [_auto(setup, args, name, budget) for name, budget in automatic.items()]
-    outputs: dict[str, list[GenerateOutput]] = {way.name: [] for way in ways}
+    plain = Way("plain", setup, None, 0)
+    ways = [plain, *(_way(setup, args, f"b={budget} g={gamma}", budget, gamma) for budget, gamma in pairs)]
+    ways += [_way(setup, args, name, budget, settings.AUTO) for name, budget in automatic.items()]
+    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
     for repeat in range(args.repeats):
         for way in ways if repeat % 2 == 0 else reversed(ways):  # against drift
-            outputs[way.name].append(way.run())
+            runs[way.name].append(way.run())
     record = {
         "benchmark": "gamma_cell",
         "model": setup.name,
@@ -98,7 +116,7 @@ def main() -> None:
         "repeats": args.repeats,
         **{name: value for name, value in report.settings_record(setup).items() if name not in ROW_SETTINGS},
         "prefill_seconds": round(prefill_seconds, 2),
-        "rows": [_row(way, outputs[way.name], outputs[plain.name]) for way in ways],
+        "rows": [_row(way, runs[way.name], runs[plain.name]) for way in ways],
         **provenance(),
     }
     append_record(args.output, record)
@@ -126,48 +144,45 @@ def _flags(args: argparse.Namespace, budget: int | str, gamma: int | str) -> dic
     return settings.variant_flags(args, args.draft_policy, budget, gamma)
 
 
-def _fixed(setup: Setup, args: argparse.Namespace, budget: int, gamma: int) -> Way:
+def _way(setup: Setup, args: argparse.Namespace, name: str, budget: int | str, gamma: int | str) -> Way:
     own = under(setup, **_flags(args, budget, gamma))
-    (drafter,) = make_drafters(own, None)
-    benchmark.warm_up(own, [drafter])
-    pacing = Fixed(drafter)
-    return Way(f"b={budget} g={gamma}", own, budget, gamma, lambda: pacing)
-
-
-def _auto(setup: Setup, args: argparse.Namespace, name: str, budget: int | str) -> Way:
-    own = under(setup, **_flags(args, budget, settings.AUTO))
     drafters = make_drafters(own, None)
     benchmark.warm_up(own, drafters)
-    started = time.perf_counter()
-    costs = costs_of(own, drafters)
-    seconds = time.perf_counter() - started
-    return Way(name, own, budget, settings.AUTO, lambda: make_pacing(own, drafters, costs), costs, seconds)
+    return Way(name, own, budget, gamma, drafters)
 
 
-def _row(way: Way, own: list[GenerateOutput], plain: list[GenerateOutput]) -> dict[str, Any]:
-    """Tokens per second of every repeat; their ratios to plain decoding in the same repeat, and the ratios' median."""
-    rates = [report.tokens_per_second(output) or 0.0 for output in own]
-    against = [rate / (report.tokens_per_second(base) or 1.0) for rate, base in zip(rates, plain, strict=True)]
-    reproducible, choices = way.setup.sampling.reproducible, [[r.choice for r in one.stats.rounds] for one in own]
+def _row(way: Way, own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Lists have one value a repeat, but `measured_costs`, which has one a drafter for each.
+
+    speedups: to plain decoding in the same repeat; speedup: their median.
+    """
+    rates = list(map(_tokens_per_second, own))
+    speedups = [rate / _tokens_per_second(base) for rate, base in zip(rates, plain, strict=True)]
+    choices = [[round_.choice for round_ in run.output.stats.rounds] for run in own]
+    same = [report.identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(own, plain, strict=True)]
     row = {
         "way": way.name,
         "draft_budget": way.budget,
         "gamma": way.gamma,
         "tokens_per_second": rates,
-        "speedup": median(against),
-        "speedups": against,
-        "acceptance_rate": own[0].stats.counts.acceptance_rate,
-        "identical_rows": min(report.identical_rows(a.tokens, b.tokens) for a, b in zip(own, plain, strict=True))
-        if reproducible
-        else None,
+        "speedup": median(speedups),
+        "speedups": speedups,
+        "acceptance_rate": total([run.output.stats.counts for run in own]).acceptance_rate,
+        "identical_rows": min(same) if way.setup.sampling.reproducible else None,
         "gammas": [[choice.gamma for choice in run] for run in choices] if way.gamma == settings.AUTO else None,
-        "budgets": [[report.chosen_budget(way.setup, choice) for choice in run] for run in choices]
+        "budgets": [[report.drafting_budget(way.setup, choice) for choice in run] for run in choices]
         if way.budget == settings.AUTO
         else None,
-        "measured_costs": report.costs_record(way.setup, way.costs),
-        "measured_costs_seconds": way.cost_seconds,
+        "measured_costs": [report.costs_record(way.setup, run.costs) for run in own] if own[0].costs else None,
+        "measured_costs_seconds": [run.cost_seconds for run in own] if own[0].costs else None,
     }
     return report.rounded(row)
+
+
+def _tokens_per_second(run: Run) -> float:
+    rate = report.tokens_per_second(run.output)
+    assert rate is not None  # LEAST_GEN_LEN
+    return rate
 
 
 if __name__ == "__main__":

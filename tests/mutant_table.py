@@ -657,8 +657,8 @@ MUTANTS = (
     Mutant(
         "what was measured before counts for as much as it was",
         "engine/adaptive.py",
-        "min(measured.judged, MOST_MEASURED)",
-        "measured.judged",
+        "min(measured.n, MOST_MEASURED)",
+        "measured.n",
         ADAPTIVE,
     ),
     Mutant(
@@ -678,8 +678,8 @@ MUTANTS = (
     Mutant(
         "costs are measured in no more rounds where there is time",
         "engine/measure_costs.py",
-        "measure(max(FEWEST_TIMED, min(n_fitting, MOST_TIMED)))",
-        "measure(FEWEST_TIMED)",
+        "measure(max(fewest, min(n_fitting, most)))",
+        "measure(fewest)",
         ADAPTIVE,
     ),
     Mutant(

@@ -325,7 +325,7 @@ def test_changing_gamma_compiles_nothing():
     generate(runner, random_prompts([9, 20, 33]), max_new_tokens=5)
     warm = counter.frame_count
     choices = [Choice(0, gamma) for gamma in GAMMAS] + [PLAIN]
-    out = generate(runner, random_prompts([17, 40, 3]), max_new_tokens=60, pacing=InTurn([drafter], choices, 3))
+    out = generate(runner, random_prompts([17, 40, 3]), max_new_tokens=60, pacing=InTurn([drafter], choices, 3, 2))
     assert {round_.choice for round_ in out.stats.rounds} == set(choices)
     assert warm > 0 and counter.frame_count == warm
     torch._dynamo.reset()
@@ -342,6 +342,21 @@ def test_costs_cannot_be_measured_where_no_round_is_full():
     model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         measure_costs(runner, drafters, prompts, gammas=[1, 2], max_new_tokens=9)
+
+
+def test_a_pacing_can_end_the_decode():
+    """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
+    model, prompts = tiny_model(), random_prompts([30, 11, 20])
+    runner = ModelRunner(model, full_cache(model, 2))
+    (drafter, *_) = drafters_of(runner)
+    pacing = InTurn([drafter], [Choice(0, 2), PLAIN], 2, 3)
+    out = generate(runner, prompts, max_new_tokens=60, pacing=pacing)
+    assert pacing.done and [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
+    assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
+    for prompt, tokens in zip(prompts[:2], out.tokens, strict=False):
+        assert 7 <= len(tokens) <= 13 and tokens == continue_by_recomputing(model, prompt, len(tokens))
+    again = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
+    assert again.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]
 
 
 def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
@@ -365,7 +380,7 @@ def test_costs_are_measured_for_every_choice(max_new_tokens):
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in measured)
     assert measured[0].verify_ms == measured[1].verify_ms and measured[0].plain_ms == measured[1].plain_ms
     seen = [one.acceptance for one in measured]
-    assert all(one is not None and one.judged and 0 <= one.value <= 1 for one in seen)
+    assert all(one is not None and one.n and 0 <= one.value <= 1 for one in seen)
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafters[0])
     assert out.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]
 
@@ -395,9 +410,9 @@ def test_costs_take_more_rounds_where_time_allows(monkeypatch: pytest.MonkeyPatc
         return out
 
     monkeypatch.setattr("engine.measure_costs.generate", counted)
-    taken = []
-    for seconds in (0.0, 1e6):
+    n_fewest, n_most = 3 * (1 + FEWEST_TIMED), 3 * (1 + MOST_TIMED)  # plain, gamma 1, gamma 3
+    for max_new_tokens, seconds, n_wanted in ((2, 0.0, n_fewest), (2, 1e6, n_most), (90, 0.0, n_fewest)):
         n_rounds.clear()
-        measure_costs(runner, drafters, prompts, gammas=[1, 3], max_new_tokens=2, seconds=seconds)
-        taken.append(sum(n_rounds))  # with two tokens a row, one round a decode; plain, gamma 1, gamma 3
-    assert taken == [3 * (1 + FEWEST_TIMED), 3 * (1 + MOST_TIMED)]
+        measure_costs(runner, drafters, prompts, gammas=[1, 3], max_new_tokens=max_new_tokens, seconds=seconds)
+        # With two tokens a row, one round a decode; with many, all in one, which ends when all were measured.
+        assert sum(n_rounds) == n_wanted and len(n_rounds) == (n_wanted if max_new_tokens == 2 else 1)

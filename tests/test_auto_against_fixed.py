@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 
 from engine.settings import DraftSettings
 from kv_cache.errors import ConfigError
-from reproduce import auto_against_fixed, cost_model_error, gamma_cell
+from reproduce import auto_against_fixed, cost_model_error, gamma_cell, reproduction
 from reproduce.auto_against_fixed import GAMMA, GAMMA_AND_BUDGET, against_fixed, summary
 from reproduce.measured_tables import choosing_section
 
@@ -36,7 +37,7 @@ def cell(*ways: dict[str, Any], B: int = 4, gen_len: int = 64) -> dict[str, Any]
 SMALL = row("b=64 g=3", 64, 3, [14.0, 28.0, 14.0])
 LARGE = row("b=512 g=3", 512, 3, [12.0, 24.0, 8.0])
 WIDE = row("b=512 g=5", 512, 5, [13.0, 26.0, 13.0])
-AUTO = row("auto", 512, "auto", [12.0, 18.0, 9.0], gammas=[[0, 2], [4], [2]])
+AUTO = row("auto", 512, "auto", [12.0, 18.0, 9.0], gammas=[[0, 2], [4], [2]], budgets=None)
 CHOSEN = {"gammas": [[3], [3], [3, 0]], "budgets": [[64], [512], [64, None]]}
 BOTH = row("auto budget", "auto", "auto", [14.0, 14.0, 14.0], **CHOSEN)
 
@@ -47,19 +48,21 @@ def test_auto_gamma_is_held_against_its_own_budget_repeat_by_repeat():
     assert found.ratios == (12 / 12, 18 / 24, 9 / 10) and found.ratio == 0.9
     assert (found.usual, found.usual_gamma, found.usual_budget) == (1.2, 3, 512)
     assert (found.best, found.best_gamma, found.best_budget) == (1.3, 5, 512)
-    assert found.mean_gamma == 2.0 and not found.rounds_by_budget
+    assert found.mean_gamma == 2.0 and not found.share_by_budget
 
 
 def test_an_automatic_budget_is_held_against_the_best_budget():
     (found,) = against_fixed(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
     assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual_budget == 64
     assert (found.best, found.best_gamma, found.best_budget) == (1.4, 3, 64)
-    assert found.rounds_by_budget == {64: 2, 512: 1}
+    (line,) = auto_against_fixed.lines(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
+    assert "plain: 25 64: 50 512: 25" in line
+    assert found.share_by_budget == {64: 0.5, 512: 0.25, None: 0.25}
 
 
 def test_plain_decoding_can_be_the_best():
     slow = row("b=512 g=3", 512, 3, [5.0, 10.0, 5.0])
-    (found,) = against_fixed(GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3))])
+    (found,) = against_fixed(GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3, budgets=None))])
     assert (found.best, found.best_gamma) == (1.0, 0) and found.ratio == 1.0
     (line,) = auto_against_fixed.lines(GAMMA, [cell(slow, AUTO)])
     assert "plain" in line
@@ -83,22 +86,26 @@ def test_a_record_without_the_way_is_left_out():
 
 @pytest.mark.parametrize(
     "ratio,says",
-    [(0.96, "none lies below, the lowest at 0.9600"), (0.5, "2 of 2 lie below"), (0.9496, "lowest at 0.9496")],
+    [
+        (0.96, "none lies below, the lowest at 0.960"),
+        (0.5, "2 of 2 lie below"),
+        (0.9494, "2 of 2 lie below, the lowest at 0.949"),
+    ],
 )
 def test_the_summary_says_how_many_fall_short(ratio, says):
-    auto = row("auto", 512, "auto", [ratio * rate for rate in PLAIN], gammas=[[1]] * 3)
+    auto = row("auto", 512, "auto", [ratio * rate for rate in PLAIN], gammas=[[1]] * 3, budgets=None)
     slow = row("b=512 g=3", 512, 3, [1.0, 1.0, 1.0])
     assert says in summary(GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
 
 
 def test_the_panel_has_a_point_for_every_run():
-    """Also for two of one size; both ways of a run share its place."""
+    """Also for two of one size; both ways of a run share its place, and fixed ones stand beside a chosen budget."""
     runs = [cell(LARGE, AUTO), cell(LARGE, AUTO, B=8), cell(LARGE, AUTO, BOTH, gen_len=128)]
     panel = auto_against_fixed.panel(runs)
     assert [(series.label, list(series.x)) for series in panel.series] == [
-        ("best fixed gamma", [0, 1, 2]),
-        ("gamma 3", [0, 1, 2]),
-        ("gamma auto", [0, 1, 2]),
+        ("best fixed", [2]),
+        ("gamma 3 or nearest", [2]),
+        ("gamma auto, largest budget", [0, 1, 2]),
         ("gamma and budget auto", [2]),
     ]
     place = auto_against_fixed.HEAD.index("new tokens")
@@ -115,9 +122,26 @@ def test_every_cache_of_a_cell_is_planned_for():
     assert (planned.gamma, planned.capacity) == (9, 128)
 
 
-def test_runs_without_a_round_are_refused_before_a_cell_runs():
-    with pytest.raises(ConfigError, match="--gen_len"):
-        cost_model_error.cells(cost_model_error.make_parser().parse_args(["--gen_len", "1"]))
+@pytest.mark.parametrize(
+    "flags",
+    ["--gen_len 1", "--repeats 0", "--gamma 0 3", "--B 0 8", "--prefix_len 1 1000", "--draft_budget 128 1"],
+)
+def test_what_no_cell_can_run_is_refused_before_any_does(flags):
+    flag = flags.split()[0]
+    with pytest.raises(ConfigError, match=f"where: +{flag}\n"):
+        cost_model_error.cells(cost_model_error.make_parser().parse_args(flags.split()))
+
+
+def test_figures_are_drawn_although_nobody_reads_the_table(tmp_path, monkeypatch):
+    class Left(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    args = cost_model_error.make_parser().parse_args(["--output", f"{tmp_path}/rows.jsonl", "--figures", str(tmp_path)])
+    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr("sys.stdout", Left())
+        reproduction.present(args, [], "errors", cost_model_error.table, cost_model_error.figure)
+    assert (tmp_path / "errors.png").is_file() and (tmp_path / "errors.svg").is_file()
 
 
 def test_a_gamma_or_budget_that_is_given_twice_is_measured_once():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from transformers import MistralConfig
 
 from convert_hf_checkpoint import convert
 from engine import cost_report
+from engine.cost_model import Costs
+from engine.measure_costs import measure_costs
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
@@ -51,34 +56,53 @@ def record_of(done: tuple[object, str, str]) -> dict[str, Any]:
 SELFSPEC = "tests/selfspec_benchmark.py"
 
 
+@pytest.fixture
+def drafting_pays(monkeypatch: pytest.MonkeyPatch):
+    """Whatever is measured, the smallest budget drafts for nothing, and a verification costs what a step does."""
+
+    def cheap(*args: Any, **kwargs: Any) -> list[Costs]:
+        measured = measure_costs(*args, **kwargs)
+        n_gammas = len(measured[0].at)
+        cheapest = replace(measured[-1], plain_ms=100.0, verify_ms=(100.0,) * n_gammas, draft_ms=0.1, other_ms=0.0)
+        return [*(replace(cheapest, draft_ms=90.0) for _ in measured[1:]), cheapest]
+
+    monkeypatch.setattr("engine.benchmark.measure_costs", cheap)
+
+
+def drafting(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of rounds that drafted."""
+    return [choice for choice in record["choices"] if choice["gamma"]]
+
+
 @pytest.mark.parametrize("flags", ["--gamma auto", "--gamma auto --draft_policy snapkv --snapkv_window 12"])
-def test_gamma_auto_says_what_it_chose_and_why(call, flags):
+def test_gamma_auto_says_what_it_chose_and_why(call, drafting_pays, flags):
     record = record_of(call(SELFSPEC, f"{SIZES} --draft_budget 40 {flags} --benchmark"))
     assert record["gamma"] == "auto" and record["identical_sequences"] == 2
     assert sum(choice["rounds"] for choice in record["choices"]) >= 5
     assert all(0 <= choice["gamma"] <= 6 for choice in record["choices"])
+    assert drafting(record) and all(choice["draft_budget"] == 40 for choice in drafting(record))
     (costs,) = record["measured_costs"]
     assert record["measured_costs_seconds"] > 0
     assert costs["at"] == [1, 2, 3, 4, 5, 6] and costs["plain_ms"] > 0
 
 
-def test_the_budget_is_chosen_among_those_that_leave_something_out(call):
+def test_the_budget_is_chosen_among_those_that_leave_something_out(call, drafting_pays):
     """Of 64, 128, ... only those below the prompt, or the smallest: here a prompt of 60 leaves one."""
     record = record_of(call(SELFSPEC, f"{SIZES} --draft_budget auto --gamma 2"))
     assert record["draft_budget"] == "auto" and record["gamma"] == 2 and record["identical_sequences"] == 2
-    assert {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]} <= {64}
+    assert {choice["draft_budget"] for choice in drafting(record)} == {64}
     assert len(record["measured_costs"]) == 1
     longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64"
     record = record_of(call(SELFSPEC, f"{longer} --draft_budget auto --gamma auto"))
-    budgets = {choice["draft_budget"] for choice in record["choices"] if choice["gamma"]}
-    assert budgets <= {64, 128} and [costs["draft_budget"] for costs in record["measured_costs"]] == [128, 64]
+    assert {choice["draft_budget"] for choice in drafting(record)} == {64}  # 128 would cost too much
+    assert [costs["draft_budget"] for costs in record["measured_costs"]] == [128, 64]
     assert record["identical_sequences"] == 2
 
 
 @pytest.mark.parametrize("drafter", ["--draft ngram", "--draft oracle", "--draft_policy full", "--draft_policy snapkv"])
-def test_every_drafter_takes_an_automatic_gamma(call, drafter):
+def test_every_drafter_takes_an_automatic_gamma(call, drafting_pays, drafter):
     record = record_of(call(SELFSPEC, f"{SIZES} --gamma auto {drafter}"))
-    assert record["identical_sequences"] == 2 and record["gamma"] == "auto"
+    assert record["identical_sequences"] == 2 and record["gamma"] == "auto" and drafting(record)
 
 
 def test_a_standalone_draft_with_snapkv_and_an_automatic_gamma(call, checkpoint):
@@ -126,6 +150,8 @@ def test_a_standalone_draft_cannot_change_its_budget(call, checkpoint):
     assert code == 2 and "reproduce/acceptance.py --draft_model" in err
 
 
+# What the cost model calls otherwise, as whole words.
+BENCHMARK_FLAGS = re.compile(r"--(?:B|prefix_len|gamma|draft_policy|draft_budget|streamingllm_budget)\b")
 GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
 
 
@@ -160,11 +186,54 @@ def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call
 
 @pytest.mark.parametrize(
     "flags,says",
-    [("--alpha 1.5", ("--alpha", "1.5")), ("--gammas 0 3 --alpha 0.5", ("--gammas", ">= 1"))],
+    [
+        ("--alpha 1.5", ("--alpha", "1.5")),
+        ("--gammas 0 3 --alpha 0.5", ("--gammas", ">= 1")),
+        ("--gammas -2 --gen_len 1", ("--gammas", "seen:     -2")),
+        ("--gammas 2 --gen_len 3", ("--gen_len", ">= 4")),
+        ("--gammas 1 12 --gen_len 4", ("--gen_len", ">= 5")),
+        # A model of 256 tokens.
+        ("--contexts 40 300 --alpha 0.5", ("--contexts, --gen_len and --gammas", "use --contexts 156 or less")),
+    ],
 )
 def test_the_cost_model_refuses(call, flags, says):
     code, _, err = call("engine.cost_model", f"{GRID} {flags}")
-    assert code == 2 and all(part in err for part in says)
+    assert code == 2 and all(part in err for part in says), err
+    assert "loading" not in err and not BENCHMARK_FLAGS.findall(err)
+
+
+@pytest.mark.parametrize(
+    "flags,named",
+    [
+        ("--batches 5000 --acceptance_rows 6000 --alpha 0.5", "--batches"),
+        ("--batches 1 5000", "--batches"),
+        ("--batches 1 --acceptance_rows 5000", "--acceptance_rows"),
+    ],
+)
+def test_the_cost_model_names_the_rows_that_do_not_fit_into_memory(call, monkeypatch, flags, named):
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 20_000_000)
+    code, _, err = call("engine.cost_model", f"{GRID} {flags}")
+    assert code == 2 and re.search(rf"use {named} \d+, the largest batch that fits", err), err
+    assert not BENCHMARK_FLAGS.findall(err)
+
+
+def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
+    """Where rates are given, no text is drafted; where they are measured, at most three tokens of it a round."""
+    sizes = "--batches 1 --contexts 40 --policies streaming --budgets 40 --device cpu"
+    assert record_of(call("engine.cost_model", f"{sizes} --gammas 1 20 --alpha 0.8 --gen_len 1"))["gammas"] == [1, 20]
+    record = record_of(call("engine.cost_model", f"{sizes} --gammas 1 20 --gen_len 5 --acceptance_rows 1"))
+    assert 1 <= record["acceptance_judged_by_context"][0][0] <= 3
+
+
+def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    sizes = "--batches 1 --contexts 40 --policies streaming --budgets 16 --gammas 1 --alpha 0.8 --device cpu"
+    files = ["--model", str(checkpoint / "model.pth"), "--output", str(tmp_path / "costs.jsonl")]
+    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files]
+    with open(write_end, "wb") as nobody:
+        assert subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.DEVNULL).returncode != 0
+    assert json.loads((tmp_path / "costs.jsonl").read_text())["benchmark"] == "cost_model"
 
 
 def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call):
@@ -176,7 +245,10 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call):
     assert all(row["identical_rows"] == 2 and len(row["tokens_per_second"]) == 2 for row in rows.values())
     auto, both = rows["auto"], rows["auto budget"]
     assert (auto["draft_budget"], auto["budgets"], both["draft_budget"]) == (40, None, "auto")
-    assert [len(row["measured_costs"] or []) for row in rows.values()] == [0, 0, 0, 0, 0, 1, 2]
+    # Measured anew in both repeats, for one drafter and for two.
+    measured = [row["measured_costs"] for row in rows.values()]
+    assert measured[:5] == [None] * 5 and [list(map(len, runs)) for runs in measured[5:]] == [[1, 1], [2, 2]]
+    assert auto["measured_costs"][0] != auto["measured_costs"][1] and len(auto["measured_costs_seconds"]) == 2
     assert {budget for run in both["budgets"] for budget in run} <= {64, 128, None}
     assert [[bool(gamma) for gamma in run] for run in both["gammas"]] == [
         [budget is not None for budget in run] for run in both["budgets"]
@@ -191,7 +263,9 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call):
 def test_an_automatic_budget_does_not_depend_on_the_measured_ones(call, flags):
     rows = record_of(call("reproduce/gamma_cell.py", f"{SIZES} --repeats 1 {flags}"))["rows"]
     (both,) = [row for row in rows if row["way"] == "auto budget"]
-    assert {budget for run in both["budgets"] for budget in run} <= {64, None} and len(both["measured_costs"]) == 1
+    assert {budget for run in both["budgets"] for budget in run} <= {64, None} and [
+        len(costs) for costs in both["measured_costs"]
+    ] == [1]
 
 
 def test_acceptance_on_three_kinds_of_text(call):
@@ -243,22 +317,57 @@ def test_a_sliding_window_and_selection_by_attention_do_not_go_together(call, tm
 
 
 LATE = {
-    "a budget without room, last": ("reproduce/acceptance.py", "--policies snapkv --budgets 40 20 --gen_len 24"),
-    "a budget without room": ("engine.cost_model", "--policies snapkv --budgets 20 --alpha 0.5"),
-    "a window below a block": ("reproduce/gamma_cell.py", "--budgets 40 --gammas 3 60"),
+    "a budget without room, last": (
+        "reproduce/acceptance.py",
+        "--policies snapkv --budgets 40 20 --gen_len 24",
+        ("budget (--budgets) and window (--snapkv_window)", "budget 20"),
+    ),
+    "a budget that is none": ("reproduce/acceptance.py", "--budgets -1 --gen_len 24", ("where:    --budgets\n",)),
+    "a target that is not there": (
+        "reproduce/acceptance.py",
+        "--draft_model somewhere/model.pth --model nowhere/model.pth --gen_len 24",
+        ("where:    --model\n", "nowhere"),
+    ),
+    "a draft that is not there": (
+        "reproduce/acceptance.py",
+        "--draft_model nowhere/model.pth --B 1 --prefix_len 80 --gen_len 24",
+        ("where:    --draft_model\n", "nowhere"),
+    ),
+    "a budget without a window": (
+        "engine.cost_model",
+        "--policies streaming --budgets 4 40 --alpha 0.5",
+        ("budget (--budgets) and n_sink (--n_sink)", "budget 4"),
+    ),
+    "a budget without room": (
+        "engine.cost_model",
+        "--policies snapkv --budgets 20 --alpha 0.5",
+        ("budget (--budgets) and window (--snapkv_window)", "budget 20"),
+    ),
+    "a window below a block of the cost model": (
+        "engine.cost_model",
+        "--budgets 40 --gammas 3 60 --alpha 0.5",
+        ("gamma (--gammas) and the draft's budget (--budgets)", "gamma 60, window 36"),
+    ),
+    "a window below a block": ("reproduce/gamma_cell.py", "--budgets 40 --gammas 3 60", ("gamma 60, window 36",)),
     "an automatic budget without room": (
         "reproduce/gamma_cell.py",
         "--budgets 512 --gammas 1 --n_sink 64 --prefix_len 100",
+        ("n_sink (--n_sink)", "budget 64, n_sink 64"),
     ),
-    "new tokens without a round": ("reproduce/gamma_cell.py", "--budgets 40 --gammas 3 --gen_len 1"),
+    "new tokens without a round": (
+        "reproduce/gamma_cell.py",
+        "--budgets 40 --gammas 3 --gen_len 1",
+        ("where:    --gen_len\n",),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", LATE)
 def test_what_one_of_many_drafts_cannot_do_is_found_first(call, what):
-    path, flags = LATE[what]
+    path, flags, says = LATE[what]
     code, _, err = call(path, f"--device cpu {flags}")
     assert code == 2 and "loading" not in err and err.count("error:") == 1
+    assert all(part in err for part in says), err
 
 
 def test_flags_that_a_program_goes_through_by_itself_are_none_of_its_flags(call):

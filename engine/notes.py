@@ -1,0 +1,36 @@
+"""What the table of a run does not say by itself: why fields are empty, and which of its ratios are only noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.settings import AUTO_GAMMA, DraftSettings
+
+# Rounds below which one that was interrupted decides the ratio of two passes.
+FEW_ROUNDS = 8
+
+
+def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
+    """One sentence for each thing that the record of a run would be misread without; mostly none."""
+    found = []
+    if record["gen_len"] == 1:
+        found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
+    if draft is not None and draft.auto_gamma and draft.gamma < AUTO_GAMMA:
+        found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {_room(draft)}")
+    if record["choices"]:
+        n_rounds = sum(choice["rounds"] for choice in record["choices"])
+        n_drafting = sum(choice["rounds"] for choice in record["choices"] if choice["gamma"])
+        compared = record["speedup"] is not None
+        if not n_drafting:
+            found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
+        elif compared and n_rounds < FEW_ROUNDS:
+            found.append(f"{n_rounds} rounds are too few for a speedup; a longer --gen_len has more")
+    return found
+
+
+def _room(draft: DraftSettings) -> str:
+    """What holds a round's tokens, and how many."""
+    if draft.window is not None:
+        return f"--snapkv_window has room for {draft.window} tokens of a round"
+    smallest = min(draft.budgets or (draft.capacity,))
+    return f"a budget of {smallest} has room for {smallest - (draft.n_sink or 0)} tokens of a round beside its sinks"

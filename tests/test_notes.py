@@ -1,0 +1,52 @@
+"""What is said below the table of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.notes import FEW_ROUNDS, notes
+from engine.settings import DraftSettings
+
+AUTO = DraftSettings("self", gamma=6, auto_gamma=True, policy="streaming", capacity=512, n_sink=4)
+
+
+def record(*rounds_by_gamma: tuple[int, int], speedup: float | None = 1.2, gen_len: int = 64) -> dict[str, Any]:
+    choices = [{"gamma": gamma, "rounds": rounds} for gamma, rounds in rounds_by_gamma]
+    return {"gen_len": gen_len, "choices": choices, "speedup": speedup}
+
+
+def test_a_run_with_a_result_says_nothing():
+    assert notes(record((3, 20)), AUTO) == notes(record((0, 60), (3, 1)), AUTO) == []
+    assert notes(record((3, 20)), DraftSettings("self", gamma=3, capacity=512)) == []
+    plain_decoding = {"gen_len": 64, "choices": None, "speedup": None}
+    assert notes(plain_decoding, None) == []
+
+
+def test_a_speedup_of_plain_steps_or_of_few_rounds_is_noise():
+    assert notes(record((0, 63)), AUTO) == ["every round was a plain step, so the speedups are noise"]
+    assert notes(record((0, 63), speedup=None), AUTO) == ["every round was a plain step"]
+    (few,) = notes(record((0, 1), (3, FEW_ROUNDS - 2)), AUTO)
+    assert few.startswith(f"{FEW_ROUNDS - 1} rounds are too few")
+    assert notes(record((3, FEW_ROUNDS)), AUTO) == notes(record((3, 1), speedup=None), AUTO) == []
+
+
+def test_one_token_is_not_decoded():
+    (said,) = notes(record(speedup=None, gen_len=1), AUTO)
+    assert "--gen_len 2" in said
+
+
+@pytest.mark.parametrize(
+    "draft,says",
+    [
+        (DraftSettings("self", 3, True, "streaming", 8, n_sink=4), "up to 3, not 6: a budget of 8 has room for 4 "),
+        (DraftSettings("self", 3, True, "streaming", 64, (8, 64), n_sink=4), "a budget of 8 has room for 4 "),
+        (DraftSettings("self", 4, True, "snapkv", 512, window=5), "--snapkv_window has room for 5 "),
+    ],
+)
+def test_a_gamma_that_was_chosen_among_few_says_why(draft, says):
+    (said,) = notes(record((2, 20)), draft)
+    assert says in said
+    fixed = DraftSettings("self", 3, False, "streaming", 8, n_sink=4)
+    assert notes(record((2, 20)), fixed) == []
