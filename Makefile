@@ -30,7 +30,7 @@ reproduce: $(VENV)/.installed-dev  ## published tables and figures beside what t
 	$(RUN) reproduce/speedup_tables.py $(HERE)/speedups.jsonl
 	$(RUN) reproduce/cost_ratios.py $(HERE)/speedups.jsonl
 	$(RUN) reproduce/throughput_latency.py $(HERE)/speedups.jsonl
-	$(RUN) reproduce/cost_model_error.py $(HERE)/cost_model.jsonl
+	$(RUN) reproduce/cost_model_error.py --repeats 2 $(HERE)/cost_model.jsonl
 
 test: lint  ## checks and tests, slow ones left out
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
