@@ -12,6 +12,9 @@ from models.attention import BACKENDS
 from models.default_model import DEFAULT_CHECKPOINT
 from models.quantize import SCHEMES
 
+# How argparse begins to say so.
+UNRECOGNIZED = "unrecognized arguments:"
+
 
 class Parser(argparse.ArgumentParser):
     """Turns argparse's complaints into the errors that all others are, said once however many ranks there are.
@@ -26,10 +29,19 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(
             "the command line cannot be read",
             where=self.prog,
-            seen=message,
+            seen=_without_values(message),
             required="flags of this script",
             fix="see --help",
         )
+
+
+def _without_values(message: str) -> str:
+    """Of arguments that no flag takes, their flags alone: a value that follows a mistyped flag may be a secret."""
+    if not message.startswith(UNRECOGNIZED):
+        return message
+    words = message.removeprefix(UNRECOGNIZED).split()
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    return " ".join([UNRECOGNIZED, *flags]) if flags else "unrecognized arguments without a flag"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

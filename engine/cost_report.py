@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from engine import arguments, settings
 from engine.acceptance import AcceptanceRate
 from engine.cost_model import CostGrid, tokens_per_round
+from engine.flag_names import flags_named
 from engine.measure_grid import ACCEPTANCE_GAMMA, Draft, measure_acceptance, measure_grid, prepare_largest
-from engine.plan import flags_named
 from engine.provenance import append_record, provenance
 from engine.report import settings_record
 from kv_cache.errors import ConfigError, exit_on_user_error

@@ -149,9 +149,8 @@ def generate(
         choosing = time.perf_counter()
         choice = _choose(pacing) if busy else None
         choice_seconds = time.perf_counter() - choosing
-        if (
-            choice is not None and choice.drafter is not None
-        ):  # what a drafter does with a new prompt is no part of a round
+        if choice is not None and choice.drafter is not None:
+            # What a drafter does with a new prompt is no part of a round.
             new = [row for row, slot in enumerate(slots) if slot.request and len(slot.request.tokens) == 1]
             draft_prefill_seconds += _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, new, progress)
         prefill_seconds += time.perf_counter() - started - choice_seconds

@@ -1,4 +1,4 @@
-"""Measures what rounds cost: plain steps and rounds of every gamma in turn, in one decode over a filled cache."""
+"""Measures what rounds cost: plain steps and rounds of every gamma in turn, over a filled cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from engine.stats import Round
 from engine.timing import PhaseTimer
 from kv_cache.errors import ConfigError
 
-# Rounds of each kind that are timed: as many as fit into so many seconds, but neither fewer nor more than these ...
-FEWEST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 16, 8.0
-# ... and those before them that are not: one runs, one captures, one replays.
+# Rounds of each kind that are timed: as many as fit, but neither fewer nor more than these ...
+FEWEST_TIMED, MOST_TIMED = 4, 16
+# ... into what all rounds may take, those included that are not timed, of each kind the first ones ...
+MEASURING_SECONDS = 8.0
+# ... which are so many: one runs, or one runs, one captures, one replays.
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 
 
@@ -31,7 +33,7 @@ def rounds_in_turn(
     sampling: SamplingParams | None = None,
     verification: str = "auto",
 ) -> Iterator[tuple[Sequence[Round], PhaseTimer]]:
-    """Decode behind the prompts, as often as it takes, until the pacing is done, and no round longer.
+    """Decode behind the prompts, as often as it takes, until the pacing is done.
 
     Yields the rounds of each decode, and their phases' times. Errors: ConfigError for fewer prompts than rows, or
     if nothing is to be decoded behind the first token; UserError if logits are not finite.
@@ -68,7 +70,7 @@ def measure_costs(
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     verification: str = "auto",
-    seconds: float = TIMED_SECONDS,
+    seconds: float = MEASURING_SECONDS,
 ) -> list[Costs]:
     """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of rounds in turn.
 

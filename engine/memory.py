@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -22,6 +23,8 @@ SAMPLING_BYTES = 4 * 4 + 4 + 8
 FILTER_BYTES = 4 + 8 + 4 * 8 + 8
 # What a pass of the random number generator holds per block: its words and their products, in int64.
 PASS_BYTES = 16 * 8
+# Tokens a row that a draft runs at once, at most: a standalone draft starts its rounds with two.
+DRAFT_BLOCK = 2
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class MemoryPlan:
 class DraftFootprint:
     """A draft model of that (shard's) configuration in `dtype`, and `capacity` KV entries a row in `kv_dtype`.
 
-    observed: how many queries select entries (SnapKV). prefills: whether it runs the prompts itself.
+    observed: how many queries select entries (SnapKV). prefills: whether it runs the prompts itself. dequantizes: as
+    of `plan_memory`, of the draft's entries.
     """
 
     config: ModelConfig
@@ -62,6 +66,7 @@ class DraftFootprint:
     kv_dtype: torch.dtype | None = None
     observed: int = 0
     prefills: bool = False
+    dequantizes: Callable[[int], bool] | None = None
 
 
 def plan_memory(
@@ -77,14 +82,13 @@ def plan_memory(
     vocab_size: int | None = None,
     quantize: str | None = None,
     kv_dtype: torch.dtype | None = None,
-    dequantizes: bool = False,
+    dequantizes: Callable[[int], bool] | None = None,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
-    `dequantizes`: whether attention turns the target's 8-bit entries of all rows into `dtype` first, as it does with
-    those of one row while it prefills, whatever its kernels read. `sampling` holds laws and noise beside the logits;
-    None is greedy. Of a sharded model, `config` is that of the shard, and `vocab_size` that of the whole model, whose
-    logits meet on one rank.
+    `dequantizes`: whether attention over blocks of so many tokens turns the target's 8-bit entries into `dtype` first;
+    None where entries have more bits. `sampling` holds laws and noise beside the logits; None is greedy. Of a sharded
+    model, `config` is that of the shard, and `vocab_size` that of the whole model, whose logits meet on one rank.
     """
     itemsize = dtype.itemsize
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
@@ -95,6 +99,8 @@ def plan_memory(
         sampling_bytes = SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
     weights = _weight_bytes(config, dtype, device, quantize)
     draft_kv_per_row = selection = 0
+    dequantized_per_row = _dequantized_bytes(config, dtype, capacity, dequantizes, block)
+    dequantized_prefill = _dequantized_bytes(config, dtype, capacity, dequantizes, prefill_chunk)
     if draft:
         if not draft.shares_weights:
             weights += _weight_bytes(draft.config, draft.dtype, device, draft.quantize)
@@ -107,7 +113,13 @@ def plan_memory(
             selection = 4 * capacity * (scores + 2 * observed.n_kv_head * observed.head_dim)
             if draft.prefills:  # a whole row, which the policy then selects from
                 selection += capacity * kv_bytes_per_token
-    dequantized = _dequantized_bytes(config, dtype, capacity) if kv_dtype in LARGEST else 0
+        # Target and draft never attend at once.
+        drafting = _dequantized_bytes(draft.config, draft.dtype, draft.capacity, draft.dequantizes, DRAFT_BLOCK)
+        dequantized_per_row = max(dequantized_per_row, drafting)
+        if draft.prefills:
+            context = capacity if draft.observed else draft.capacity
+            filling = _dequantized_bytes(draft.config, draft.dtype, context, draft.dequantizes, prefill_chunk)
+            dequantized_prefill = max(dequantized_prefill, filling)
     return MemoryPlan(
         weights=weights,
         target_kv_per_row=capacity * _kv_bytes_per_token(config, kv_dtype or dtype),
@@ -115,9 +127,9 @@ def plan_memory(
         activations=(chunk_rows + 2 * chunk_mask) * itemsize
         + noise_pass
         + selection
-        + (0 if dequantizes else dequantized),
+        + max(0, dequantized_prefill - dequantized_per_row),
         logits_per_row=block * (vocab_size or config.vocab_size) * (2 * itemsize + sampling_bytes),
-        dequantized_per_row=dequantized if dequantizes else 0,
+        dequantized_per_row=dequantized_per_row,
     )
 
 
@@ -138,10 +150,14 @@ def _kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.kv_bytes_per_token(dtype.itemsize) + scales
 
 
-def _dequantized_bytes(config: ModelConfig, dtype: torch.dtype, capacity: int) -> int:
+def _dequantized_bytes(
+    config: ModelConfig, dtype: torch.dtype, capacity: int, dequantizes: Callable[[int], bool] | None, n_token: int
+) -> int:
     """At most, of one layer's entries of a row: the keys in `dtype`, and of the values float32, its product with the
-    scales, and that in `dtype`, two at a time.
+    scales, and that in `dtype`, two at a time. 0 where attention reads the entries as they are.
     """
+    if dequantizes is None or not dequantizes(n_token):
+        return 0
     return capacity * config.n_kv_head * config.head_dim * (dtype.itemsize + 4 + max(4, dtype.itemsize))
 
 

@@ -15,16 +15,16 @@ def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
     found = []
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
-    if draft is not None and draft.auto_gamma and draft.gamma < AUTO_GAMMA:
+    if not record["choices"] or draft is None:
+        return found
+    if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
         found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {_room(draft)}")
-    if record["choices"]:
-        n_rounds = sum(choice["rounds"] for choice in record["choices"])
-        n_drafting = sum(choice["rounds"] for choice in record["choices"] if choice["gamma"])
-        compared = record["speedup"] is not None
-        if not n_drafting:
-            found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
-        elif compared and n_rounds < FEW_ROUNDS:
-            found.append(f"{n_rounds} rounds are too few for a speedup; a longer --gen_len has more")
+    n_rounds = sum(choice["rounds"] for choice in record["choices"])
+    compared = record["speedup"] is not None
+    if draft.automatic and not any(choice["gamma"] for choice in record["choices"]):
+        found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
+    elif compared and n_rounds < FEW_ROUNDS:
+        found.append(f"{n_rounds} rounds are too few for a speedup; a longer --gen_len has more")
     return found
 
 

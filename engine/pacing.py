@@ -59,14 +59,15 @@ class Fixed:
 class InTurn:
     """The choices of a list in turn, until each had `n_rounds` rounds in which all `n_rows` rows decode.
 
-    acceptance: what each drafter's rounds showed.
+    A decode ends before that once fewer rows do, behind one such round: the next one goes on with what is missing.
+    acceptance: what each drafter's rounds with all rows showed.
     """
 
     def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int, n_rounds: int) -> None:
         self.drafters = tuple(drafters)
         self.max_gamma = max(choice.gamma for choice in choices)
         self.n_rounds = n_rounds
-        self._n_rows = n_rows
+        self._n_rows, self._rows_are_missing = n_rows, False
         self._had = dict.fromkeys(choices, 0)
         self._reached, self._accepted = [0] * len(drafters), [0] * len(drafters)
 
@@ -75,7 +76,10 @@ class InTurn:
         return min(self._had.values()) >= self.n_rounds
 
     def choose(self) -> Choice | None:
-        return None if self.done else min(self._had, key=self._had.__getitem__)
+        if self.done or self._rows_are_missing:
+            self._rows_are_missing = False
+            return None
+        return min(self._had, key=self._had.__getitem__)
 
     @property
     def acceptance(self) -> list[AcceptanceRate]:
@@ -84,7 +88,10 @@ class InTurn:
         return [AcceptanceRate(accepted / reached, reached) for accepted, reached in pairs]
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        self._had[choice] += len(accepted) == self._n_rows
+        self._rows_are_missing = len(accepted) < self._n_rows
+        if self._rows_are_missing:
+            return
+        self._had[choice] += 1
         if choice.drafter is not None:
             self._accepted[choice.drafter] += sum(accepted)
             self._reached[choice.drafter] += sum(places_reached(choice.gamma, accepted))

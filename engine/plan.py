@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +22,9 @@ from engine.provenance import require_appendable
 from engine.runner import PREFILL_CHUNK
 from engine.settings import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
 from kv_cache.entries import LARGEST
-from kv_cache.errors import ConfigError, UserError
+from kv_cache.errors import ConfigError
 from models import ModelConfig
-from models.attention import TorchAttention, select_backend
+from models.attention import select_backend
 from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
@@ -49,16 +47,6 @@ class Plan:
     capacity: int
     group: tuple[int, ...]
     draft_group: tuple[int, ...]
-
-
-@contextmanager
-def flags_named(names: Mapping[str, str]) -> Iterator[None]:
-    """For a program that calls some of a benchmark's flags otherwise: errors name its own, `{"gamma": "gammas"}`."""
-    try:
-        yield
-    except UserError as error:
-        error.args = (re.sub(r"(?<!\w)--(\w+)", lambda flag: f"--{names.get(flag[1], flag[1])}", str(error)),)
-        raise
 
 
 def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings | None) -> Plan:
@@ -175,6 +163,7 @@ def require_room(plan: Plan) -> None:
             draft.kv_dtype,
             observed=draft.window or 0,
             prefills=source is not None,
+            dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype),
         )
     memory = plan_memory(
         largest,
@@ -188,15 +177,19 @@ def require_room(plan: Plan) -> None:
         vocab_size=config.vocab_size,
         quantize=args.quantize,
         kv_dtype=plan.kv_dtype,
-        dequantizes=plan.kv_dtype in LARGEST and _attends_in_pytorch(plan, largest),
+        dequantizes=_dequantizes(plan, largest, plan.dtype, plan.kv_dtype),
     )
     sharers = local_world_size() if plan.device == "cpu" else 1
     require_memory(memory, args.B, available_bytes(plan.device) // sharers, plan.device)
 
 
-def _attends_in_pytorch(plan: Plan, config: ModelConfig) -> bool:
-    spec = attention_spec(config, plan.dtype)
-    return select_backend(plan.args.attention, plan.device, spec, plan.kv_dtype).backend.name == TorchAttention.name
+def _dequantizes(
+    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None
+) -> Callable[[int], bool] | None:
+    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit."""
+    if entries not in LARGEST:
+        return None
+    return select_backend(plan.args.attention, plan.device, attention_spec(config, dtype), entries).backend.dequantizes
 
 
 def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import resource
@@ -285,7 +284,20 @@ def costs_record(setup: Setup, costs: Sequence[Costs]) -> list[dict[str, Any]] |
     """What rounds cost and accepted, of each drafter, with its KV entries a row if it has a cache."""
     budgets = setup.draft.capacities if setup.draft and setup.draft.dtype is not None else [None] * len(costs)
     pairs = zip(budgets, costs, strict=True) if costs else ()
-    return [{"draft_budget": budget, **dataclasses.asdict(one)} for budget, one in pairs] or None
+    return [{"draft_budget": budget, **_cost_record(one)} for budget, one in pairs] or None
+
+
+def _cost_record(costs: Costs) -> dict[str, Any]:
+    seen = costs.acceptance
+    return {
+        "plain_ms": costs.plain_ms,
+        "gammas": costs.at,
+        "verify_ms": costs.verify_ms,
+        "draft_ms": costs.draft_ms,
+        "other_ms": costs.other_ms,
+        "accepted_share": seen.value if seen else None,
+        "places_reached": seen.n if seen else None,
+    }
 
 
 def drafting_budget(setup: Setup, choice: Choice) -> int | None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import arguments, benchmark, report, settings
 from engine.data import load_books, make_prompts
-from engine.plan import flags_named
+from engine.flag_names import flags_named
 from engine.provenance import append_record, provenance, require_appendable
 from engine.say import say
 from engine.setup import Setup, make_drafter, prepare

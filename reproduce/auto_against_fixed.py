@@ -156,7 +156,7 @@ def summary(choosing: Choosing, records: Sequence[Record]) -> str:
     ratios = [row.ratio for row in against_fixed(choosing, records)]
     n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
     verdict = "none lies" if n_below == 0 else f"{n_below} of {len(ratios)} lie" if n_below > 1 else "one lies"
-    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.3f}"
+    return f"the aim is {LEAST_RATIO} or more at every size: {verdict} below, the lowest at {min(ratios):.4f}"
 
 
 def table(choosing: Choosing, records: Sequence[Record]) -> str:

@@ -222,9 +222,9 @@ def main() -> None:
     strict = certify(seen, calibration.gap_change / 2) if params.greedy else None
 
     record = make_record(setup, output, calibration, result, strict)
+    append_record(args.output, record)  # first: whoever reads what is printed may leave
     print(f"\n  {record['model']}, {record['device']}, {record['dtype']}, {record['verification']}\n")
     print(table(record) + "\n")
-    append_record(args.output, record)
     print(json.dumps(record), flush=True)
     if not record["holds"]:
         sys.exit(1)

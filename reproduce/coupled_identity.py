@@ -28,16 +28,20 @@ from engine import (
     report,
     settings,
 )
-from engine.drafters import Drafter, check_gamma
+from engine.drafters import Drafter
+from engine.flag_names import flags_named
 from engine.provenance import append_record, provenance
 from engine.say import dtype_name, say
 from engine.setup import Setup, prepare
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.errors import ConfigError, exit_on_user_error
-from kv_cache.streaming import check_budget
 
 SHORTER_BY = 37  # tokens, from each row to the next
 MAX_GAMMA, N_SINK = 5, 4
+# Behind the sinks there is room for one verification block.
+LEAST_BUDGET = N_SINK + MAX_GAMMA + 1
+# What a benchmark's flags are called here.
+OWN_FLAGS = {"draft_budget": "budgets"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,23 +141,26 @@ def checked(args: argparse.Namespace) -> tuple[settings.Sampling, settings.Draft
             required="coupled, or greedy at temperature 0",
             fix="use --verification coupled",
         )
-    for budget in args.budgets:
-        check_budget(budget, N_SINK)
-        check_gamma(MAX_GAMMA, budget - N_SINK)
+    settings.require_at_least("budgets", min(args.budgets), LEAST_BUDGET)
     dtype = settings.resolve_draft_dtype(args, "auto")
     largest = max(args.budgets)
     draft = settings.DraftSettings("self", MAX_GAMMA, policy="streaming", capacity=largest, n_sink=N_SINK, dtype=dtype)
     return sampling, draft
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     arguments.add_common_arguments(parser)
     arguments.add_sampling_arguments(parser)
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 512], help="KV budgets of the draft")
     parser.set_defaults(B=4, prefix_len=2000, temperature=0.6, seed=7, verification="coupled")
-    args = parser.parse_args()
-    setup = prepare(args, *checked(args))
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    with flags_named(OWN_FLAGS):
+        setup = prepare(args, *checked(args))
     lengths = [max(2, args.prefix_len - SHORTER_BY * row) for row in range(len(setup.prompts))]
     prompts = [prompt[:length] for prompt, length in zip(setup.prompts, lengths, strict=True)]
     setup = dataclasses.replace(setup, prompts=prompts)

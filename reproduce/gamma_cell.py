@@ -27,7 +27,7 @@ from engine.benchmark import costs_of, decode, make_pacing
 from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
-from engine.plan import flags_named
+from engine.flag_names import flags_named
 from engine.provenance import append_record, provenance, require_appendable
 from engine.settings import DraftSettings
 from engine.setup import Setup, make_drafters, prepare

@@ -23,7 +23,14 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line's flags. Errors: ConfigError unless there are records to read, and a place for the page."""
     args = parser.parse_args()
     require_folder("results", args.results)
-    require_folder("page", args.page.parent)
+    if not args.page.parent.is_dir():
+        raise ConfigError(
+            "there is no folder for the page",
+            where="--page",
+            seen=args.page,
+            required="a file in an existing folder",
+            fix=f"create {args.page.parent}, or leave out --page",
+        )
     if args.page.is_dir():
         raise ConfigError(
             "a folder is no page", where="--page", seen=args.page, required="a file", fix="name a file in that folder"
@@ -32,14 +39,14 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def require_folder(flag: str, folder: Path) -> None:
-    """Errors: ConfigError. A page made from a folder that is not there would say that nothing was measured."""
+    """Of a folder to read. Errors: ConfigError: made without it, the page would say that nothing was measured."""
     if not folder.is_dir():
         raise ConfigError(
             "there is no such folder",
             where=f"--{flag}",
             seen=folder,
             required="an existing folder",
-            fix=f"create it, or leave out --{flag}",
+            fix=f"correct the path, or leave out --{flag}",
         )
 
 

@@ -21,6 +21,7 @@ import torch
 
 from engine.arguments import Parser
 from engine.provenance import append_record, provenance, require_appendable
+from engine.say import say
 from kv_cache.entries import KV, LARGEST
 from kv_cache.errors import ConfigError, exit_on_user_error
 from models.attention.base import AttentionSpec
@@ -201,14 +202,14 @@ def main() -> None:
     require_triton()
     require_appendable(args.output)
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    print(f"{'variant':<62} {'arch':>5} {'registers':>9} {'shared':>7} {'spills':>7} {'threads':>7}")
+    say(f"{'variant':<62} {'arch':>5} {'registers':>9} {'shared':>7} {'spills':>7} {'threads':>7}")
     reports = []
     for arch in args.archs:
         for variant, launch in variants(arch, dtypes, args.head_dims, args.rows):
             report = compile_launch(variant, launch, arch)
             spills = report.spill_stores + report.spill_loads
             sizes = f"{report.registers:>9} {report.shared:>7} {spills:>7} {report.threads:>7}"
-            print(f"{variant:<62} sm_{arch} {sizes}", flush=True)
+            say(f"{variant:<62} sm_{arch} {sizes}")
             reports.append(report)
     found = [problem for report in reports for problem in problems(report)]
     record = {
@@ -221,7 +222,7 @@ def main() -> None:
         "kernels": [asdict(report) for report in reports],
         **provenance(),
     }
-    append_record(args.output, record)
+    append_record(args.output, record)  # first: whoever reads what is printed may leave
     print(f"{len(reports)} variants, at most {record['max_registers']} registers, {len(found)} problems")
     if found:
         print("\n".join(found), file=sys.stderr)

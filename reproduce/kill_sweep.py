@@ -277,12 +277,12 @@ def main() -> None:
         grid = Path(folder) / "grid.toml"
         write_grid(cells, grid)
         seen = disturb(cells, args.kills, rng, Path(folder), start_command(grid), progress=True)
+    record = {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}
+    append_record(args.output, record)  # first: whoever reads what is printed may leave
     print(
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"
     )
-    record = {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}
-    append_record(args.output, record)
     print(json.dumps(record), flush=True)
     if not is_sound(seen):
         sys.exit(1)

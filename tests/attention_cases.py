@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ class Case:
 
     def run(self, backend) -> Tensor:
         return backend.attend(self.q, self.kv, backend.prepare(self.spec, self.queries, self.slots))
+
+    def dequantizes(self, backend) -> bool:
+        """Whether the backend turns the case's entries into another dtype, whatever it says."""
+        with patch.object(KV, "dequantized", autospec=True, side_effect=KV.dequantized) as dequantized:
+            self.run(backend)
+        return dequantized.called
 
     def reference(self) -> Tensor:
         """The torch backend over the same entries, in float64."""

@@ -26,6 +26,7 @@ from mutant_table import MUTANTS, Mutant
 
 from engine.arguments import Parser
 from engine.provenance import append_record, provenance, require_appendable
+from engine.say import say
 from kv_cache.errors import ConfigError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,18 +116,19 @@ def main() -> None:
     if without.killed_by or without.broken:
         print(f"the tests fail without any bug: {without.killed_by or without.broken}")
         sys.exit(1)
-    print(f"without a bug: all tests pass, {without.seconds:.0f} s\n\n| bug | in | killed by | s |\n|---|---|---|---|")
-    survivors, rows = 0, []
+    say(f"without a bug: all tests pass, {without.seconds:.0f} s")
+    lines, bugs = ["| bug | in | killed by | s |", "|---|---|---|---|"], []
     with ThreadPoolExecutor(args.jobs) as pool:
         for mutant, result in zip(mutants, pool.map(try_mutant, mutants), strict=True):
             killed_by = result.killed_by or result.broken or "SURVIVES"
-            survivors += result.killed_by is None
-            print(f"| {mutant.bug} | {mutant.file} | {killed_by} | {result.seconds:.0f} |", flush=True)
-            rows.append({"bug": mutant.bug, "file": mutant.file, "killed_by": result.killed_by})
-    print(f"\n{len(mutants) - survivors} of {len(mutants)} bugs killed\n")
-    record = {"benchmark": "mutants", "killed": len(mutants) - survivors, "of": len(mutants), "bugs": rows}
-    record |= provenance()
-    append_record(args.output, record)
+            say(f"{mutant.bug}: {killed_by}")
+            lines.append(f"| {mutant.bug} | {mutant.file} | {killed_by} | {result.seconds:.0f} |")
+            bugs.append({"bug": mutant.bug, "file": mutant.file, "killed_by": result.killed_by})
+    survivors = sum(bug["killed_by"] is None for bug in bugs)
+    record = {"benchmark": "mutants", "killed": len(bugs) - survivors, "of": len(bugs), "bugs": bugs, **provenance()}
+    append_record(args.output, record)  # first: whoever reads what is printed may leave
+    print("\n".join(lines))
+    print(f"\n{record['killed']} of {record['of']} bugs killed\n")
     print(json.dumps(record))
     sys.exit(1 if survivors else 0)
 

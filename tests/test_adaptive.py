@@ -15,7 +15,7 @@ from recorded_graph import RecordedGraph
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
 
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.acceptance import AcceptanceRate
 from engine.adaptive import (
     LONGEST_PAUSE,
@@ -357,6 +357,27 @@ def test_a_pacing_can_end_the_decode():
         assert 7 <= len(tokens) <= 13 and tokens == continue_by_recomputing(model, prompt, len(tokens))
     again = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
     assert again.tokens == [continue_by_recomputing(model, prompt, 10) for prompt in prompts]
+
+
+def test_a_row_that_ends_early_does_not_prolong_the_measurement(monkeypatch: pytest.MonkeyPatch):
+    """One row accepts everything, the other one nothing: rounds of the slow row alone measure nothing."""
+    model, prompts = tiny_model(), random_prompts([30, 11])
+    runner = ModelRunner(model, full_cache(model, 2))
+    quick, slow = (continue_by_recomputing(model, prompt, 30) for prompt in prompts)
+    drafter = SavedText(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
+    decodes: list[GenerateOutput] = []
+
+    def kept(*args: Any, **kwargs: Any) -> GenerateOutput:
+        decodes.append(generate(*args, **kwargs))
+        return decodes[-1]
+
+    monkeypatch.setattr("engine.measure_costs.generate", kept)
+    (measured,) = measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=20, seconds=0.0)
+    rounds = [[round_.busy for round_ in output.stats.rounds] for output in decodes]
+    assert len(rounds) > 1 and all(busy.count(1) <= 1 for busy in rounds)
+    assert sum(busy.count(2) for busy in rounds) == 3 * (1 + FEWEST_TIMED)
+    # Of the quick row all places of a block, of the slow one the first: 2 of 3 with gamma 2, 4 of 5 with 4.
+    assert measured.acceptance is not None and measured.acceptance.value == pytest.approx((2 + 4) / (3 + 5))
 
 
 def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import FakeSlots
+from attention_cases import FakeSlots, make_case
 
 from kv_cache import KV
-from models.attention import MAX_BLOCK, AttentionSpec, TorchAttention
+from models.attention import MAX_BLOCK, AttentionSpec, ObservingAttention, TorchAttention
 
 
 def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
@@ -52,6 +52,18 @@ def test_equals_attention_by_hand(n_head, n_kv_head, n_token, sliding_window):
     out = backend.attend(q, KV(k, v), prepared)
     wanted = by_hand(q, k, v, query_positions, slot_positions, sliding_window)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])
+def test_8_bit_entries_are_dequantised_as_the_backend_says(n_token):
+    case, backend = make_case([40, 33], n_token, storage=torch.int8), TorchAttention()
+    assert case.dequantizes(backend) and backend.dequantizes(n_token)
+
+
+def test_observing_changes_no_answer(monkeypatch):
+    backend = TorchAttention()
+    monkeypatch.setattr(backend, "dequantizes", lambda n_token: n_token > 3)
+    assert [ObservingAttention(backend).dequantizes(n_token) for n_token in (3, 4)] == [False, True]
 
 
 def test_chunks_of_any_size_give_the_same_logits():

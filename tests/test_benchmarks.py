@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
 from models.checkpoint import read_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -417,19 +418,42 @@ def test_the_batch_that_the_refusal_names_fits(
     assert "too little text" in message, "memory is checked before the text is read"
 
 
-@pytest.mark.parametrize("entries,of_all_rows", [("fp8", True), ("int8", True), ("same", False)])
+def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dtype | None = None) -> Selection:
+    """A backend that reads int8 in a model that computes in bfloat16, and dequantises all else."""
+    backend = TorchAttention()
+    reads = entries == torch.int8 and spec.dtype == torch.bfloat16
+    backend.dequantizes = lambda n_token: not reads  # type: ignore[method-assign]
+    return Selection(backend, "patched")
+
+
+@pytest.mark.parametrize(
+    "flags,select,of_all_rows",
+    [
+        ("--kv_dtype fp8", select_backend, True),
+        ("--kv_dtype int8", select_backend, True),
+        ("--kv_dtype same", select_backend, False),
+        ("--draft_policy full --draft_kv_dtype fp8", select_backend, True),
+        ("--kv_dtype int8", select_reader, False),
+        ("--kv_dtype int8 --draft_kv_dtype fp8", select_reader, True),
+        ("--kv_dtype fp8 --draft_kv_dtype int8", select_reader, True),
+        ("--kv_dtype int8 --draft_dtype float32", select_reader, True),
+    ],
+)
 def test_entries_that_attention_cannot_read_take_memory(
     checkpoint: Path,
     books: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    entries: str,
+    flags: str,
+    select: Callable[..., Selection],
     of_all_rows: bool,
 ) -> None:
     monkeypatch.setattr("engine.plan.available_bytes", lambda device: 10_000_000)
-    arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES | DRAFT)
-    flags = ["--B", "5000", "--attention", "torch", "--kv_dtype", entries]
-    message = refusal("selfspec", [*arguments, *flags], monkeypatch, capsys)
+    monkeypatch.setattr("engine.plan.select_backend", select)
+    policy = {} if "full" in flags else {"--streamingllm_budget": 16, "--n_sink": 4}
+    arguments = {"--model": checkpoint, "--dataset": books, "--attention": "torch", "--dtype": "bfloat16"}
+    arguments |= SIZES | {"--B": 5000, "--gamma": GAMMA} | policy
+    message = refusal("selfspec", [*flat(arguments), *flags.split()], monkeypatch, capsys)
     assert ("dequantised KV" in message) == of_all_rows
 
 

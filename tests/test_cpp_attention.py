@@ -58,6 +58,12 @@ def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, stor
             assert torch.equal(alone[0, 0], whole[row, token])
 
 
+@pytest.mark.parametrize("n_token", [1, 16, 17, 33])
+def test_8_bit_entries_are_never_dequantised(backend, n_token):
+    case = make_case([40, 33], n_token, storage=torch.int8)
+    assert not case.dequantizes(backend) and not backend.dequantizes(n_token)
+
+
 def test_what_the_kernel_does_not_have_runs_on_its_fallback(backend):
     entries = make_case([40, 33], 4, storage=torch.float8_e4m3fn)
     torch.testing.assert_close(entries.run(backend).double(), entries.reference(), rtol=0, atol=5e-6)

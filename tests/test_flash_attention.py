@@ -284,6 +284,12 @@ def test_what_flash_cannot_express_goes_to_the_fallback(package, reason):
     assert (fallback.prepared, fallback.attended) == (1, 2) and not calls
 
 
+def test_8_bit_entries_are_dequantised_as_the_fallback_does():
+    backend, fallback, _ = make_backend(FA3)
+    fallback.dequantizes = lambda n_token: n_token > 3
+    assert [backend.dequantizes(n_token) for n_token in (3, 4)] == [False, True]
+
+
 @pytest.mark.parametrize("package", [FA2, FA3_FWD], ids=["fa2", "fa3_fwd"])
 @pytest.mark.parametrize("n_token", [1, 4])
 def test_windows_go_to_the_fallback_where_the_package_lacks_them(package, n_token):

@@ -33,12 +33,15 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @SCRIPTS
 def test_records_are_in_a_folder(script, refuse, tmp_path):
     for place in (tmp_path / "mistyped", tmp_path / "page.md"):
-        refuse(script, f"no such folder\n  where:    --results\n  seen:     {place}\n", results=place)
+        seen = f"no such folder\n  where:    --results\n  seen:     {place}\n"
+        refuse(script, f"{seen}.*\n  fix:      correct the path, or leave out --results$", results=place)
 
 
 @SCRIPTS
 def test_a_page_is_a_file_in_a_folder(script, refuse, tmp_path):
-    refuse(script, "no such folder\n  where:    --page\n", page=tmp_path / "nowhere" / "x.md")
+    folder = tmp_path / "nowhere"
+    seen = f"no folder for the page\n  where:    --page\n  seen:     {folder / 'x.md'}\n"
+    refuse(script, f"{seen}.*\n  fix:      create {folder}, or leave out --page$", page=folder / "x.md")
     refuse(script, "a folder is no page\n  where:    --page\n", page=tmp_path)
 
 

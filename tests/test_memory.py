@@ -196,12 +196,46 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
     cache = FullKVCache(TINY, 3, CAPACITY, dtype=stored)
     with LiveBytes() as live:
         cache.read(0).dequantized(dtype)
-    plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=True)
+    plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=always)
     assert live.peak == 3 * plan.dequantized_per_row > 0
-    read = plan_of(TINY, dtype, kv_dtype=stored)
-    assert read.dequantized_per_row == 0
-    assert read.activations == plan.activations + plan.dequantized_per_row  # a row that prefills
-    assert plan_of(TINY, dtype, dequantizes=True).dequantized_per_row == 0
+
+
+def always(n_token: int) -> bool:
+    return True
+
+
+def longer_blocks(n_token: int) -> bool:
+    return n_token > BLOCK
+
+
+def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
+    read, all_rows, one_row, longer = (
+        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, block=block)
+        for dequantizes, block in ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
+    )
+    assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token: False) == read
+    assert read.dequantized_per_row == one_row.dequantized_per_row == 0
+    assert longer.dequantized_per_row == all_rows.dequantized_per_row > 0
+    assert longer.activations == all_rows.activations == read.activations
+    assert one_row.activations == read.activations + all_rows.dequantized_per_row
+
+
+def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
+    """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
+    own = DraftFootprint(TINY, torch.float32, BUDGET, True, kv_dtype=torch.int8, dequantizes=always)
+    chunks_only = replace(own, dequantizes=longer_blocks)
+    prefills = replace(chunks_only, prefills=True)
+    read, of_target = (plan_of(TINY, dequantizes=dequantizes, draft=None) for dequantizes in (None, always))
+    of_draft = of_target.dequantized_per_row * BUDGET // CAPACITY
+    assert plan_of(TINY, draft=own).dequantized_per_row == of_draft > 0
+    assert plan_of(TINY, draft=own, dequantizes=always).dequantized_per_row == of_target.dequantized_per_row
+    assert plan_of(TINY, draft=own, dequantizes=longer_blocks).activations == (
+        read.activations + of_target.dequantized_per_row - of_draft
+    )
+    for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
+        assert plan_of(TINY, draft=draft).activations == read.activations + chunk
+    selects, reads = (plan_of(TINY, draft=replace(prefills, observed=6, dequantizes=d)) for d in (longer_blocks, None))
+    assert selects.activations == reads.activations + of_target.dequantized_per_row
 
 
 def test_selecting_entries_is_planned_for() -> None:

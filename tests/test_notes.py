@@ -32,9 +32,16 @@ def test_a_speedup_of_plain_steps_or_of_few_rounds_is_noise():
     assert notes(record((3, FEW_ROUNDS)), AUTO) == notes(record((3, 1), speedup=None), AUTO) == []
 
 
+def test_drafts_of_no_tokens_are_asked_for():
+    """With --gamma 0 the ratio is what the draft's cache costs."""
+    assert notes(record((0, 63)), DraftSettings("self", gamma=0, capacity=512)) == []
+
+
 def test_one_token_is_not_decoded():
-    (said,) = notes(record(speedup=None, gen_len=1), AUTO)
-    assert "--gen_len 2" in said
+    narrow = DraftSettings("self", 3, True, "streaming", 8, n_sink=4)
+    for draft in (AUTO, narrow):  # nothing was chosen, from however few
+        (said,) = notes(record(speedup=None, gen_len=1), draft)
+        assert "--gen_len 2" in said
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_cases import FakeSlots
+from attention_cases import FakeSlots, make_case
 
 from kv_cache.entries import KV, LARGEST, quantize
 from models.attention import MAX_BLOCK, AttentionSpec, TorchAttention
@@ -71,6 +71,12 @@ class Case:
         out, wanted = self.run(min_chunk)
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])
+def test_8_bit_entries_are_dequantised_as_the_backend_says(n_token):
+    case, backend = make_case([40, 33], n_token, storage=torch.int8), TritonAttention()
+    assert case.dequantizes(backend) == backend.dequantizes(n_token) == (n_token > MAX_BLOCK)
 
 
 def _exact(kv: KV) -> KV:

@@ -51,6 +51,10 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def dequantizes(self, n_token: int) -> bool:
+        """Whether blocks of that length turn 8-bit entries that it was selected for into the model's dtype first."""
+        ...
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
         """Whatever the backend derives from the queries' positions `[B, T]` int64 and the slots of a cache."""
         ...

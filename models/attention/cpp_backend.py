@@ -58,6 +58,9 @@ class CppAttention:
         self._kernel = load_kernel()
         self._fallback = fallback
 
+    def dequantizes(self, n_token: int) -> bool:
+        return False
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         newest = queries.repeat_interleave(spec.group_size, dim=1)
         oldest = torch.zeros_like(newest)

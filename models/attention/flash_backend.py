@@ -155,6 +155,9 @@ class FlashAttention:
         self.flavour = flavour
         self.fallback = fallback
 
+    def dequantizes(self, n_token: int) -> bool:
+        return self.fallback.dequantizes(n_token)
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         """The kernel's arguments for queries at `[B, T]`.
 

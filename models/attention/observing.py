@@ -18,6 +18,9 @@ class ObservingAttention:
         self.name = backend.name
         self.queries: list[Tensor] = []
 
+    def dequantizes(self, n_token: int) -> bool:
+        return self._backend.dequantizes(n_token)
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
         return self._backend.prepare(spec, queries, slots)
 

@@ -29,6 +29,9 @@ class TorchAttention:
 
     name = "torch"
 
+    def dequantizes(self, n_token: int) -> bool:
+        return True
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:
         """An additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks.
 

@@ -224,6 +224,9 @@ class TritonAttention:
         self.sm_count = sm_count
         self.min_chunk = min_chunk
 
+    def dequantizes(self, n_token: int) -> bool:
+        return n_token > MAX_BLOCK
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
         """The block itself, or what torch makes of it. The kernel looks up positions and lengths on its own."""
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):

@@ -81,6 +81,9 @@ class Unpacked:
     def __init__(self, spec: AttentionSpec) -> None:
         self._kernel = importlib.import_module(FA2.module).flash_attn_with_kvcache
 
+    def dequantizes(self, n_token: int) -> bool:
+        return False
+
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Any) -> Tensor:
         return (queries[:, -1] + 1).to(torch.int32)
 
