@@ -150,9 +150,8 @@ def generate(
         choice = _choose(pacing) if busy else None
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
-            # What a drafter does with a new prompt is no part of a round.
-            new = [row for row, slot in enumerate(slots) if slot.request and len(slot.request.tokens) == 1]
-            draft_prefill_seconds += _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, new, progress)
+            # What a drafter does with a prompt is no part of a round, however late it meets it.
+            draft_prefill_seconds += _introduce(pacing.drafters[choice.drafter], choice.drafter, slots, progress)
         prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             break
@@ -160,8 +159,7 @@ def generate(
         started = time.perf_counter() - choice_seconds  # choosing is part of the round
         with phase("resume"):
             if choice.drafter is not None:
-                rows = [row for row, slot in enumerate(slots) if slot.request]
-                _bring_up(pacing.drafters[choice.drafter], choice.drafter, slots, rows, progress)
+                _catch_up(pacing.drafters[choice.drafter], choice.drafter, slots)
         extent = runner.cache.capacity if run.captures else max(slot.length for slot in slots) + choice.gamma + 1
         outcomes = _round(runner, pacing, choice, mode, buffers, run, extent, phase)
         emitted, accepted = 0, []
@@ -232,21 +230,23 @@ def _choose(pacing: Pacing) -> Choice | None:
     return choice
 
 
-def _bring_up(
-    drafter: Drafter, index: int, slots: Sequence[_Slot], rows: Sequence[int], progress: Progress | None
-) -> float:
-    """Tell a drafter of rows that it does not know, and of what it missed of others; returns the seconds it took."""
+def _introduce(drafter: Drafter, index: int, slots: Sequence[_Slot], progress: Progress | None) -> float:
+    """Tell a drafter of prompts that it does not know; returns the seconds it took."""
     started = time.perf_counter()
-    for row in rows:
-        slot = slots[row]
-        assert slot.request is not None
-        if index not in slot.followed:
-            drafter.admit(row, slot.request.id, slot.request.prompt, progress.prefilled if progress else None)
-            slot.followed[index] = len(slot.request.prompt)
-        if slot.followed[index] != slot.length:
+    for row, slot in enumerate(slots):
+        if slot.request and index not in slot.followed:
+            prompt = slot.request.prompt
+            drafter.admit(row, slot.request.id, prompt, progress.prefilled if progress else None)
+            slot.followed[index] = len(prompt)
+    return time.perf_counter() - started
+
+
+def _catch_up(drafter: Drafter, index: int, slots: Sequence[_Slot]) -> None:
+    """Tell a drafter what it missed of rows behind their prompts."""
+    for row, slot in enumerate(slots):
+        if slot.request and slot.followed[index] != slot.length:
             drafter.resume(row, slot.request.committed, slot.followed[index])
             slot.followed[index] = slot.length
-    return time.perf_counter() - started
 
 
 def _tell_if_finished(request: Request, progress: Progress | None) -> None:

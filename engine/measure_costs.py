@@ -47,6 +47,7 @@ def rounds_in_turn(
             fix="give more prompts, or a cache with more room",
         )
     while not pacing.done:
+        pacing.restart()
         timer = PhaseTimer(runner.device)
         output = generate(
             runner,

@@ -19,12 +19,11 @@ def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
         return found
     if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
         found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {_room(draft)}")
-    n_rounds = sum(choice["rounds"] for choice in record["choices"])
-    compared = record["speedup"] is not None
-    if draft.automatic and not any(choice["gamma"] for choice in record["choices"]):
+    n_rounds, compared = record["steady_rounds"], record["speedup"] is not None
+    if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
         found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
     elif compared and n_rounds < FEW_ROUNDS:
-        found.append(f"{n_rounds} rounds are too few for a speedup; a longer --gen_len has more")
+        found.append(f"{n_rounds} rounds with all rows busy are too few for a speedup; a longer --gen_len has more")
     return found
 
 

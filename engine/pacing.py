@@ -59,7 +59,8 @@ class Fixed:
 class InTurn:
     """The choices of a list in turn, until each had `n_rounds` rounds in which all `n_rows` rows decode.
 
-    A decode ends before that once fewer rows do, behind one such round: the next one goes on with what is missing.
+    A decode ends before that once fewer rows do, behind one such round: after `restart` the next one goes on with what
+    is missing.
     acceptance: what each drafter's rounds with all rows showed.
     """
 
@@ -77,9 +78,12 @@ class InTurn:
 
     def choose(self) -> Choice | None:
         if self.done or self._rows_are_missing:
-            self._rows_are_missing = False
             return None
         return min(self._had, key=self._had.__getitem__)
+
+    def restart(self) -> None:
+        """Another decode begins, with all rows."""
+        self._rows_are_missing = False
 
     @property
     def acceptance(self) -> list[AcceptanceRate]:

@@ -182,6 +182,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
         **_phase_times(passes.timed),
+        "steady_rounds": len(measured.stats.steady()),
         "choices": _choices(setup, speculative) if speculative else None,
         "measured_costs": costs_record(setup, passes.costs),
         "measured_costs_seconds": passes.cost_seconds if passes.costs else None,

@@ -21,7 +21,6 @@ import numpy as np
 
 from engine.cost_model import CostGrid, tokens_per_round
 from engine.cost_report import LEAST
-from engine.drafters import check_gamma
 from engine.settings import DEFAULT_N_SINK, require_at_least
 from kv_cache.errors import ConfigError, exit_on_user_error
 from reproduce import auto_against_fixed, reproduction
@@ -36,8 +35,6 @@ SIZES = reproduction.Sizes(B=(1, 8), gamma=(1, 3, 5), draft_budget=(128, 512))
 BETWEEN = (4, 2000)
 # The sizes' flags here, by what the cost model calls them.
 FLAGS = {"batches": "B", "contexts": "prefix_len", "gammas": "gamma", "budgets": "draft_budget"}
-# The least of each: behind the sinks of a cell, which no flag here changes, there is a window.
-LEAST_HERE = LEAST | {"budgets": DEFAULT_N_SINK + 1}
 TARGET = 0.10
 # Where costs and a run have to agree to be compared.
 SET_UP = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
@@ -58,8 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
 def cells(args: argparse.Namespace) -> list[Cell]:
     """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
     for name, flag in FLAGS.items():
-        require_at_least(flag, min(getattr(args, flag)), LEAST_HERE[name])
-    check_gamma(max(args.gamma), min(args.draft_budget) - DEFAULT_N_SINK)
+        require_at_least(flag, min(getattr(args, flag)), LEAST[name])
+    # Behind the sinks, which no flag here changes, there is room for the largest block.
+    require_at_least("draft_budget", min(args.draft_budget), DEFAULT_N_SINK + max(args.gamma) + 1)
     require_at_least("gen_len", args.gen_len, LEAST_GEN_LEN)
     require_at_least("repeats", args.repeats, 1)
     gammas, budgets = (sorted(set(values)) for values in (args.gamma, args.draft_budget))

@@ -105,7 +105,9 @@ def run_way(setup: Setup, way: Way, baseline: GenerateOutput) -> dict[str, Any]:
     """Decode that way; the record of how it compares with the baseline."""
     runner = setup.runner
     if way.batch != runner.cache.max_batch:
-        cache = FullKVCache(runner.model.config, way.batch, runner.cache.capacity, runner.device, setup.dtype)
+        cache = FullKVCache(
+            runner.model.config, way.batch, runner.cache.capacity, runner.device, runner.cache.keys.dtype
+        )
         runner = ModelRunner(runner.model, cache)
     out = decode(setup, runner, way.make_drafter(runner), way.order)
     tokens = [out.tokens[way.order.index(i)] for i in range(len(way.order))]
@@ -166,15 +168,16 @@ def main() -> None:
     setup = dataclasses.replace(setup, prompts=prompts)
     say("plain decoding")
     baseline = decode(setup, setup.runner, None, list(range(len(prompts))))
-    print("| way | identical rows | acceptance | tokens per round |\n|---|---|---|---|")
-    records = []
+    lines, records = ["| way | identical rows | acceptance | tokens per round |", "|---|---|---|---|"], []
     for way in ways(setup, baseline, args.budgets):
         record = run_way(setup, way, baseline)
         append_record(args.output, record)
         records.append(record)
         same, rate = f"{record['identical_sequences']} of {record['sequences']}", record["acceptance_rate"]
         shown = "-" if rate is None else rate
-        print(f"| {way.name} | {same} | {shown} | {record['mean_accepted_length']} |", flush=True)
+        lines.append(f"| {way.name} | {same} | {shown} | {record['mean_accepted_length']} |")
+        say(f"{way.name}: {same} rows identical")
+    print("\n".join(lines))
     differing = sum(record["sequences"] - record["identical_sequences"] for record in records)
     print(json.dumps({"benchmark": "coupled_identity", "ways": len(records), "rows_that_differ": differing}))
     sys.exit(1 if differing else 0)

@@ -22,7 +22,7 @@ from engine.noise import Source, compiled_source, in_passes
 from engine.provenance import append_record, provenance
 from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
-from kv_cache.errors import exit_on_user_error
+from kv_cache.errors import ConfigError, exit_on_user_error
 from models import Transformer
 from models.pointwise import EAGER, Pointwise, compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
@@ -122,7 +122,16 @@ def main() -> None:
 
     args.draft_dtype, args.compile = draft_dtypes[-1], False
     args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
-    setup = prepare(args, settings.sampling_settings(args), settings.draft_settings(args))
+    draft = settings.draft_settings(args)
+    if draft.automatic:
+        raise ConfigError(
+            "fixed drafts are compared here",
+            where="--gamma, --draft_budget",
+            seen=settings.AUTO,
+            required="numbers",
+            fix="compare auto with them by reproduce/gamma_cell.py",
+        )
+    setup = prepare(args, settings.sampling_settings(args), draft)
     models: dict[tuple, Transformer | None] = {}
     cells = [Cell(*values) for values in itertools.product(gammas, budgets, draft_dtypes, weights, ways)]
     setups = {cell: cell_setup(setup, cell, models) for cell in cells}
@@ -150,10 +159,10 @@ def main() -> None:
             record = report.make_record("cpu_selfspec", own, passes)
             records[cell].append(record)
             append_record(args.output, record)
-    for kept in records.values():
-        summary = report.rounded(summarise(kept))
+    summaries = [report.rounded(summarise(kept)) for kept in records.values()]
+    for summary in summaries:
         append_record(args.output, summary)
-        print(json.dumps(summary), flush=True)
+    print("\n".join(map(json.dumps, summaries)), flush=True)
 
 
 if __name__ == "__main__":

@@ -202,14 +202,15 @@ def main() -> None:
     require_triton()
     require_appendable(args.output)
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    say(f"{'variant':<62} {'arch':>5} {'registers':>9} {'shared':>7} {'spills':>7} {'threads':>7}")
+    lines = [f"{'variant':<62} {'arch':>5} {'registers':>9} {'shared':>7} {'spills':>7} {'threads':>7}"]
     reports = []
     for arch in args.archs:
         for variant, launch in variants(arch, dtypes, args.head_dims, args.rows):
             report = compile_launch(variant, launch, arch)
             spills = report.spill_stores + report.spill_loads
             sizes = f"{report.registers:>9} {report.shared:>7} {spills:>7} {report.threads:>7}"
-            say(f"{variant:<62} sm_{arch} {sizes}")
+            say(f"compiled {variant} for sm_{arch}")
+            lines.append(f"{variant:<62} sm_{arch} {sizes}")
             reports.append(report)
     found = [problem for report in reports for problem in problems(report)]
     record = {
@@ -223,6 +224,7 @@ def main() -> None:
         **provenance(),
     }
     append_record(args.output, record)  # first: whoever reads what is printed may leave
+    print("\n".join(lines))
     print(f"{len(reports)} variants, at most {record['max_registers']} registers, {len(found)} problems")
     if found:
         print("\n".join(found), file=sys.stderr)

@@ -21,6 +21,7 @@ import psutil
 
 from engine.arguments import Parser
 from engine.provenance import append_record, provenance, require_appendable
+from engine.say import say
 from kv_cache.errors import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ def kill_and_watch(rank: int, folder: Path) -> dict:
         job.wait()
     lines = [line for line in said.read_text().replace("\r", "\n").splitlines() if "tok/s" not in line]
     root_cause = lines[next((i for i, line in enumerate(lines) if "Root Cause" in line), len(lines)) :]
-    print("\n".join(lines))
+    say("\n".join(lines))
     kept = [json.loads(line) for line in rows.read_text().splitlines()]
     return {
         "killed_rank": rank,

@@ -601,8 +601,8 @@ MUTANTS = (
     Mutant(
         "a drafter that missed rounds goes on where it was",
         DECODING,
-        "if slot.followed[index] != slot.length:",
-        "if slot.followed[index] > slot.length:",
+        "if slot.request and slot.followed[index] != slot.length:",
+        "if slot.request and slot.followed[index] > slot.length:",
         ADAPTIVE,
     ),
     Mutant(

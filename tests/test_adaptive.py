@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -314,6 +315,32 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
     assert out.stats.counts.judged > 40 and out.stats.counts.acceptance_rate == 1.0
 
 
+def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
+    """A draft model that is first asked behind plain rounds runs the prompts then, outside of the round."""
+    model, prompts = tiny_model(), random_prompts([30, 11])
+    runner = ModelRunner(model, full_cache(model, 2))
+    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(model, 2)), gamma=3)
+    now, admitted = ["no phase"], []
+    admit = own.admit
+
+    def watched(*args: Any) -> None:
+        admitted.append(now[0])
+        admit(*args)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        now[0] = name
+        yield
+        now[0] = "no phase"
+
+    own.admit = watched  # type: ignore[method-assign]
+    pacing = Scripted([own], [Choice(0, 2), PLAIN, PLAIN])
+    out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
+    assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
+    assert admitted == ["no phase"] * 2 and out.stats.draft_prefill_seconds > 0
+    assert out.tokens == [continue_by_recomputing(model, prompt, 20) for prompt in prompts]
+
+
 def test_changing_gamma_compiles_nothing():
     counter = CompileCounter()
     torch._dynamo.reset()
@@ -376,6 +403,10 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(monkeypatch: pyt
     rounds = [[round_.busy for round_ in output.stats.rounds] for output in decodes]
     assert len(rounds) > 1 and all(busy.count(1) <= 1 for busy in rounds)
     assert sum(busy.count(2) for busy in rounds) == 3 * (1 + FEWEST_TIMED)
+    # Also where the slow row ends right behind the quick one.
+    decodes.clear()
+    measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=4, seconds=0.0)
+    assert all(output.stats.rounds for output in decodes)
     # Of the quick row all places of a block, of the slow one the first: 2 of 3 with gamma 2, 4 of 5 with 4.
     assert measured.acceptance is not None and measured.acceptance.value == pytest.approx((2 + 4) / (3 + 5))
 

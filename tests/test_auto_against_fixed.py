@@ -130,14 +130,19 @@ def test_every_cache_of_a_cell_is_planned_for():
         "--gamma 0 3",
         "--B 0 8",
         "--prefix_len 1 1000",
-        "--draft_budget 128 4",
-        "--gamma 3 124 --draft_budget 128",
+        "--draft_budget 128 9",
+        "--draft_budget 128 --gamma 3 124",
     ],
 )
 def test_what_no_cell_can_run_is_refused_before_any_does(flags):
     flag = flags.split()[0]
     with pytest.raises(ConfigError, match=rf"where: .*{flag}\b"):
         cost_model_error.cells(cost_model_error.make_parser().parse_args(flags.split()))
+
+
+@pytest.mark.parametrize("flags", ["--draft_budget 128 10", "--draft_budget 128 --gamma 3 123"])
+def test_a_budget_has_room_for_the_largest_block_behind_the_sinks(flags):
+    assert cost_model_error.cells(cost_model_error.make_parser().parse_args(flags.split()))
 
 
 def test_figures_are_drawn_although_nobody_reads_the_table(tmp_path, monkeypatch):

@@ -14,13 +14,14 @@ AUTO = DraftSettings("self", gamma=6, auto_gamma=True, policy="streaming", capac
 
 def record(*rounds_by_gamma: tuple[int, int], speedup: float | None = 1.2, gen_len: int = 64) -> dict[str, Any]:
     choices = [{"gamma": gamma, "rounds": rounds} for gamma, rounds in rounds_by_gamma]
-    return {"gen_len": gen_len, "choices": choices, "speedup": speedup}
+    steady_rounds = sum(rounds for _, rounds in rounds_by_gamma)
+    return {"gen_len": gen_len, "choices": choices, "speedup": speedup, "steady_rounds": steady_rounds}
 
 
 def test_a_run_with_a_result_says_nothing():
     assert notes(record((3, 20)), AUTO) == notes(record((0, 60), (3, 1)), AUTO) == []
     assert notes(record((3, 20)), DraftSettings("self", gamma=3, capacity=512)) == []
-    plain_decoding = {"gen_len": 64, "choices": None, "speedup": None}
+    plain_decoding = {"gen_len": 64, "choices": None, "speedup": None, "steady_rounds": 63}
     assert notes(plain_decoding, None) == []
 
 
@@ -28,13 +29,16 @@ def test_a_speedup_of_plain_steps_or_of_few_rounds_is_noise():
     assert notes(record((0, 63)), AUTO) == ["every round was a plain step, so the speedups are noise"]
     assert notes(record((0, 63), speedup=None), AUTO) == ["every round was a plain step"]
     (few,) = notes(record((0, 1), (3, FEW_ROUNDS - 2)), AUTO)
-    assert few.startswith(f"{FEW_ROUNDS - 1} rounds are too few")
+    assert few.startswith(f"{FEW_ROUNDS - 1} rounds with all rows busy are too few")
+    (unsteady,) = notes(record((3, 20)) | {"steady_rounds": 2}, AUTO)
+    assert unsteady.startswith("2 rounds with all rows busy")
     assert notes(record((3, FEW_ROUNDS)), AUTO) == notes(record((3, 1), speedup=None), AUTO) == []
 
 
 def test_drafts_of_no_tokens_are_asked_for():
     """With --gamma 0 the ratio is what the draft's cache costs."""
-    assert notes(record((0, 63)), DraftSettings("self", gamma=0, capacity=512)) == []
+    for budgets in ((), (128, 512)):
+        assert notes(record((0, 63)), DraftSettings("self", gamma=0, capacity=512, budgets=budgets)) == []
 
 
 def test_one_token_is_not_decoded():

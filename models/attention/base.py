@@ -42,10 +42,10 @@ class Slots(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Two calls: `prepare` once per forward, `attend` once per layer.
+    """Two calls of the model, `prepare` once per forward and `attend` once per layer; and one of who plans memory.
 
     A query at position p sees a slot iff `0 <= slot position <= p`, and with a sliding window w only
-    those beyond `p - w`. Neither call reads a tensor's content on the host, so both can be captured in a
+    those beyond `p - w`. Neither call of the model reads a tensor's content on the host, so both can be captured in a
     CUDA graph that stays valid whatever the rows' lengths become.
     """
 
