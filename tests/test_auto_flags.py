@@ -20,6 +20,7 @@ from convert_hf_checkpoint import convert
 from engine import cost_report
 from engine.cost_model import Costs
 from engine.measure_costs import measure_costs
+from kv_cache.pipes import UNREAD_CODE
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
@@ -226,14 +227,16 @@ def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
     assert 1 <= record["acceptance_judged_by_context"][0][0] <= 3
 
 
-def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, tmp_path):
+def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)
     sizes = "--batches 1 --contexts 40 --policies streaming --budgets 16 --gammas 1 --alpha 0.8 --device cpu"
-    files = ["--model", str(checkpoint / "model.pth"), "--output", str(tmp_path / "costs.jsonl")]
+    files = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books)]
+    files += ["--output", str(tmp_path / "costs.jsonl")]
     command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files]
     with open(write_end, "wb") as nobody:
-        assert subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.DEVNULL).returncode != 0
+        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == UNREAD_CODE, done.stderr
     assert json.loads((tmp_path / "costs.jsonl").read_text())["benchmark"] == "cost_model"
 
 
