@@ -143,6 +143,14 @@ def checked(args: argparse.Namespace) -> tuple[settings.Sampling, settings.Draft
             required="coupled, or greedy at temperature 0",
             fix="use --verification coupled",
         )
+    if args.save_rows is not None:
+        raise ConfigError(
+            "rows are compared here, not kept",
+            where="--save_rows",
+            seen=args.save_rows,
+            required="no --save_rows",
+            fix="leave it out; tests/selfspec_benchmark.py keeps rows",
+        )
     settings.require_at_least("budgets", min(args.budgets), LEAST_BUDGET)
     dtype = settings.resolve_draft_dtype(args, "auto")
     largest = max(args.budgets)

@@ -52,6 +52,12 @@ def test_a_budget_without_room_for_a_block_is_refused_by_its_own_name(budgets):
         coupled_identity.checked(args)
 
 
+def test_a_flag_without_effect_is_refused():
+    args = coupled_identity.make_parser().parse_args(["--save_rows", "rows.jsonl"])
+    with pytest.raises(ConfigError, match=r"where: +--save_rows\n +seen: +rows\.jsonl"):
+        coupled_identity.checked(args)
+
+
 def test_the_least_budget_is_one_that_drafts_can_be_made_with():
     least = coupled_identity.LEAST_BUDGET
     _, draft = coupled_identity.checked(coupled_identity.make_parser().parse_args(["--budgets", str(least)]))
