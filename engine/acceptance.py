@@ -39,3 +39,28 @@ class AcceptanceRate:
         """How far one standard error moves `tokens_per_round`, to first order."""
         slope = sum(place * self.value ** (place - 1) for place in range(1, gamma + 1))
         return self.standard_error * slope
+
+
+# What rates of the same kind show together is worth up to so many places to each of them.
+KIN_PLACES = 24.0
+
+
+def drawn_together(rates: Sequence[AcceptanceRate | None]) -> list[AcceptanceRate | None]:
+    """Each counted rate with up to KIN_PLACES places of what the other counted ones show together.
+
+    The best of several rates that were counted over few places is mostly the luckiest, and drafters of one kind differ
+    little. That is shrinkage towards the common mean (Efron and Morris 1975, Journal of the American Statistical
+    Association 70(350), 311-319). Rates that were given (n is None) or not seen (None) stay, and are not counted.
+    """
+
+    def drawn(index: int, own: AcceptanceRate | None) -> AcceptanceRate | None:
+        others = [one for at, one in enumerate(rates) if at != index and one is not None and one.n]
+        n_others = sum(one.n or 0.0 for one in others)
+        if own is None or own.n is None or not n_others:
+            return own
+        mean = sum(one.value * (one.n or 0.0) for one in others) / n_others
+        n_kin = min(KIN_PLACES, n_others)
+        n = own.n + n_kin
+        return AcceptanceRate((own.value * own.n + mean * n_kin) / n, n)
+
+    return [drawn(index, own) for index, own in enumerate(rates)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+from engine.acceptance import AcceptanceRate
 from engine.cost_model import Costs
 from engine.decoding import generate
 from engine.drafters import Drafter
@@ -19,7 +20,7 @@ from kv_cache.errors import ConfigError
 # Rounds of each kind that are timed: as many as fit, but neither fewer nor more than these ...
 FEWEST_TIMED, MOST_TIMED = 4, 16
 # ... into what all rounds may take, those included that are not timed, of each kind the first ones ...
-MEASURING_SECONDS = 8.0
+MEASURING_SECONDS = 12.0
 # ... which are so many: one runs, or one runs, one captures, one replays.
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 
@@ -75,10 +76,10 @@ def measure_costs(
 ) -> list[Costs]:
     """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of rounds in turn.
 
-    Only the first drafter's rounds are measured at every one of the gammas, which ascend. What the others' differ in
-    is their draft step, which is measured at the middle gamma. `max_new_tokens`, 2 or more, is what the cache has
-    room for. As many prompts as the runner has rows. `seconds`: what all rounds may take, unless the fewest take
-    longer; what first compiles or captures should have run before.
+    Only the first drafter's rounds are measured at every one of the gammas, which ascend; its draft step is that of all
+    of them. What the others' differ in is their draft step, which is measured at the middle gamma. `max_new_tokens`, 2
+    or more, is what the cache has room for. As many prompts as the runner has rows. `seconds`: what all rounds may
+    take, unless the fewest take longer; what first compiles or captures should have run before.
     Errors: as of `rounds_in_turn`.
     """
     gammas = tuple(gammas)
@@ -109,20 +110,32 @@ def measure_costs(
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
         return taken
 
-    def ms(choice: Choice, phase: str) -> float:
-        return 1e3 * median(times[phase] for times in found[choice][untimed:])
-
     taken = measure(fewest)
     # The leader's clock decides, so that all ranks run the same rounds.
     n_fitting = runner.ranks.shared(lambda: int(fewest * seconds / taken))
     measure(max(fewest, min(n_fitting, most)))
 
+    timed = {choice: times[untimed:] for choice, times in found.items()}
+    return costs_of_rounds(timed, gammas, pacing.acceptance)
+
+
+def costs_of_rounds(
+    timed: Mapping[Choice, Sequence[Mapping[str, float]]], gammas: Sequence[int], acceptance: Sequence[AcceptanceRate]
+) -> list[Costs]:
+    """One a drafter, of the seconds that the rounds of each choice took in its parts "draft", "verify" and "other"."""
+
+    def ms(choice: Choice, part: str) -> float:
+        return 1e3 * median(times[part] for times in timed[choice])
+
+    def draft_ms(drafter: int) -> float:
+        drafted = [choice for choice in timed if choice.drafter == drafter]
+        return sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted)
+
     # A plain step has a little of everything but drafts.
-    plain_ms = sum(ms(PLAIN, phase) for phase in ("draft", "verify", "other"))
+    plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
-    draft_ms = [ms(Choice(index, middle), "draft") / middle for index in range(len(drafters))]
     return [
-        Costs(plain_ms, gammas, verify_ms, draft, other_ms, seen)
-        for draft, seen in zip(draft_ms, pacing.acceptance, strict=True)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft_ms(drafter), other_ms, seen)
+        for drafter, seen in enumerate(acceptance)
     ]

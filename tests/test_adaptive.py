@@ -17,7 +17,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft, generate
-from engine.acceptance import AcceptanceRate
+from engine.acceptance import KIN_PLACES, AcceptanceRate, drawn_together
 from engine.adaptive import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,
@@ -29,7 +29,7 @@ from engine.adaptive import (
 )
 from engine.cost_model import Costs, tokens_per_round
 from engine.decoding import GenerateOutput
-from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, measure_costs
+from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
 from kv_cache import StreamingKVCache
 from kv_cache.errors import ConfigError, UserError
@@ -447,6 +447,48 @@ def test_the_acceptance_that_is_seen_meanwhile_is_the_drafters_own():
     measured = measure_costs(runner, [own, foreign], prompts, gammas=[1, 3], max_new_tokens=20)
     assert measured[0].acceptance is not None and measured[0].acceptance.value == 1
     assert measured[1].acceptance is not None and measured[1].acceptance.value < 0.5
+
+
+def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
+    """Of three rounds each, the one that something else held up counts for nothing."""
+
+    def times(draft: float, verify: float) -> list[dict[str, float]]:
+        usual = {"draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002}
+        return [usual, dict.fromkeys(usual, 1.0), usual]
+
+    timed = {PLAIN: times(0, 40), Choice(0, 1): times(11, 50), Choice(0, 3): times(29, 70), Choice(1, 3): times(12, 90)}
+    rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
+    first, second = costs_of_rounds(timed, [1, 3], rates)
+    assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (11 + 29) / (1 + 3)))
+    assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
+    assert [first.acceptance, second.acceptance] == rates
+
+
+def test_rates_of_few_places_are_drawn_to_what_the_others_show():
+    """By much where little was seen; what was given or not seen takes no part."""
+    few, many, lucky = AcceptanceRate(0.5, 8), AcceptanceRate(0.9, 392), AcceptanceRate(1.0, 8)
+    given = AcceptanceRate(0.1)
+    drawn = drawn_together([few, None, many, given, lucky])
+    assert drawn[1] is None and drawn[3] is given
+    values = [one.value for one in drawn if one is not None and one is not given]
+    others = [(392 * 0.9 + 8) / 400, (4 + 8) / 16, (4 + 392 * 0.9) / 400]
+    weights = [KIN_PLACES, 16, KIN_PLACES]
+    assert values == pytest.approx(
+        [
+            (own.value * own.n + weight * mean) / (own.n + weight)
+            for own, weight, mean in zip([few, many, lucky], weights, others, strict=True)
+        ]
+    )
+    assert values[0] > 0.75 and abs(values[1] - 0.9) < 0.01 and values[2] < 0.95
+    assert drawn_together([few]) == [few] and drawn_together([few, None, given]) == [few, None, given]
+
+
+def test_a_lucky_drafter_is_not_preferred_for_its_luck():
+    """All of 6 places were accepted, against 0.9 of 300 with drafts that cost less."""
+    lucky = replace(costs(100, 17, (115, 160)), acceptance=AcceptanceRate(1.0, 6))
+    known = replace(costs(100, 15, (115, 160)), acceptance=AcceptanceRate(0.9, 300))
+    assert Adaptive([Named(), Named()], [lucky, known], GAMMAS).choose().drafter == 1
+    assert Adaptive([Named()], [lucky], GAMMAS).choose() == Choice(0, 6)
 
 
 def test_costs_take_more_rounds_where_time_allows(monkeypatch: pytest.MonkeyPatch):
