@@ -52,15 +52,16 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class DraftFootprint:
-    """A draft model of that (shard's) configuration in `dtype`, and `capacity` KV entries a row in `kv_dtype`.
+    """A draft model of that (shard's) configuration in `dtype`, and its caches in `kv_dtype`.
 
-    observed: how many queries select entries (SnapKV). prefills: whether it runs the prompts itself. dequantizes: as
-    of `plan_memory`, of the draft's entries.
+    capacities: KV entries a row of each cache; one of them is read at a time. observed: how many queries select
+    entries (SnapKV). prefills: whether it runs the prompts itself. dequantizes: as of `plan_memory`, of the draft's
+    entries.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    capacity: int
+    capacities: tuple[int, ...]
     shares_weights: bool
     quantize: str | None = None
     kv_dtype: torch.dtype | None = None
@@ -105,7 +106,7 @@ def plan_memory(
         if not draft.shares_weights:
             weights += _weight_bytes(draft.config, draft.dtype, device, draft.quantize)
         kv_bytes_per_token = _kv_bytes_per_token(draft.config, draft.kv_dtype or draft.dtype)
-        draft_kv_per_row = draft.capacity * kv_bytes_per_token
+        draft_kv_per_row = sum(draft.capacities) * kv_bytes_per_token
         if draft.observed:
             observed = draft.config if draft.prefills else config
             # One row and layer at a time: float32 scores, masked and after the softmax, and keys in order.
@@ -114,10 +115,11 @@ def plan_memory(
             if draft.prefills:  # a whole row, which the policy then selects from
                 selection += capacity * kv_bytes_per_token
         # Target and draft never attend at once.
-        drafting = _dequantized_bytes(draft.config, draft.dtype, draft.capacity, draft.dequantizes, DRAFT_BLOCK)
+        largest = max(draft.capacities)
+        drafting = _dequantized_bytes(draft.config, draft.dtype, largest, draft.dequantizes, DRAFT_BLOCK)
         dequantized_per_row = max(dequantized_per_row, drafting)
         if draft.prefills:
-            context = capacity if draft.observed else draft.capacity
+            context = capacity if draft.observed else largest
             filling = _dequantized_bytes(draft.config, draft.dtype, context, draft.dequantizes, prefill_chunk)
             dequantized_prefill = max(dequantized_prefill, filling)
     return MemoryPlan(

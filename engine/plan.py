@@ -157,13 +157,13 @@ def require_room(plan: Plan) -> None:
         footprint = DraftFootprint(
             draft_config,
             draft.dtype,
-            draft.entries,
+            draft.capacities,
             shares_weights,
             draft.quantize,
             draft.kv_dtype,
             observed=draft.window or 0,
             prefills=source is not None,
-            dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype),
+            dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype, draft.positions == "cache"),
         )
     memory = plan_memory(
         largest,
@@ -184,11 +184,16 @@ def require_room(plan: Plan) -> None:
 
 
 def _dequantizes(
-    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None
+    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, turns_keys: bool = False
 ) -> Callable[[int], bool] | None:
-    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit."""
+    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit.
+
+    turns_keys: keys are turned to their positions as they are read, dequantised for whatever attention.
+    """
     if entries not in LARGEST:
         return None
+    if turns_keys:
+        return lambda n_token: True
     return select_backend(plan.args.attention, plan.device, attention_spec(config, dtype), entries).backend.dequantizes
 
 

@@ -92,11 +92,6 @@ class DraftSettings:
     model: str | None = None
 
     @property
-    def entries(self) -> int:
-        """KV entries a row in all its caches."""
-        return sum(self.budgets) or self.capacity
-
-    @property
     def capacities(self) -> tuple[int, ...]:
         """KV entries a row of each drafter, in the order of the drafters: the largest first."""
         return tuple(sorted(self.budgets, reverse=True)) or (self.capacity,)

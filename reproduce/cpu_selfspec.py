@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
     parser.set_defaults(prefix_len=7500, device="cpu", no_baseline=False)
     args = parser.parse_args()
+    settings.require_at_least("pairs", args.pairs, 1)
+    settings.require_at_least("gammas", min(args.gammas or [0]), 0)
     gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
     draft_dtypes = args.draft_dtypes or [args.draft_dtype]
     weights = args.weights or [args.draft_weights]

@@ -110,10 +110,11 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         f"{grid(cost_model_error.ERROR_HEAD, cost_model_error.error_lines(compared))}\n\n"
         "Ways that choose from round to round, in turn with plain decoding and fixed gammas from one prefilled state. "
         f"*{auto_against_fixed.BEST}*: of the best fixed way, or plain decoding. *auto / better*: over gamma 3 or "
-        "plain decoding, whichever has the larger median, in the same repeat: the median of the repeats, what 90% of "
-        "the medians of repeats drawn anew lie in, and the lowest repeat. Right before each of its runs a way that "
-        "chooses measures costs and acceptance anew, on the same prompts, which is in no speedup: with greedy decoding "
-        "it has then seen how its drafts of the next tokens fare.\n\n"
+        "plain decoding, whichever has the larger median speedup in the other repeats, in the same repeat: the median "
+        "of the repeats, its 90% interval (from the repeats' order, if there are five or more; prompts are the same in "
+        "all, so it is about the machine), and the lowest repeat. Right before each of its runs a way that chooses "
+        "measures costs and acceptance anew, on the same prompts, which is in no speedup: with greedy decoding it has "
+        "then seen how its drafts of the next tokens fare.\n\n"
         f"{''.join(choosing_section(way, records) for way in auto_against_fixed.WAYS)}{source(records)}"
     )
 

@@ -437,6 +437,8 @@ def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dt
         ("--kv_dtype int8 --draft_kv_dtype fp8", select_reader, True),
         ("--kv_dtype fp8 --draft_kv_dtype int8", select_reader, True),
         ("--kv_dtype int8 --draft_dtype float32", select_reader, True),
+        ("--draft_kv_dtype int8 --draft_positions absolute --target", select_reader, False),
+        ("--draft_kv_dtype int8 --draft_positions cache --target", select_reader, True),
     ],
 )
 def test_entries_that_attention_cannot_read_take_memory(
@@ -453,7 +455,9 @@ def test_entries_that_attention_cannot_read_take_memory(
     policy = {} if "full" in flags else {"--streamingllm_budget": 16, "--n_sink": 4}
     arguments = {"--model": checkpoint, "--dataset": books, "--attention": "torch", "--dtype": "bfloat16"}
     arguments |= SIZES | {"--B": 5000, "--gamma": GAMMA} | policy
-    message = refusal("selfspec", [*flat(arguments), *flags.split()], monkeypatch, capsys)
+    name, given = ("longspec", f"{flags} {checkpoint}") if flags.endswith("--target") else ("selfspec", flags)
+    message = refusal(name, [*flat(arguments), *given.split()], monkeypatch, capsys)
+    assert "weights" in message
     assert ("dequantised KV" in message) == of_all_rows
 
 

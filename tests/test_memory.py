@@ -32,7 +32,7 @@ CONFIGS = {
 
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
     sizes = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8} | changes
-    draft = DraftFootprint(config, dtype, sizes.pop("draft_capacity", BUDGET), shares_weights=True)
+    draft = DraftFootprint(config, dtype, (sizes.pop("draft_capacity", BUDGET),), shares_weights=True)
     return plan_memory(config, dtype=dtype, device="cpu", **{"draft": draft} | sizes)
 
 
@@ -153,7 +153,7 @@ def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: boo
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
-    draft = DraftFootprint(TINY, torch.float32, BUDGET, True, kv_dtype=dtype)
+    draft = DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype)
     plan = plan_of(TINY, kv_dtype=dtype, draft=draft)
     assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
     assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
@@ -222,7 +222,7 @@ def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_r
 
 def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
-    own = DraftFootprint(TINY, torch.float32, BUDGET, True, kv_dtype=torch.int8, dequantizes=always)
+    own = DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=torch.int8, dequantizes=always)
     chunks_only = replace(own, dequantizes=longer_blocks)
     prefills = replace(chunks_only, prefills=True)
     read, of_target = (plan_of(TINY, dequantizes=dequantizes, draft=None) for dequantizes in (None, always))
@@ -236,12 +236,16 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
         assert plan_of(TINY, draft=draft).activations == read.activations + chunk
     selects, reads = (plan_of(TINY, draft=replace(prefills, observed=6, dequantizes=d)) for d in (longer_blocks, None))
     assert selects.activations == reads.activations + of_target.dequantized_per_row
+    # Of several budgets' caches one is read at a time, but all are held.
+    several = plan_of(TINY, draft=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
+    assert several.dequantized_per_row == of_draft
+    assert several.draft_kv_per_row == 2 * plan_of(TINY, draft=own).draft_kv_per_row
 
 
 def test_selecting_entries_is_planned_for() -> None:
     """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
     plain = plan_of(TINY).activations
-    of_target = DraftFootprint(TINY, torch.float32, BUDGET, shares_weights=True, observed=6)
+    of_target = DraftFootprint(TINY, torch.float32, (BUDGET,), shares_weights=True, observed=6)
     own = replace(of_target, shares_weights=False, prefills=True)
     scores = 4 * 6 * TINY.n_head * CAPACITY
     keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
