@@ -41,26 +41,29 @@ class AcceptanceRate:
         return self.standard_error * slope
 
 
-# What rates of the same kind show together is worth up to so many places to each of them.
+# What was counted of drafters of the same kind is worth so many places to each of them: a beta prior whose spread, 0.07
+# at a rate of 0.85, is about that of the budgets 64 to 512 in docs/speculation.md.
 KIN_PLACES = 24.0
 
 
 def drawn_together(rates: Sequence[AcceptanceRate | None]) -> list[AcceptanceRate | None]:
-    """Each counted rate with up to KIN_PLACES places of what the other counted ones show together.
+    """Each counted rate with up to KIN_PLACES places of the others' mean, in which none has a larger say than that.
 
-    The best of several rates that were counted over few places is mostly the luckiest, and drafters of one kind differ
-    little. That is shrinkage towards the common mean (Efron and Morris 1975, Journal of the American Statistical
-    Association 70(350), 311-319). Rates that were given (n is None) or not seen (None) stay, and are not counted.
+    The best of several rates that were counted over few places is mostly the luckiest. That is shrinkage towards the
+    others' mean (Efron and Morris 1975, Journal of the American Statistical Association 70(350), 311-319), by a given
+    amount. Rates that were given (n is None) or not seen (None) stay, and are not counted.
     """
+    says = [0.0 if one is None or one.n is None else min(one.n, KIN_PLACES) for one in rates]
 
     def drawn(index: int, own: AcceptanceRate | None) -> AcceptanceRate | None:
-        others = [one for at, one in enumerate(rates) if at != index and one is not None and one.n]
-        n_others = sum(one.n or 0.0 for one in others)
+        n_others = sum(says) - says[index]
         if own is None or own.n is None or not n_others:
             return own
-        mean = sum(one.value * (one.n or 0.0) for one in others) / n_others
+        others = sum(
+            say * one.value for at, (say, one) in enumerate(zip(says, rates, strict=True)) if one and at != index
+        )
         n_kin = min(KIN_PLACES, n_others)
         n = own.n + n_kin
-        return AcceptanceRate((own.value * own.n + mean * n_kin) / n, n)
+        return AcceptanceRate((own.value * own.n + others / n_others * n_kin) / n, n)
 
     return [drawn(index, own) for index, own in enumerate(rates)]

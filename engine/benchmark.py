@@ -21,7 +21,7 @@ from engine.provenance import append_record
 from engine.requests import Request
 from engine.say import say
 from engine.setup import Setup, make_drafters
-from engine.timing import PhaseTimer
+from engine.timing import PhaseTimer, synchronize
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def prefill(setup: Setup) -> float:
     with _bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
             setup.runner.prefill_row(row, prompt, bar.update)
-    if setup.runner.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(setup.runner.device)
     return time.perf_counter() - started
 
 

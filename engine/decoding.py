@@ -20,6 +20,7 @@ from engine.rounds import Called, Captured, RoundBuffers, rounds_of
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import LawShape, SamplingParams
 from engine.stats import Round, Stats
+from engine.timing import synchronize
 from kv_cache.errors import ConfigError, UserError
 
 
@@ -151,7 +152,7 @@ def generate(
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
-            draft_prefill_seconds += _introduce(pacing.drafters[choice.drafter], choice.drafter, slots, progress)
+            draft_prefill_seconds += _introduce(runner, pacing, choice.drafter, slots, progress)
         prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             break
@@ -230,14 +231,20 @@ def _choose(pacing: Pacing) -> Choice | None:
     return choice
 
 
-def _introduce(drafter: Drafter, index: int, slots: Sequence[_Slot], progress: Progress | None) -> float:
-    """Tell a drafter of prompts that it does not know; returns the seconds it took."""
+def _introduce(
+    runner: ModelRunner, pacing: Pacing, index: int, slots: Sequence[_Slot], progress: Progress | None
+) -> float:
+    """Tell a drafter of prompts that it does not know; returns the seconds until every rank is done with them."""
     started = time.perf_counter()
-    for row, slot in enumerate(slots):
-        if slot.request and index not in slot.followed:
-            prompt = slot.request.prompt
-            drafter.admit(row, slot.request.id, prompt, progress.prefilled if progress else None)
-            slot.followed[index] = len(prompt)
+    unknown = [
+        (row, slot, slot.request) for row, slot in enumerate(slots) if slot.request and index not in slot.followed
+    ]
+    for row, slot, request in unknown:
+        pacing.drafters[index].admit(row, request.id, request.prompt, progress.prefilled if progress else None)
+        slot.followed[index] = len(request.prompt)
+    if unknown:
+        synchronize(runner.device)
+        runner.ranks.gathered(None)
     return time.perf_counter() - started
 
 

@@ -13,13 +13,13 @@ from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, InTurn
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
-from engine.stats import Round
+from engine.stats import Stats
 from engine.timing import PhaseTimer
 from kv_cache.errors import ConfigError
 
 # Rounds of each kind that are timed: as many as fit, but neither fewer nor more than these ...
 FEWEST_TIMED, MOST_TIMED = 4, 16
-# ... into what all rounds may take, those included that are not timed, of each kind the first ones ...
+# ... into what all may take, those included that are not timed, of each kind the first ones ...
 MEASURING_SECONDS = 12.0
 # ... which are so many: one runs, or one runs, one captures, one replays.
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
@@ -33,10 +33,10 @@ def rounds_in_turn(
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     verification: str = "auto",
-) -> Iterator[tuple[Sequence[Round], PhaseTimer]]:
+) -> Iterator[tuple[Stats, PhaseTimer]]:
     """Decode behind the prompts, as often as it takes, until the pacing is done.
 
-    Yields the rounds of each decode, and their phases' times. Errors: ConfigError for fewer prompts than rows, or
+    Yields what each decode did, and its phases' times. Errors: ConfigError for fewer prompts than rows, or
     if nothing is to be decoded behind the first token; UserError if logits are not finite.
     """
     if len(prompts) < runner.max_batch or max_new_tokens < 2:
@@ -60,7 +60,7 @@ def rounds_in_turn(
             phase=timer,
         )
         output.require_finite("measuring costs")
-        yield output.stats.rounds, timer
+        yield output.stats, timer
 
 
 def measure_costs(
@@ -77,9 +77,10 @@ def measure_costs(
     """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of rounds in turn.
 
     Only the first drafter's rounds are measured at every one of the gammas, which ascend; its draft step is that of all
-    of them. What the others' differ in is their draft step, which is measured at the middle gamma. `max_new_tokens`, 2
-    or more, is what the cache has room for. As many prompts as the runner has rows. `seconds`: what all rounds may
-    take, unless the fewest take longer; what first compiles or captures should have run before.
+    of them. What the others' differ in is their draft step, which is measured at the middle gamma. They come in the
+    order of what they cost, the dearest first, as budgets do. `max_new_tokens`, 2 or more, is what the cache has room
+    for. As many prompts as the runner has rows. `seconds`: what all rounds may take, and a draft model's runs of the
+    prompts, unless the fewest take longer; what first compiles or captures should have run before.
     Errors: as of `rounds_in_turn`.
     """
     gammas = tuple(gammas)
@@ -92,9 +93,9 @@ def measure_costs(
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
 
     def measure(n_rounds: int) -> float:
-        """Until every choice had so many rounds; returns the seconds of those that were missing."""
+        """Until every choice had so many rounds; returns the seconds that it took, without the target's prefill."""
         pacing.n_rounds, taken = n_rounds, 0.0
-        for rounds, timer in rounds_in_turn(
+        for stats, timer in rounds_in_turn(
             runner,
             pacing,
             prompts,
@@ -102,9 +103,10 @@ def measure_costs(
             sampling=sampling,
             verification=verification,
         ):
+            # A draft model runs the prompts in every decode.
+            taken += stats.draft_prefill_seconds + stats.decode_seconds
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
-            for round_, resume, draft, verify in zip(rounds, *phases, strict=True):
-                taken += round_.seconds
+            for round_, resume, draft, verify in zip(stats.rounds, *phases, strict=True):
                 other = round_.seconds - resume - draft - verify
                 if round_.busy == runner.max_batch:
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
@@ -122,20 +124,39 @@ def measure_costs(
 def costs_of_rounds(
     timed: Mapping[Choice, Sequence[Mapping[str, float]]], gammas: Sequence[int], acceptance: Sequence[AcceptanceRate]
 ) -> list[Costs]:
-    """One a drafter, of the seconds that the rounds of each choice took in its parts "draft", "verify" and "other"."""
+    """One a drafter, of the seconds that the rounds of each choice took in its parts "draft", "verify" and "other".
+
+    A draft step takes no longer than one of the drafter before it.
+    """
 
     def ms(choice: Choice, part: str) -> float:
         return 1e3 * median(times[part] for times in timed[choice])
 
-    def draft_ms(drafter: int) -> float:
+    draft_ms, n_drafted = [], []
+    for drafter in range(len(acceptance)):
         drafted = [choice for choice in timed if choice.drafter == drafter]
-        return sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted)
-
+        n_drafted.append(sum(choice.gamma for choice in drafted))
+        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / n_drafted[-1])
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
-        Costs(plain_ms, tuple(gammas), verify_ms, draft_ms(drafter), other_ms, seen)
-        for drafter, seen in enumerate(acceptance)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
+        for draft, seen in zip(_descending(draft_ms, n_drafted), acceptance, strict=True)
     ]
+
+
+def _descending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The values that never grow, and differ least from these in weighted squares: whoever exceeds its predecessor has
+    the mean of both (pool adjacent violators, Ayer et al. 1955, Annals of Mathematical Statistics 26(4), 641-647).
+    """
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        n = 1
+        while pools and pools[-1][0] < value:
+            before, weight_before, n_before = pools.pop()
+            value = (before * weight_before + value * weight) / (weight_before + weight)
+            weight, n = weight_before + weight, n_before + n
+        pools.append((value, weight, n))
+    return [value for value, _, n in pools for _ in range(n)]

@@ -10,6 +10,12 @@ from contextlib import contextmanager
 import torch
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class PhaseTimer:
     """A factory of context managers: `with timer("verify"): ...` appends seconds to `seconds["verify"]`."""
 
@@ -19,12 +25,8 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self._synchronize()
+        synchronize(self._device)
         started = time.perf_counter()
         yield
-        self._synchronize()
+        synchronize(self._device)
         self.seconds[name].append(time.perf_counter() - started)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

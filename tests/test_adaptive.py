@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -465,14 +466,14 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
 
 
 def test_rates_of_few_places_are_drawn_to_what_the_others_show():
-    """By much where little was seen; what was given or not seen takes no part."""
+    """By much where little was seen; what was given or not seen takes no part, what was seen often no larger one."""
     few, many, lucky = AcceptanceRate(0.5, 8), AcceptanceRate(0.9, 392), AcceptanceRate(1.0, 8)
     given = AcceptanceRate(0.1)
     drawn = drawn_together([few, None, many, given, lucky])
     assert drawn[1] is None and drawn[3] is given
     values = [one.value for one in drawn if one is not None and one is not given]
-    others = [(392 * 0.9 + 8) / 400, (4 + 8) / 16, (4 + 392 * 0.9) / 400]
     weights = [KIN_PLACES, 16, KIN_PLACES]
+    others = [(KIN_PLACES * 0.9 + 8) / (KIN_PLACES + 8), (4 + 8) / 16, (4 + KIN_PLACES * 0.9) / (KIN_PLACES + 8)]
     assert values == pytest.approx(
         [
             (own.value * own.n + weight * mean) / (own.n + weight)
@@ -483,12 +484,47 @@ def test_rates_of_few_places_are_drawn_to_what_the_others_show():
     assert drawn_together([few]) == [few] and drawn_together([few, None, given]) == [few, None, given]
 
 
-def test_a_lucky_drafter_is_not_preferred_for_its_luck():
-    """All of 6 places were accepted, against 0.9 of 300 with drafts that cost less."""
-    lucky = replace(costs(100, 17, (115, 160)), acceptance=AcceptanceRate(1.0, 6))
-    known = replace(costs(100, 15, (115, 160)), acceptance=AcceptanceRate(0.9, 300))
-    assert Adaptive([Named(), Named()], [lucky, known], GAMMAS).choose().drafter == 1
-    assert Adaptive([Named()], [lucky], GAMMAS).choose() == Choice(0, 6)
+@pytest.mark.parametrize("seen_dear,wanted", [((1.0, 6), 1), ((0.99, 300), 0)])
+def test_a_lucky_drafter_is_not_preferred_for_its_luck(seen_dear, wanted):
+    """All of 6 places were accepted, against 0.9 of 300 with cheaper drafts; 0.99 of as many is another thing."""
+    dear = replace(costs(100, 18, (115, 160)), acceptance=AcceptanceRate(*seen_dear))
+    cheap = replace(costs(100, 15, (115, 160)), acceptance=AcceptanceRate(0.9, 300))
+    assert Adaptive([Named(), Named()], [dear, cheap], GAMMAS).choose().drafter == wanted
+
+
+def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
+    """Those that seem to have a mean; of the first drafter more was measured."""
+
+    def times(draft_ms: float) -> list[dict[str, float]]:
+        return [{"draft": draft_ms / 1e3, "verify": 0.05, "other": 0.001}]
+
+    timed = {PLAIN: times(0), Choice(0, 1): times(10), Choice(0, 3): times(30)}
+    timed |= {Choice(index, 2): times(2 * ms) for index, ms in enumerate((12, 6, 9, 5), start=1)}
+    found = costs_of_rounds(timed, [1, 3], [AcceptanceRate(0.8, 20)] * 5)
+    first = (10 * 4 + 12 * 2) / 6
+    assert [one.draft_ms for one in found] == pytest.approx([first, first, 7.5, 7.5, 5])
+
+
+def test_a_draft_models_runs_of_the_prompts_count_as_measuring(monkeypatch: pytest.MonkeyPatch):
+    """They are in no round, and take all the time there is: the fewest rounds are measured, not the most."""
+    model, prompts = tiny_model(), random_prompts([30, 30])
+    runner = ModelRunner(model, full_cache(model, 2))
+    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(model, 2)), gamma=3)
+    admit, n_rounds = own.admit, []
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        admit(*args)
+
+    def counted(*args: Any, **kwargs: Any) -> GenerateOutput:
+        out = generate(*args, **kwargs)
+        n_rounds.append(len(out.stats.rounds))
+        return out
+
+    own.admit = slow  # type: ignore[method-assign]
+    monkeypatch.setattr("engine.measure_costs.generate", counted)
+    measure_costs(runner, [own], prompts, gammas=[1, 3], max_new_tokens=90, seconds=1.0)
+    assert sum(n_rounds) == 3 * (1 + FEWEST_TIMED)
 
 
 def test_costs_take_more_rounds_where_time_allows(monkeypatch: pytest.MonkeyPatch):
