@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.isotonic import non_increasing
+
 
 def places_reached(gamma: int, accepted: Sequence[int]) -> list[int]:
     """Of each row's block: the accepted places and the first rejected one. A place is reached if all before it were
@@ -41,29 +43,15 @@ class AcceptanceRate:
         return self.standard_error * slope
 
 
-# What was counted of drafters of the same kind is worth so many places to each of them: a beta prior whose spread, 0.07
-# at a rate of 0.85, is about that of the budgets 64 to 512 in docs/speculation.md.
-KIN_PLACES = 24.0
+def ordered_rates(rates: Sequence[AcceptanceRate | None]) -> list[AcceptanceRate | None]:
+    """Of drafters from the largest budget to the smallest: none is accepted more often than the one before it.
 
-
-def drawn_together(rates: Sequence[AcceptanceRate | None]) -> list[AcceptanceRate | None]:
-    """Each counted rate with up to KIN_PLACES places of the others' mean, in which none has a larger say than that.
-
-    The best of several rates that were counted over few places is mostly the luckiest. That is shrinkage towards the
-    others' mean (Efron and Morris 1975, Journal of the American Statistical Association 70(350), 311-319), by a given
-    amount. Rates that were given (n is None) or not seen (None) stay, and are not counted.
+    Where it was, in the few places that were counted, both have their common rate: the best of several counts of few
+    places is mostly the luckiest. Rates that were given (n is None) or not seen (None) stay.
     """
-    says = [0.0 if one is None or one.n is None else min(one.n, KIN_PLACES) for one in rates]
-
-    def drawn(index: int, own: AcceptanceRate | None) -> AcceptanceRate | None:
-        n_others = sum(says) - says[index]
-        if own is None or own.n is None or not n_others:
-            return own
-        others = sum(
-            say * one.value for at, (say, one) in enumerate(zip(says, rates, strict=True)) if one and at != index
-        )
-        n_kin = min(KIN_PLACES, n_others)
-        n = own.n + n_kin
-        return AcceptanceRate((own.value * own.n + others / n_others * n_kin) / n, n)
-
-    return [drawn(index, own) for index, own in enumerate(rates)]
+    counted = {index: rate for index, rate in enumerate(rates) if rate is not None and rate.n}
+    values = non_increasing([rate.value for rate in counted.values()], [rate.n or 0.0 for rate in counted.values()])
+    ordered = {
+        index: AcceptanceRate(value, rate.n) for (index, rate), value in zip(counted.items(), values, strict=True)
+    }
+    return [ordered.get(index, rate) for index, rate in enumerate(rates)]

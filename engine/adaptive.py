@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from engine.acceptance import AcceptanceRate, drawn_together, places_reached
+from engine.acceptance import AcceptanceRate, ordered_rates, places_reached
 from engine.cost_model import Costs, tokens_per_round
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
@@ -84,12 +84,13 @@ class Acceptance:
 
 
 class Adaptive:
-    """A `Pacing` over drafters of one kind; `costs[i]` are those of drafter i.
+    """A `Pacing` over drafters of one kind, from the largest budget to the smallest; `costs[i]` are those of drafter i.
 
-    A drafter whose acceptance was seen while its costs were measured is expected to do as well, or nearer to what the
-    others did if little was seen; one whose was not is tried first. Speculation that is not expected to beat plain
-    decoding gives way to plain rounds, and every drafter is tried again after a pause; while it pays, the others are
-    tried again now and then. `gammas`: those to choose among beside plain rounds, for each drafter the same.
+    A drafter whose acceptance was seen while its costs were measured is expected to do as well, but no better than with
+    a larger budget; one whose was not is tried first. The largest budget drafts until another promises more.
+    Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter is tried again
+    after a pause; while it pays, the others are tried again now and then. `gammas`: those to choose among beside plain
+    rounds, for each drafter the same.
     Its choices follow from costs and accepted counts alone, so ranks that were given the same costs choose alike.
     """
 
@@ -99,13 +100,13 @@ class Adaptive:
         self.max_gamma = max(gammas)
         self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
         self._round_ms = [{gamma: one.round_ms(gamma) for gamma in self._gammas} for one in costs]
-        measured = drawn_together([one.acceptance for one in costs])
+        measured = ordered_rates([one.acceptance for one in costs])
         self._acceptance = [Acceptance(self.max_gamma, seen) for seen in measured]
         # The places reached by those that are being tried.
         self._trials: dict[int, int] = {}
         # What speculation lost since the last pause, in plain steps beyond those that its tokens would have taken.
         self._lost_steps = 0.0
-        self._active = self._most_promising()
+        self._active = 0
         self._plain_rounds, self._pause = 0, SHORTEST_PAUSE // 2
         self._rounds_since_trial = 0
         self._try(index for index, one in enumerate(costs) if one.acceptance is None)

@@ -10,6 +10,7 @@ from engine.acceptance import AcceptanceRate
 from engine.cost_model import Costs
 from engine.decoding import generate
 from engine.drafters import Drafter
+from engine.isotonic import non_increasing
 from engine.pacing import PLAIN, Choice, InTurn
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
@@ -88,13 +89,13 @@ def measure_costs(
     choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
     untimed = UNTIMED_ROUNDS if runner.new_graph is None else UNTIMED_ROUNDS_CAPTURED
-    fewest, most = untimed + FEWEST_TIMED, untimed + MOST_TIMED
+    fewest = untimed + FEWEST_TIMED
     pacing = InTurn(drafters, choices, runner.max_batch, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
 
-    def measure(n_rounds: int) -> float:
-        """Until every choice had so many rounds; returns the seconds that it took, without the target's prefill."""
-        pacing.n_rounds, taken = n_rounds, 0.0
+    def measure(n_rounds: int) -> list[Stats]:
+        """Until every choice had so many rounds; returns what each decode of those that were missing did."""
+        pacing.n_rounds, decodes = n_rounds, []
         for stats, timer in rounds_in_turn(
             runner,
             pacing,
@@ -103,19 +104,21 @@ def measure_costs(
             sampling=sampling,
             verification=verification,
         ):
-            # A draft model runs the prompts in every decode.
-            taken += stats.draft_prefill_seconds + stats.decode_seconds
+            decodes.append(stats)
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
             for round_, resume, draft, verify in zip(stats.rounds, *phases, strict=True):
                 other = round_.seconds - resume - draft - verify
                 if round_.busy == runner.max_batch:
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
-        return taken
+        return decodes
 
-    taken = measure(fewest)
+    first = measure(fewest)
+    taken = sum(stats.draft_prefill_seconds + stats.decode_seconds for stats in first)
+    # A draft model runs the prompts in every decode, so also in one for a single round more.
+    left = seconds - taken - first[-1].draft_prefill_seconds
     # The leader's clock decides, so that all ranks run the same rounds.
-    n_fitting = runner.ranks.shared(lambda: int(fewest * seconds / taken))
-    measure(max(fewest, min(n_fitting, most)))
+    n_more = runner.ranks.shared(lambda: int(left / taken * fewest))
+    measure(fewest + min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
 
     timed = {choice: times[untimed:] for choice, times in found.items()}
     return costs_of_rounds(timed, gammas, pacing.acceptance)
@@ -143,20 +146,5 @@ def costs_of_rounds(
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
         Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
-        for draft, seen in zip(_descending(draft_ms, n_drafted), acceptance, strict=True)
+        for draft, seen in zip(non_increasing(draft_ms, n_drafted), acceptance, strict=True)
     ]
-
-
-def _descending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The values that never grow, and differ least from these in weighted squares: whoever exceeds its predecessor has
-    the mean of both (pool adjacent violators, Ayer et al. 1955, Annals of Mathematical Statistics 26(4), 641-647).
-    """
-    pools: list[tuple[float, float, int]] = []  # value, weight, how many
-    for value, weight in zip(values, weights, strict=True):
-        n = 1
-        while pools and pools[-1][0] < value:
-            before, weight_before, n_before = pools.pop()
-            value = (before * weight_before + value * weight) / (weight_before + weight)
-            weight, n = weight_before + weight, n_before + n
-        pools.append((value, weight, n))
-    return [value for value, _, n in pools for _ in range(n)]

@@ -62,7 +62,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes, labelled with units. reference: a horizontal line, and what is written on it."""
+    """One pair of axes, labelled with units. reference: a horizontal line, and what is written on it.
+
+    x_names: what stands at 0, 1, 2 ... of a horizontal axis that has names instead of numbers.
+    """
 
     title: str
     x_label: str
@@ -70,6 +73,7 @@ class Panel:
     series: tuple[Series, ...]
     is_log_x: bool = True
     reference: tuple[float, str] | None = None
+    x_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ def _draw(axes: Any, panel: Panel) -> None:
             axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=6.5, color=series.colour)
     if panel.is_log_x:
         _log_ticks(axes, [x for series in panel.series for x in series.x])
+    if panel.x_names:
+        axes.set_xticks(range(len(panel.x_names)), panel.x_names)
     if panel.reference:
         height, text = panel.reference
         axes.axhline(height, color=BLACK, linewidth=0.8, linestyle=":")

@@ -62,8 +62,8 @@ def test_a_pages_commands_can_be_read_by_their_programs(page, monkeypatch):
         program, *flags = words[at:]
         if program == "-m":
             program, *flags = words[at + 1].replace(".", "/") + ".py", *flags[1:]
-            if not (ROOT / program).is_file():
-                continue  # a module that is not ours
+            if not (ROOT / Path(program).parts[0]).exists():
+                continue  # a module of another package
         monkeypatch.setattr(sys, "argv", [program, *flags])
         monkeypatch.setattr(sys, "path", list(sys.path))
         with pytest.raises(Read):
