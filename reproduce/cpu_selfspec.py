@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -95,6 +96,11 @@ def _median(values: list) -> float | None:
     return None if None in values else median(values)
 
 
+def _once(given: list | None, usual: Any) -> list:
+    """Every value that was given once, or the usual one."""
+    return list(dict.fromkeys(given or [usual]))
+
+
 def main() -> None:
     parser = arguments.Parser(description=__doc__.splitlines()[0])
     arguments.add_common_arguments(parser)
@@ -117,9 +123,8 @@ def main() -> None:
     args = parser.parse_args()
     settings.require_at_least("pairs", args.pairs, 1)
     settings.require_at_least("gammas", min(args.gammas or [0]), 0)
-    gammas, budgets = args.gammas or [args.gamma], args.budgets or [args.streamingllm_budget]
-    draft_dtypes = args.draft_dtypes or [args.draft_dtype]
-    weights = args.weights or [args.draft_weights]
+    gammas, budgets = _once(args.gammas, args.gamma), _once(args.budgets, args.streamingllm_budget)
+    draft_dtypes, weights = _once(args.draft_dtypes, args.draft_dtype), _once(args.weights, args.draft_weights)
     ways = [USUAL, *([COMPILED] if args.compile else []), *([IN_EAGER] if args.eager else [])]
 
     args.draft_dtype, args.compile = draft_dtypes[-1], False

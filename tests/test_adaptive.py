@@ -30,6 +30,7 @@ from engine.adaptive import (
 )
 from engine.cost_model import Costs, tokens_per_round
 from engine.decoding import GenerateOutput
+from engine.distributed import Ranks
 from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
 from kv_cache import StreamingKVCache
@@ -322,11 +323,17 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
 
 
 def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
-    """A draft model that is first asked behind plain rounds runs the prompts then, outside of the round."""
-    model, prompts = tiny_model(), random_prompts([30, 11])
-    runner = ModelRunner(model, full_cache(model, 2))
-    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(model, 2)), gamma=3)
+    """A draft model that is first asked behind plain rounds runs the prompts then; all ranks wait for those that do."""
     now, admitted = ["no phase"], []
+
+    class Waiting(Ranks):
+        def gathered(self, value: Any) -> list[Any]:
+            admitted.append("all ranks")
+            return super().gathered(value)
+
+    ranks, model, prompts = Waiting(), tiny_model(), random_prompts([30, 11])
+    runner = ModelRunner(model, full_cache(model, 2), ranks=ranks)
+    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(model, 2), ranks=ranks), gamma=3)
     admit = own.admit
 
     def watched(*args: Any) -> None:
@@ -343,7 +350,7 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
     pacing = Scripted([own], [Choice(0, 2), PLAIN, PLAIN])
     out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
     assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
-    assert admitted == ["no phase"] * 2 and out.stats.draft_prefill_seconds > 0
+    assert admitted == ["no phase"] * 2 + ["all ranks"] and out.stats.draft_prefill_seconds > 0
     assert out.tokens == [continue_by_recomputing(model, prompt, 20) for prompt in prompts]
 
 
