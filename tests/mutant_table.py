@@ -678,7 +678,7 @@ MUTANTS = (
     Mutant(
         "costs are measured in no more rounds where there is time",
         "engine/measure_costs.py",
-        "measure(max(fewest, min(n_fitting, most)))",
+        "measure(fewest + min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))",
         "measure(fewest)",
         ADAPTIVE,
     ),
