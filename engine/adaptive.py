@@ -87,7 +87,7 @@ class Adaptive:
     """A `Pacing` over drafters of one kind, from the largest budget to the smallest; `costs[i]` are those of drafter i.
 
     A drafter whose acceptance was seen while its costs were measured is expected to do as well, but no better than with
-    a larger budget; one whose was not is tried first. The largest budget drafts until another promises more.
+    a larger budget; one whose was not is tried first. The largest budget drafts unless another promises more.
     Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter is tried again
     after a pause; while it pays, the others are tried again now and then. `gammas`: those to choose among beside plain
     rounds, for each drafter the same.

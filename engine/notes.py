@@ -19,6 +19,10 @@ def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
         return found
     if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
         found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {_room(draft)}")
+    if record["measured_costs_seconds"]:
+        found.append(
+            f"measuring what rounds cost took {record['measured_costs_seconds']:.1f} s, which is in no speedup"
+        )
     n_rounds, compared = record["steady_rounds"], record["speedup"] is not None
     if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
         found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))

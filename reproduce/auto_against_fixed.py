@@ -175,18 +175,19 @@ def _budgets(shares: dict[int | None, float]) -> str:
 
 
 def summary(choosing: Choosing, records: Sequence[Record]) -> str:
-    """How many runs fall short of the aim, and how many surely; at least one has this way."""
+    """How many runs fall short of the aim, and how many surely do or do not; at least one has this way."""
     rows = against_fixed(choosing, records)
-    below = [row for row in rows if row.ratio < LEAST_RATIO]
-    surely = sum(row.interval is not None and row.interval[1] < LEAST_RATIO for row in below)
-    verdict = (
-        f"{len(below)} of {len(rows)} {'lies' if len(below) == 1 else 'lie'} below" if below else "none lies below"
-    )
-    if below and any(row.interval for row in below):
-        verdict += f", {surely or 'none'} with all of the interval"
-    return (
-        f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest is {min(row.ratio for row in rows):.4f}"
-    )
+    n_below = sum(row.ratio < LEAST_RATIO for row in rows)
+    verdict = "no median lies below" if not n_below else f"{n_below} of {len(rows)} medians below"
+    intervals = [row.interval for row in rows if row.interval is not None]
+    if intervals:
+        above, below = (
+            sum(low >= LEAST_RATIO for low, _ in intervals),
+            sum(high < LEAST_RATIO for _, high in intervals),
+        )
+        verdict += f"; of {len(intervals)} intervals, {above} as a whole above and {below} below"
+    lowest = min(row.ratio for row in rows)
+    return f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest median is {lowest:.4f}"
 
 
 def table(choosing: Choosing, records: Sequence[Record]) -> str:

@@ -104,8 +104,8 @@ def test_a_record_without_the_way_is_left_out():
 @pytest.mark.parametrize(
     "ratio,says",
     [
-        (0.96, "none lies below; the lowest is 0.9600"),
-        (0.9496, "2 of 2 lie below; the lowest is 0.9496"),
+        (0.96, "no median lies below; the lowest median is 0.9600"),
+        (0.9496, "2 of 2 medians below; the lowest median is 0.9496"),
     ],
 )
 def test_the_summary_says_how_many_fall_short(ratio, says):
@@ -123,9 +123,10 @@ def test_the_summary_says_what_is_surely_below(monkeypatch):
         return cell(slow, row("auto", 512, "auto", rates, gammas=[[1]] * 8, budgets=None))
 
     sure, unsure = run(*[0.9] * 8), run(*[0.94] * 5, *[1.0] * 3)
-    assert "1 of 1 lies below, none with all of the interval" in summary(GAMMA, [unsure])
-    assert "2 of 3 lie below, 1 with all of the interval; the lowest is 0.9000" in summary(
-        GAMMA, [sure, unsure, run(*[1.0] * 8)]
+    assert "1 of 1 medians below; of 1 intervals, 0 as a whole above and 0 below" in summary(GAMMA, [unsure])
+    says = summary(GAMMA, [sure, unsure, run(*[1.0] * 8)])
+    assert says.endswith(
+        "2 of 3 medians below; of 3 intervals, 1 as a whole above and 1 below; the lowest median is 0.9000"
     )
 
 

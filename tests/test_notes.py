@@ -15,7 +15,13 @@ AUTO = DraftSettings("self", gamma=6, auto_gamma=True, policy="streaming", capac
 def record(*rounds_by_gamma: tuple[int, int], speedup: float | None = 1.2, gen_len: int = 64) -> dict[str, Any]:
     choices = [{"gamma": gamma, "rounds": rounds} for gamma, rounds in rounds_by_gamma]
     steady_rounds = sum(rounds for _, rounds in rounds_by_gamma)
-    return {"gen_len": gen_len, "choices": choices, "speedup": speedup, "steady_rounds": steady_rounds}
+    return {
+        "gen_len": gen_len,
+        "choices": choices,
+        "speedup": speedup,
+        "steady_rounds": steady_rounds,
+        "measured_costs_seconds": None,
+    }
 
 
 def test_a_run_with_a_result_says_nothing():
@@ -23,6 +29,11 @@ def test_a_run_with_a_result_says_nothing():
     assert notes(record((3, 20)), DraftSettings("self", gamma=3, capacity=512)) == []
     plain_decoding = {"gen_len": 64, "choices": None, "speedup": None, "steady_rounds": 63}
     assert notes(plain_decoding, None) == []
+
+
+def test_what_measuring_took_is_said():
+    said = notes(record((0, 60), (3, 1)) | {"measured_costs_seconds": 11.26}, AUTO)
+    assert said == ["measuring what rounds cost took 11.3 s, which is in no speedup"]
 
 
 def test_a_speedup_of_plain_steps_or_of_few_rounds_is_noise():
