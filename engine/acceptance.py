@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.isotonic import non_increasing
-
 
 def places_reached(gamma: int, accepted: Sequence[int]) -> list[int]:
     """Of each row's block: the accepted places and the first rejected one. A place is reached if all before it were
@@ -41,17 +39,3 @@ class AcceptanceRate:
         """How far one standard error moves `tokens_per_round`, to first order."""
         slope = sum(place * self.value ** (place - 1) for place in range(1, gamma + 1))
         return self.standard_error * slope
-
-
-def ordered_rates(rates: Sequence[AcceptanceRate | None]) -> list[AcceptanceRate | None]:
-    """Of drafters from the largest budget to the smallest: none is accepted more often than the one before it.
-
-    Where it was, in the few places that were counted, both have their common rate: the best of several counts of few
-    places is mostly the luckiest. Rates that were given (n is None) or not seen (None) stay.
-    """
-    counted = {index: rate for index, rate in enumerate(rates) if rate is not None and rate.n}
-    values = non_increasing([rate.value for rate in counted.values()], [rate.n or 0.0 for rate in counted.values()])
-    ordered = {
-        index: AcceptanceRate(value, rate.n) for (index, rate), value in zip(counted.items(), values, strict=True)
-    }
-    return [ordered.get(index, rate) for index, rate in enumerate(rates)]

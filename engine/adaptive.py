@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
-from engine.acceptance import AcceptanceRate, ordered_rates, places_reached
+from engine.acceptance import AcceptanceRate, places_reached
 from engine.cost_model import Costs, tokens_per_round
 from engine.drafters import Drafter
+from engine.isotonic import non_increasing
 from engine.pacing import PLAIN, Choice
 
 # What is expected of any drafter, worth as many places of blocks as it says ...
@@ -77,17 +79,31 @@ class Acceptance:
         return min(1.0, self._pooled.value + self._pooled.standard_error)
 
     @property
+    def n(self) -> float:
+        """Places of blocks that all that was seen and expected is worth."""
+        return self._pooled.n or 0.0
+
+    @property
     def _pooled(self) -> AcceptanceRate:
         reached = sum(self._reached) + self._measured + PRIOR_WEIGHT
         accepted = sum(self._accepted) + self._measured * self._measured_alpha + PRIOR_WEIGHT * PRIOR_ALPHA
         return AcceptanceRate(accepted / reached, reached)
 
 
+class Promise(NamedTuple):
+    """The gamma that is expected to pay best, and its speedup over plain steps."""
+
+    gamma: int
+    speedup: float
+
+
 class Adaptive:
     """A `Pacing` over drafters of one kind, from the largest budget to the smallest; `costs[i]` are those of drafter i.
 
-    A drafter whose acceptance was seen while its costs were measured is expected to do as well, but no better than with
-    a larger budget; one whose was not is tried first. The largest budget drafts unless another promises more.
+    A drafter whose acceptance was seen while its costs were measured is expected to do as well; one whose was not is
+    tried first. None is expected to do better than one with a larger budget: where it did, both share what was seen,
+    since the best of several counts of few places is mostly the luckiest. The largest budget drafts until another
+    promises more, and so on from there.
     Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter is tried again
     after a pause; while it pays, the others are tried again now and then. `gammas`: those to choose among beside plain
     rounds, for each drafter the same.
@@ -100,8 +116,7 @@ class Adaptive:
         self.max_gamma = max(gammas)
         self._gammas = tuple(gamma for gamma in gammas if gamma > 0)
         self._round_ms = [{gamma: one.round_ms(gamma) for gamma in self._gammas} for one in costs]
-        measured = ordered_rates([one.acceptance for one in costs])
-        self._acceptance = [Acceptance(self.max_gamma, seen) for seen in measured]
+        self._acceptance = [Acceptance(self.max_gamma, one.acceptance) for one in costs]
         # The places reached by those that are being tried.
         self._trials: dict[int, int] = {}
         # What speculation lost since the last pause, in plain steps beyond those that its tokens would have taken.
@@ -117,15 +132,17 @@ class Adaptive:
             self._try(range(len(self.drafters)))
         elif self._rounds_since_trial >= SECOND_LOOK and not self._plain_rounds:
             others = (index for index in range(len(self.drafters)) if index != self._active)
-            self._try(others, to_beat=self._best(self._active)[1])
+            self._try(others, to_beat=self._best()[self._active].speedup)
+        best = self._best()
         for index in sorted(self._trials):
-            if self._goes_on(index):
-                return Choice(index, self._best(index)[0])
+            if self._goes_on(index, best[self._active].speedup):
+                return Choice(index, best[index].gamma)
             del self._trials[index]
-        best, active_speedup = self._most_promising(), self._best(self._active)[1]
-        if active_speedup <= 1 or self._best(best)[1] > WORTH_A_CHANGE * active_speedup:
-            self._active = best
-        gamma, speedup = self._best(self._active)
+        promising = max(range(len(best)), key=lambda index: best[index].speedup)
+        active = best[self._active].speedup
+        if active <= 1 or best[promising].speedup > WORTH_A_CHANGE * active:
+            self._active = promising
+        gamma, speedup = best[self._active]
         if speedup > 1:
             if not self._lost_steps:
                 self._pause = SHORTEST_PAUSE // 2
@@ -142,10 +159,12 @@ class Adaptive:
                 self._trials[index] = 0
                 self._acceptance[index].fade(FADED)
 
-    def _goes_on(self, index: int) -> bool:
-        """Whether a drafter that is being tried drafts once more: it may beat what else there is."""
+    def _goes_on(self, index: int, active: float) -> bool:
+        """Whether a drafter that is being tried drafts once more: it may beat what else there is, the active one with
+        that speedup or plain rounds.
+        """
         reached = self._trials[index]
-        to_beat = 1.0 if self._active in self._trials else max(1.0, self._best(self._active)[1])
+        to_beat = 1.0 if self._active in self._trials else max(1.0, active)
         hoped = self._acceptance[index].hoped
         return not reached or (reached < TRIAL_PLACES and self._may_pay(index, hoped, to_beat))
 
@@ -161,16 +180,19 @@ class Adaptive:
         else:
             self._rounds_since_trial += 1
 
-    def _most_promising(self) -> int:
-        return max(range(len(self.drafters)), key=lambda index: self._best(index)[1])
-
-    def _best(self, index: int) -> tuple[int, float]:
-        """The gamma that pays best by the acceptance seen, and its speedup."""
-        seen = self._acceptance[index]
-        return max(
-            ((gamma, self._speedup(index, gamma, seen.tokens(gamma))) for gamma in self._gammas),
-            key=lambda found: found[1],
-        )
+    def _best(self) -> list[Promise]:
+        """Of each drafter, by the acceptance seen of it and of those beside it."""
+        worth = [seen.n for seen in self._acceptance]
+        tokens = {
+            gamma: non_increasing([seen.tokens(gamma) for seen in self._acceptance], worth) for gamma in self._gammas
+        }
+        return [
+            max(
+                (Promise(gamma, self._speedup(index, gamma, tokens[gamma][index])) for gamma in self._gammas),
+                key=lambda promise: promise.speedup,
+            )
+            for index in range(len(self.drafters))
+        ]
 
     def _may_pay(self, index: int, alpha: float, to_beat: float = 1.0) -> bool:
         """Whether any gamma would have a larger speedup at that acceptance rate."""

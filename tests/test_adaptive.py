@@ -18,7 +18,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft, generate
-from engine.acceptance import AcceptanceRate, ordered_rates
+from engine.acceptance import AcceptanceRate
 from engine.adaptive import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,
@@ -31,6 +31,7 @@ from engine.adaptive import (
 from engine.cost_model import Costs, tokens_per_round
 from engine.decoding import GenerateOutput
 from engine.distributed import Ranks
+from engine.isotonic import non_increasing
 from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
 from kv_cache import StreamingKVCache
@@ -236,12 +237,12 @@ def test_the_best_of_several_budgets_is_found():
 
 
 def test_another_drafter_gets_a_second_look():
-    """What was best is accepted ever less, and what was dismissed ever more."""
-    same = costs(100, 10, (110, 150))
-    adaptive = Adaptive([Named(), Named()], [same, same], GAMMAS)
-    choices, _ = simulate(adaptive, lambda n: (0.9, 0.2) if n < 100 else (0.6, 0.95), 600)
-    assert {choice.drafter for choice in choices[50:100]} == {0}
-    assert {choice.drafter for choice in choices[-60:]} == {1}
+    """What was best, and costs less, is accepted ever less, and what was dismissed ever more."""
+    large, small = costs(100, 20, (110, 150)), costs(100, 10, (110, 150))
+    adaptive = Adaptive([Named(), Named()], [large, small], GAMMAS)
+    choices, _ = simulate(adaptive, lambda n: (0.9, 0.88) if n < 100 else (0.95, 0.6), 600)
+    assert {choice.drafter for choice in choices[50:100]} == {1}
+    assert {choice.drafter for choice in choices[-60:]} == {0}
 
 
 def test_a_drafter_without_hope_does_not_keep_the_others_from_coming_back():
@@ -477,17 +478,33 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     assert [first.acceptance, second.acceptance] == rates
 
 
-def test_a_smaller_budget_is_not_accepted_more_often():
-    """Where it was, all that were have their common rate; what was given or not seen takes no part."""
-    given = AcceptanceRate(0.1)
-    seen = [AcceptanceRate(0.9, 300), None, AcceptanceRate(0.7, 30), AcceptanceRate(0.8, 10), given]
-    ordered = ordered_rates([*seen, AcceptanceRate(0.5, 20), AcceptanceRate(1.0, 20)])
-    assert (ordered[1], ordered[4]) == (None, given) and ordered[0] == seen[0]
-    rest = [one for index, one in enumerate(ordered) if one is not None and index not in (0, 4)]
+def test_values_that_grow_are_pooled():
+    values, weights = [0.9, 0.7, 0.8, 0.5, 1.0, 0.1], [300, 30, 10, 20, 20, 5]
     # 0.5 and 1.0 have 0.75, which is more than the 0.725 of 0.7 and 0.8.
-    assert [one.value for one in rest] == pytest.approx([(21 + 8 + 10 + 20) / 80] * 4)
-    assert [one.n for one in rest] == [30, 10, 20, 20]
-    assert ordered_rates([None, given]) == [None, given] and ordered_rates([]) == []
+    assert non_increasing(values, weights) == pytest.approx([0.9, *[(21 + 8 + 10 + 20) / 80] * 4, 0.1])
+    assert non_increasing([], []) == []
+
+
+def test_a_few_rejected_blocks_are_no_reason_for_a_smaller_budget():
+    """What was measured is alike, and a draft step too; then one row has rounds that go badly."""
+    seen = AcceptanceRate(0.85, 60)
+    both = [replace(costs(100, draft_ms, (115, 160)), acceptance=seen) for draft_ms in (15, 14.5)]
+    adaptive, drafted = Adaptive([Named(), Named()], both, GAMMAS), []
+    for n_accepted in (3, 0, 0, 2, 0, 1, 3, 3):
+        choice = adaptive.choose()
+        drafted.append(choice.drafter)
+        adaptive.observe(choice, [min(n_accepted, choice.gamma)])
+    assert set(drafted) == {0}
+
+
+def test_what_a_larger_budget_shows_is_expected_of_a_smaller_one():
+    """Three quarters are rejected now: of the smaller budget, which was accepted before, no more is expected."""
+    measured = [AcceptanceRate(0.9, 60), AcceptanceRate(0.89, 60)]
+    large, small = (replace(costs(100, 15, (115, 160)), acceptance=seen) for seen in measured)
+    adaptive = Adaptive([Named(), Named()], [large, small], GAMMAS)
+    choices, _ = simulate(adaptive, lambda n: (0.25, 0.25), 30)
+    assert choices[0].drafter == 0 and choices[-1] == PLAIN
+    assert 1 not in {choice.drafter for choice in choices}
 
 
 @pytest.mark.parametrize("seen_small,wanted", [((1.0, 6), 0), ((0.89, 300), 1)])
