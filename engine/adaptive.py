@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -79,15 +79,14 @@ class Acceptance:
         return min(1.0, self._pooled.value + self._pooled.standard_error)
 
     @property
-    def n(self) -> float:
-        """Places of blocks that all that was seen and expected is worth."""
-        return self._pooled.n or 0.0
+    def weight(self) -> float:
+        """How many places of blocks it goes by: those that were seen, and what the prior is worth."""
+        return sum(self._reached) + self._measured + PRIOR_WEIGHT
 
     @property
     def _pooled(self) -> AcceptanceRate:
-        reached = sum(self._reached) + self._measured + PRIOR_WEIGHT
         accepted = sum(self._accepted) + self._measured * self._measured_alpha + PRIOR_WEIGHT * PRIOR_ALPHA
-        return AcceptanceRate(accepted / reached, reached)
+        return AcceptanceRate(accepted / self.weight, self.weight)
 
 
 class Promise(NamedTuple):
@@ -101,9 +100,9 @@ class Adaptive:
     """A `Pacing` over drafters of one kind, from the largest budget to the smallest; `costs[i]` are those of drafter i.
 
     A drafter whose acceptance was seen while its costs were measured is expected to do as well; one whose was not is
-    tried first. None is expected to do better than one with a larger budget: where it did, both share what was seen,
-    since the best of several counts of few places is mostly the luckiest. The largest budget drafts until another
-    promises more, and so on from there.
+    tried first. The largest budget drafts until another promises 3% more, and so on from there; in that comparison none
+    is expected to do better than one with a larger budget: where it did, both share what was seen, since the best of
+    several counts of few places is mostly the luckiest. Whether the one that drafts pays is judged by its own rounds.
     Speculation that is not expected to beat plain decoding gives way to plain rounds, and every drafter is tried again
     after a pause; while it pays, the others are tried again now and then. `gammas`: those to choose among beside plain
     rounds, for each drafter the same.
@@ -132,17 +131,13 @@ class Adaptive:
             self._try(range(len(self.drafters)))
         elif self._rounds_since_trial >= SECOND_LOOK and not self._plain_rounds:
             others = (index for index in range(len(self.drafters)) if index != self._active)
-            self._try(others, to_beat=self._best()[self._active].speedup)
-        best = self._best()
+            self._try(others, to_beat=self._shown(self._active).speedup)
         for index in sorted(self._trials):
-            if self._goes_on(index, best[self._active].speedup):
-                return Choice(index, best[index].gamma)
+            if self._goes_on(index):
+                return Choice(index, self._shown(index).gamma)
             del self._trials[index]
-        promising = max(range(len(best)), key=lambda index: best[index].speedup)
-        active = best[self._active].speedup
-        if active <= 1 or best[promising].speedup > WORTH_A_CHANGE * active:
-            self._active = promising
-        gamma, speedup = best[self._active]
+        self._active = self._worth_a_change()
+        gamma, speedup = self._shown(self._active)
         if speedup > 1:
             if not self._lost_steps:
                 self._pause = SHORTEST_PAUSE // 2
@@ -159,12 +154,10 @@ class Adaptive:
                 self._trials[index] = 0
                 self._acceptance[index].fade(FADED)
 
-    def _goes_on(self, index: int, active: float) -> bool:
-        """Whether a drafter that is being tried drafts once more: it may beat what else there is, the active one with
-        that speedup or plain rounds.
-        """
+    def _goes_on(self, index: int) -> bool:
+        """Whether a drafter that is being tried drafts once more: it may beat what else there is."""
         reached = self._trials[index]
-        to_beat = 1.0 if self._active in self._trials else max(1.0, active)
+        to_beat = 1.0 if self._active in self._trials else max(1.0, self._shown(self._active).speedup)
         hoped = self._acceptance[index].hoped
         return not reached or (reached < TRIAL_PLACES and self._may_pay(index, hoped, to_beat))
 
@@ -180,19 +173,38 @@ class Adaptive:
         else:
             self._rounds_since_trial += 1
 
-    def _best(self) -> list[Promise]:
-        """Of each drafter, by the acceptance seen of it and of those beside it."""
-        worth = [seen.n for seen in self._acceptance]
+    def _worth_a_change(self) -> int:
+        """The drafter that promises most, if that is enough more than what the active one does; else the active one."""
+        promises = self._ordered_promises()
+        best = max(range(len(promises)), key=lambda index: promises[index].speedup)
+        promised, active = promises[best].speedup, promises[self._active].speedup
+        return best if promised > 1 and (active <= 1 or promised > WORTH_A_CHANGE * active) else self._active
+
+    def _shown(self, index: int) -> Promise:
+        """By what a drafter itself showed."""
+        seen = self._acceptance[index]
+        return self._most(index, {gamma: seen.tokens(gamma) for gamma in self._gammas})
+
+    def _ordered_promises(self) -> list[Promise]:
+        """Of all drafters, none of which is expected to yield more tokens than one with a larger budget.
+
+        This compares them. It is not what any of them yields: those that do not draft keep what was seen of them.
+        """
+        weights = [seen.weight for seen in self._acceptance]
         tokens = {
-            gamma: non_increasing([seen.tokens(gamma) for seen in self._acceptance], worth) for gamma in self._gammas
+            gamma: non_increasing([seen.tokens(gamma) for seen in self._acceptance], weights) for gamma in self._gammas
         }
         return [
-            max(
-                (Promise(gamma, self._speedup(index, gamma, tokens[gamma][index])) for gamma in self._gammas),
-                key=lambda promise: promise.speedup,
-            )
+            self._most(index, {gamma: tokens[gamma][index] for gamma in self._gammas})
             for index in range(len(self.drafters))
         ]
+
+    def _most(self, index: int, tokens: Mapping[int, float]) -> Promise:
+        """Of the expected tokens at every gamma."""
+        return max(
+            (Promise(gamma, self._speedup(index, gamma, tokens[gamma])) for gamma in self._gammas),
+            key=lambda promise: promise.speedup,
+        )
 
     def _may_pay(self, index: int, alpha: float, to_beat: float = 1.0) -> bool:
         """Whether any gamma would have a larger speedup at that acceptance rate."""
