@@ -174,9 +174,12 @@ class Adaptive:
             self._rounds_since_trial += 1
 
     def _worth_a_change(self) -> int:
-        """The drafter that promises most, if that is enough more than what the active one does; else the active one."""
+        """The drafter that promises most, if that is enough more than what the active one does; else the active one.
+
+        Of those that share a promise and cost the same, the one that showed most: it is the one to go on drafting.
+        """
         promises = self._ordered_promises()
-        best = max(range(len(promises)), key=lambda index: promises[index].speedup)
+        best = max(range(len(promises)), key=lambda index: (promises[index].speedup, self._shown(index).speedup))
         promised, active = promises[best].speedup, promises[self._active].speedup
         return best if promised > 1 and (active <= 1 or promised > WORTH_A_CHANGE * active) else self._active
 
@@ -200,7 +203,7 @@ class Adaptive:
         ]
 
     def _most(self, index: int, tokens: Mapping[int, float]) -> Promise:
-        """Of the expected tokens at every gamma."""
+        """The gamma that pays best if a row's rounds yield so many tokens at every gamma."""
         return max(
             (Promise(gamma, self._speedup(index, gamma, tokens[gamma])) for gamma in self._gammas),
             key=lambda promise: promise.speedup,

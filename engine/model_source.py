@@ -70,7 +70,7 @@ def find_model(path: str, load_format: str, name: str | None, flag: str) -> Mode
             required="the converted default checkpoint",
             fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
         )
-    if not folder.is_dir():
+    if not folder.is_dir() or not (Path(path).exists() or (folder / "config.json").exists()):
         raise CheckpointError(
             "there is no such checkpoint",
             where=flag,

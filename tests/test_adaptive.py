@@ -511,6 +511,17 @@ def test_what_idle_drafters_showed_does_not_keep_losing_speculation_alive(n_draf
     assert {choice.drafter for choice in choices[: choices.index(PLAIN)]} == {0}
 
 
+def test_of_budgets_that_share_a_promise_the_one_that_paid_drafts():
+    """The two smaller ones cost the same, and much less; the first of them would not pay by what it showed itself."""
+    measured = [AcceptanceRate(0.8, 60), AcceptanceRate(0.2, 60), AcceptanceRate(1.0, 60)]
+    each = [
+        replace(costs(100, draft_ms, (115, 160)), acceptance=seen)
+        for draft_ms, seen in zip((60, 15, 15), measured, strict=True)
+    ]
+    choice = Adaptive([Named()] * 3, each, GAMMAS).choose()
+    assert choice.drafter == 2
+
+
 def test_speculation_that_does_not_pay_keeps_its_budget():
     """None of them pays: the one that drafted is the one that another has to beat later on, too."""
     both = [replace(costs(100, ms, (300, 600)), acceptance=AcceptanceRate(0.5, 60)) for ms in (20, 10)]

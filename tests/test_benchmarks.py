@@ -301,6 +301,7 @@ BAD_INPUT = {
     "more ranks than KV heads": Bad("", ("2 KV heads, 3 ranks", "1 to 2 ranks"), None, (("WORLD_SIZE", "3"),)),
     "no model.pth": Bad("", ("model.pth", "no such file"), lambda d: (d / "model.pth").unlink()),
     "no folder": Bad("", ("there is no such checkpoint", "convert_hf_checkpoint.py"), shutil.rmtree),
+    "no file, in a folder of other things": Bad("--model nothing.pth", ("there is no such checkpoint", "nothing.pth")),
     "no config": Bad("", ("config.json", "no such file"), lambda d: (d / "config.json").unlink()),
     "no tokenizer": Bad("", ("the tokenizer is missing",), lambda d: (d / "tokenizer.json").unlink()),
     "another architecture": Bad(
