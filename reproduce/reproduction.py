@@ -167,16 +167,21 @@ def present(
     table: Callable[[list[Record]], str],
     figure: Callable[[list[Record]], Figure],
 ) -> None:
-    """Measure the cells that have no record yet, draw the figure, print the table; exit code 1 if a cell failed."""
+    """Measure the cells that have no record yet, draw the figure, print the table; exit code 1 if a cell failed.
+
+    Where every cell failed, the figure that is there stays as it is.
+    """
     figures.require_matplotlib()
     rows = run_cells(cells, args.output, retry_failed=args.retry_failed, timeout_s=args.timeout, only=args.only)
     scripts = {cell.script for cell in cells}
     shown = [row for row in read_rows(args.output).values() if row["script"] in scripts] if args.all else rows
     records = [row["record"] for row in shown if row["status"] == OK]
-    drawn = figures.save(figure(records), name, Path(args.figures))
-    print("\n" + table(records) + "\n")
-    for path in drawn:
-        print(f"  {path}")
+    every_cell_failed = bool(rows) and not records
+    if not every_cell_failed:
+        drawn = figures.save(figure(records), name, Path(args.figures))
+        print("\n" + table(records) + "\n")
+        for path in drawn:
+            print(f"  {path}")
     labels = {cell.key: cell.label for cell in cells}
     failed = [row for row in rows if row["status"] != OK]
     for row in failed:

@@ -302,6 +302,15 @@ def test_a_cell_that_fails_is_named_and_the_others_are_shown(run):
     assert [row[3] for row in words(text, BUILT_IN)] == ["2"]
 
 
+def test_where_every_cell_fails_the_figure_of_before_stays(run, tmp_path):
+    run(speedup_tables, "--B", "2", "--prefix_len", "1000", draws=True)
+    figure = tmp_path / "figures" / f"{speedup_tables.NAME}.png"
+    before = figure.read_bytes()
+    text = run(speedup_tables, "--B", "13", "--prefix_len", "1000", draws=True)
+    assert run.code == 1 and "thirteen rows" in text and BUILT_IN not in text
+    assert figure.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "flags",
     [
