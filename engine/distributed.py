@@ -210,11 +210,22 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
     if on_gpu:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=where if on_gpu else None,
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=timeout_seconds),
+                device_id=where if on_gpu else None,
+            )
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise ConfigError(
+                "two processes were given the same GPU",
+                where="CUDA_VISIBLE_DEVICES of the processes",
+                seen=f"{os.environ.get('CUDA_VISIBLE_DEVICES')} on rank {own_rank()}, which uses {where}",
+                required="a GPU of its own for every process",
+                fix="start at most as many processes as there are GPUs, or mask them so that no two see the same",
+            ) from None
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -317,26 +318,20 @@ def require_at_least(flag: str, value: int, minimum: int) -> None:
 
 
 def resolve_device(name: str) -> str:
+    """`name` as "cpu" or "cuda:N", N being this process's own GPU where a machine runs several of them.
+
+    A process that was left one GPU to see, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank.
+    """
     n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and n_gpus and n_processes > 1:
-        if name != "cuda" or n_processes > n_gpus:
-            raise ConfigError(
-                "every process needs a GPU of its own",
-                where="--device, torchrun --nproc_per_node",
-                seen=f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs",
-                required=f"--device cuda, and at most {n_gpus} processes",
-                fix=f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}",
-            )
-        return f"cuda:{local_rank()}"
     try:
-        kind = torch.device(name).type
+        device = torch.device(name)
     except RuntimeError:
-        kind = "unknown"
-    if kind == "cpu":
+        device = torch.device("meta")
+    if device.type == "cpu":
         return "cpu"
-    if kind != "cuda" or (torch.device(name).index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda" or (device.index or 0) >= n_gpus:
         raise ConfigError(
             "the device is not available",
             where="--device",
@@ -344,4 +339,15 @@ def resolve_device(name: str) -> str:
             required="cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)"),
             fix="use --device auto",
         )
-    return name
+    if n_processes == 1:
+        return f"cuda:{device.index or 0}"
+    is_masked = n_gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if device.index is not None or (n_processes > n_gpus and not is_masked):
+        raise ConfigError(
+            "every process needs a GPU of its own",
+            where="--device, torchrun --nproc_per_node",
+            seen=f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs",
+            required=f"--device cuda, and at most {n_gpus} processes",
+            fix=f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}",
+        )
+    return f"cuda:{0 if is_masked else local_rank()}"

@@ -1,0 +1,83 @@
+"""Which GPU a process gets, by what torchrun or Slurm left it to see, and how it joins the others. No GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.cuda._utils import _get_device_index
+
+from engine.distributed import start_ranks
+from engine.settings import resolve_device
+from kv_cache.errors import ConfigError
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine that shows so many GPUs to each of so many processes, of which this is the one of that local rank."""
+
+    def of(n_gpus: int, n_processes: int, local_rank: int, world_size: int, visible: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
+        for name, value in (("LOCAL_WORLD_SIZE", n_processes), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size)):
+            monkeypatch.setenv(name, str(value))
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "where,wanted,given",
+    [
+        ((8, 8, 3, 8), "auto", "cuda:3"),
+        ((8, 2, 1, 4), "cuda", "cuda:1"),
+        ((1, 1, 0, 4), "auto", "cuda:0"),  # torchrun with one process a machine
+        ((4, 1, 0, 2), "cuda", "cuda:0"),
+        ((4, 1, 0, 1), "cuda:2", "cuda:2"),
+        ((1, 4, 3, 4, "3"), "auto", "cuda:0"),  # --gpus-per-task=1
+        ((0, 2, 1, 2), "auto", "cpu"),
+    ],
+)
+def test_every_process_gets_a_gpu_with_a_number(machine, monkeypatch, where, wanted, given):
+    """Torch's own look-up refuses a device without one, which is what joining the others begins with."""
+    machine(*where)
+    assert resolve_device(wanted) == given
+    if given == "cpu" or where[3] == 1:
+        return
+    chosen, joined = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: joined.append(options["device_id"]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: where[3])
+    assert start_ranks(resolve_device(wanted)).device == torch.device(given)
+    assert chosen == [int(given[-1])] and joined == [torch.device(given)]
+
+
+@pytest.mark.parametrize("where,wanted", [((2, 4, 0, 4), "auto"), ((4, 2, 0, 2), "cuda:1"), ((1, 2, 1, 2), "cuda")])
+def test_processes_never_share_a_gpu(machine, where, wanted):
+    machine(*where)
+    with pytest.raises(ConfigError, match="GPU of its own"):
+        resolve_device(wanted)
+
+
+@pytest.mark.parametrize("name", ["cuda:4", "cuda", "tpu"])
+def test_a_device_that_is_not_there_is_refused(machine, name):
+    machine(4 if name == "cuda:4" else 0, 1, 0, 1)
+    with pytest.raises(ConfigError, match="not available"):
+        resolve_device(name)
+
+
+def test_a_gpu_that_two_processes_see_is_named(machine, monkeypatch):
+    """What NCCL finds out, where masks are not what they seemed."""
+    machine(1, 2, 1, 2, "0")
+    monkeypatch.setattr(torch.cuda, "set_device", _get_device_index)
+
+    def refuse(*_, **__):
+        raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(ConfigError, match="two processes were given the same GPU"):
+        start_ranks(resolve_device("auto"))
