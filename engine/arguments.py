@@ -78,7 +78,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, target_flag: str = "--m
     add("--quantize", choices=SCHEMES, help="the target's linear layers in 8 or 4 bits (default: in --dtype)")
     add("--kv_dtype", choices=["same", *KV_DTYPES], default="same", help="entries of the target's KV cache")
     add("--attention", choices=BACKENDS, default="auto", help="attention backend; auto says which, and why")
-    add("--compile", action="store_true", help="torch.compile; on a GPU rounds are also captured as CUDA graphs")
+    add("--compile", action="store_true", help="torch.compile what lies between matrix products and attention")
+    add("--no_cuda_graphs", action="store_true", help="on a GPU, do not capture rounds as CUDA graphs")
     add("--output", help="append the JSON record to this file")
 
 

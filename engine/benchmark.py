@@ -103,8 +103,8 @@ def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs
 
 
 def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
-    """With --compile, a few rounds from the prefilled state, so that no measured round compiles or captures."""
-    if not setup.args.compile:
+    """A few rounds from the prefilled state where something is compiled or captured, so that no measured round is."""
+    if not setup.args.compile and setup.runner.graphs is None:
         return
     if setup.args.gen_len > 1:
         rounds = rounds_in_turn(

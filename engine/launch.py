@@ -6,6 +6,7 @@ merely lose a peer wait for that, so that the rank that failed is the one that i
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     except Exception as error:
         _tell_torchrun(error)
         raise
+    gc.collect()  # while a captured collective is alive, destroying its communicator never ends (pytorch #115388)
     dist.destroy_process_group()
 
 

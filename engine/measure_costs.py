@@ -88,7 +88,7 @@ def measure_costs(
     middle = gammas[len(gammas) // 2]
     choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
-    untimed = UNTIMED_ROUNDS if runner.new_graph is None else UNTIMED_ROUNDS_CAPTURED
+    untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
     fewest = untimed + FEWEST_TIMED
     pacing = InTurn(drafters, choices, runner.max_batch, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)

@@ -109,7 +109,7 @@ def _narrowed(runner: ModelRunner, n_rows: int, extent: int) -> ModelRunner:
     cache = runner.cache.view(slice(0, n_rows), extent)
     cache.capacity, cache.notes = cache.positions.shape[1], {}
     return ModelRunner(
-        runner.model, cache, ranks=runner.ranks, new_graph=runner.new_graph, noise_source=runner.noise_source
+        runner.model, cache, ranks=runner.ranks, new_graphs=runner.new_graphs, noise_source=runner.noise_source
     )
 
 

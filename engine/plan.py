@@ -212,8 +212,6 @@ def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
     args, draft, source = plan.args, plan.draft, plan.draft_source
     said = []
-    if args.compile and plan.device != "cpu" and len(plan.group) > 1:
-        said.append("--compile compiles on every rank, but captures CUDA graphs only where one rank runs alone")
     if draft and draft.policy in ("streaming", "snapkv") and draft.capacity >= args.prefix_len + args.gen_len:
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:

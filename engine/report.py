@@ -210,6 +210,7 @@ def settings_record(setup: Setup) -> dict[str, Any]:
         "attention": runner.model.backend.name,
         "draft_attention": _draft_attention(setup),
         "compile": setup.args.compile,
+        "cuda_graphs": runner.graphs is not None,
         "quantize": setup.args.quantize,
         "kv_dtype": dtype_name(runner.cache.keys.dtype),
         "pointwise": runner.model.pointwise.name,

@@ -8,7 +8,10 @@ nothing is captured or launched one by one again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,35 +22,57 @@ from engine.modes import Rows
 from engine.noise import Source, in_passes
 from engine.runner import ModelRunner
 from engine.sampling import LawShape, SamplingParams
+from kv_cache.errors import ConfigError
 
 Outputs = TypeVar("Outputs")
 
 
-class Graph(Protocol):
-    """A recorded function: `capture` records `part` and returns the tensors that every `replay` fills."""
+class Graphs(Protocol):
+    """The recorded functions of one runner. `capture` returns what replays `part`, and the tensors that every replay
+    fills; `close` destroys all of them, after which others may be captured."""
 
-    def capture(self, part: Callable[[], Any]) -> Any: ...
-    def replay(self) -> None: ...
-
-
-class CudaGraph:
-    """A CUDA graph; the graphs of one round share the memory `pool`, since they never run at the same time."""
-
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-
-    def capture(self, part: Callable[[], Any]) -> Any:
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            return part()
-
-    def replay(self) -> None:
-        self._graph.replay()
+    def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]: ...
+    def close(self) -> None: ...
 
 
-def cuda_graphs() -> Callable[[], CudaGraph]:
-    """A maker of graphs that share one memory pool."""
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(pool)
+class CudaGraphs:
+    """CUDA graphs on a stream and in a memory pool of their own; a pool, since they never run at the same time.
+
+    Destroying one frees the cuBLAS workspace of its stream, whatever else was captured there (pytorch #193402): that
+    is why no other owner captures on this stream, and why none of these is destroyed alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        graph = torch.cuda.CUDAGraph()
+        # The thread that watches over NCCL asks the GPU for its progress meanwhile, which "global" would refuse.
+        with _uncollected(), torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            outputs = part()
+        self._graphs.append(graph)
+        return graph.replay, outputs
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # one that nothing refers to any more cannot be captured into
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile: it could hold graphs, and destroying one breaks a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class RoundBuffers:
@@ -97,25 +122,32 @@ class Captured:
 
     captures = True
 
-    def __init__(self, new_graph: Callable[[], Graph]) -> None:
-        self._new_graph = new_graph
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
         self._warm: set[Hashable] = set()
-        self._captured: dict[Hashable, tuple[Graph, Any]] = {}
-
-    @property
-    def n_captured(self) -> int:
-        return len(self._captured)
+        self._captured: dict[Hashable, tuple[Callable[[], object], Any]] = {}
 
     def __call__(self, name: Hashable, part: Callable[[], Outputs]) -> Outputs:
         if name not in self._warm:
             self._warm.add(name)
             return part()
         if name not in self._captured:
-            graph = self._new_graph()
-            self._captured[name] = graph, graph.capture(part)
-        graph, outputs = self._captured[name]
-        graph.replay()
+            self._captured[name] = self._capture(name, part)
+        replay, outputs = self._captured[name]
+        replay()
         return outputs
+
+    def _capture(self, name: Hashable, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        try:
+            return self._graphs.capture(part)
+        except RuntimeError as error:
+            raise ConfigError(
+                "a part of a round cannot be captured as a CUDA graph",
+                where=f"{name}",
+                seen=str(error).splitlines()[0],
+                required="operations that a CUDA graph can hold",
+                fix="add --no_cuda_graphs, or choose another --attention",
+            ) from error
 
 
 def rounds_of(
@@ -123,13 +155,18 @@ def rounds_of(
 ) -> tuple[RoundBuffers, Called | Captured]:
     """What the rounds of those drafters in that mode read, and what runs their parts.
 
-    Captured parts are kept by the runner, with all that they hold, for the next run of the same kind.
+    Captured parts are kept by the runner, with all that they hold, for the next run of the same kind: until one of
+    their drafters is gone, when all are dropped (see `CudaGraphs`).
     """
     buffers = partial(RoundBuffers, runner.max_batch, shape, runner.device, runner.noise_source)
-    if runner.new_graph is None:
+    if runner.graphs is None:
         return buffers(), Called()
-    # What is captured calls these very objects; others in their place have to be captured anew.
-    key = (drafters, mode, shape, runner.model.backend, runner.model.pointwise, runner.noise_source)
+    if any(drafter() is None for held, *_ in runner.captured for drafter in held):
+        runner.drop_graphs()
+    # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
+    # the runner: were they held here, neither would go before garbage is collected.
+    held = tuple(map(weakref.ref, drafters))
+    key = (held, mode, shape, runner.model.backend, runner.model.pointwise, runner.noise_source)
     if key not in runner.captured:
-        runner.captured[key] = buffers(), Captured(runner.new_graph)
+        runner.captured[key] = buffers(), Captured(runner.graphs)
     return runner.captured[key]

@@ -46,8 +46,8 @@ class ModelRunner:
 
     A row that still begins with the prompt asked for is rolled back to it instead of being run again,
     so a baseline and a speculation decode from the same state. `ranks` are the processes that run the same
-    calls beside this one, where the model is sharded. With `new_graph` (`rounds.cuda_graphs()` on a GPU) the
-    parts of a round are captured and replayed, see `engine.rounds`; `noise_source` draws the random numbers.
+    calls beside this one, where the model is sharded. With `new_graphs` (`rounds.CudaGraphs` on a GPU) the parts of
+    a round are captured and replayed, see `engine.rounds`; `noise_source` draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -57,15 +57,16 @@ class ModelRunner:
         cache: KVCache,
         prefill_chunk: int = PREFILL_CHUNK,
         ranks: Ranks = ALONE,
-        new_graph: Callable[[], Any] | None = None,
+        new_graphs: Callable[[torch.device], Any] | None = None,
         noise_source: Source = in_passes,
     ) -> None:
         self.model = model
         self.cache = cache
-        self.new_graph = new_graph
+        self.new_graphs = new_graphs
+        self.graphs = None if new_graphs is None else new_graphs(cache.device)
         self.noise_source = noise_source
         # What `engine.rounds` has captured over this model and cache.
-        self.captured: dict[object, Any] = {}
+        self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk, cache.prefill_block)
         self.ranks = ranks
         config, keys = model.config, cache.keys
@@ -91,6 +92,12 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
+
+    def drop_graphs(self) -> None:
+        """Destroy what was captured, with the memory that it holds; later rounds are captured anew."""
+        if self.graphs is not None:
+            self.captured.clear()
+            self.graphs.close()
 
     def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> Prefilled:
         """Fill one row with `prompt` unless it holds it; `on_tokens` is told of each chunk's length."""

@@ -17,7 +17,7 @@ from engine.model_source import ModelSource
 from engine.noise import compiled_source, in_passes
 from engine.plan import Plan, remarks, require_room, resolve, shares_target
 from engine.requests import check_prompt
-from engine.rounds import cuda_graphs
+from engine.rounds import CudaGraphs
 from engine.runner import ModelRunner, RemoteRunner
 from engine.say import dtype_name, say
 from engine.settings import GREEDY, DraftSettings, Sampling
@@ -69,7 +69,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     plan = resolve(args, sampling, draft)
     require_room(plan)
     ranks = _join_ranks(plan)
-    if ranks.device.index is not None:  # graphs and kernels are made on the current device
+    if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
         torch.cuda.set_device(ranks.device)
     startup_bytes = used_bytes(plan.device)
     target_ranks = model_ranks(ranks, plan.group)
@@ -93,10 +93,10 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     pointwise = compiled() if args.compile else None
     for part in filter(None, (model, draft_model)):
         use_pointwise(part, pointwise or pointwise_beside(part.backend))
-    new_graph = cuda_graphs() if args.compile and ranks.size == 1 and plan.device != "cpu" else None
+    new_graphs = None if plan.device == "cpu" or args.no_cuda_graphs else CudaGraphs
     cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
     noise_source = compiled_source() if args.compile else in_passes
-    runner = ModelRunner(model, cache, ranks=ranks, new_graph=new_graph, noise_source=noise_source)
+    runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, args.gen_len, draft.gamma if draft else 0)
     return Setup(

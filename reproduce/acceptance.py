@@ -25,7 +25,7 @@ from engine.setup import Setup, make_drafter, prepare
 from engine.stats import Counts, total
 from engine.teacher_forcing import forced_acceptance
 from kv_cache.errors import ConfigError, exit_on_user_error
-from reproduce.variants import forget, under
+from reproduce.variants import under
 
 TEXTS = ("greedy", "sampled", "book")
 DEFAULT_TEMPERATURE = 0.6
@@ -139,7 +139,7 @@ def _measured(setup: Setup, text: str, continuations: Sequence[Sequence[int]]) -
     else:
         output = benchmark.decode(setup, text, drafter)
         counts, written = output.stats.counts, output.tokens
-    forget(setup, drafter)
+    setup.runner.drop_graphs()
     return _row(setup, text, counts, written)
 
 

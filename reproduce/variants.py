@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from engine import settings
-from engine.drafters import Drafter
 from engine.plan import resolve_positions
 from engine.setup import Setup, load_draft_model
 from models.pointwise import use_pointwise
@@ -30,10 +29,3 @@ def under(setup: Setup, **flags: Any) -> Setup:
     return dataclasses.replace(
         setup, args=args, draft=draft, draft_model=draft_model, sampling=settings.sampling_settings(args)
     )
-
-
-def forget(setup: Setup, drafter: Drafter | None) -> None:
-    """Let go of the graphs that were captured for a drafter, with all that they hold."""
-    captured = setup.runner.captured
-    for key in [key for key in captured if isinstance(key, tuple) and drafter in key[0]]:
-        del captured[key]

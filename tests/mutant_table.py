@@ -32,11 +32,13 @@ SELECTION = ("test_snapkv.py",)
 ADAPTIVE = ("test_adaptive.py",)
 COSTS = ("test_cost_model.py",)
 POINTWISE_CPP = ("test_pointwise_cpp.py",)
+CAPTURED = ("test_captured_rounds.py",)
 
 VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
 SAMPLING = "engine/sampling.py"
 DECODING = "engine/decoding.py"
+ROUNDS = "engine/rounds.py"
 STANDALONE = "engine/drafters/standalone.py"
 STREAMING = "kv_cache/streaming.py"
 SNAPKV = "kv_cache/snapkv.py"
@@ -396,14 +398,35 @@ MUTANTS = (
         "engine/drafters/standalone.py",
         "self._previous.copy_(self._block.gather(1, last[:, None]).squeeze(1))",
         "self._previous = self._block.gather(1, last[:, None]).squeeze(1)",
-        ("test_captured_rounds.py",),
+        CAPTURED,
     ),
     Mutant(
         "captured rounds look at lengths that have moved elsewhere",
-        "engine/rounds.py",
+        ROUNDS,
         "self._state.copy_(torch.tensor([lengths, current]))",
         "self._state = torch.tensor([lengths, current])",
-        ("test_captured_rounds.py",),
+        CAPTURED,
+    ),
+    Mutant(
+        "CUDA graphs of all runners share a capture stream, and so a cuBLAS workspace",
+        ROUNDS,
+        "torch.cuda.graph(graph, self._pool, self._stream, capture",
+        "torch.cuda.graph(graph, self._pool, capture",
+        CAPTURED,
+    ),
+    Mutant(
+        "garbage is collected while a CUDA graph is captured",
+        ROUNDS,
+        "    gc.disable()\n",
+        "",
+        CAPTURED,
+    ),
+    Mutant(
+        "a finished drafter's CUDA graphs stay",
+        ROUNDS,
+        "        runner.drop_graphs()\n",
+        "        pass\n",
+        CAPTURED,
     ),
     Mutant(
         "int4 weights take the neighbouring group's scale",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from pacings import Scripted
+from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -49,13 +50,17 @@ DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards."""
+    """One run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards.
+
+    is_captured: on several ranks its rounds are recorded and replayed, collectives too.
+    """
 
     group_size: int
     mode: str
     draft: str
     subset: int
     reverse: bool
+    is_captured: bool = False
 
     @property
     def name(self) -> str:
@@ -75,12 +80,12 @@ class Case:
 def all_cases() -> list[Case]:
     """Every group size in every mode with every drafter; subsets and orders of ranks take turns."""
     rng = random.Random(0)
-    return [
-        Case(group_size, mode, draft, subset=rng.randrange(4), reverse=rng.random() < 0.3)
-        for group_size in GROUP_SIZES
-        for mode in MODES
-        for draft in DRAFTS
-    ]
+
+    def case(group_size: int, mode: str, draft: str) -> Case:
+        subset, reverse, is_captured = rng.randrange(4), rng.random() < 0.3, rng.random() < 0.5
+        return Case(group_size, mode, draft, subset, reverse, is_captured)
+
+    return [case(group_size, mode, draft) for group_size in GROUP_SIZES for mode in MODES for draft in DRAFTS]
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -97,7 +102,8 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     order = tuple(range(ranks.size))
     holders = model_ranks(ranks, order[::-1] if case.reverse else order)
     model = _load(folder / str(case.group_size), case.config(), holders)
-    runner = ModelRunner(model, _full(model.config), prefill_chunk=16, ranks=ranks)
+    new_graphs = RecordedGraphs if case.is_captured and ranks.size > 1 else None
+    runner = ModelRunner(model, _full(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
     rng = random.Random(case.name)
     prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
     temperature = 0.0 if case.mode == "greedy" else 0.8

@@ -1,7 +1,7 @@
 """A CUDA graph's meaning on a CPU: operations are recorded once, with their tensors, and run again in place.
 
 As on a GPU, a replay runs no Python: a value that the host computed while recording, a tensor that is another
-one in the next round, or a buffer that moved shows up as a wrong result.
+one in the next round, or a buffer that moved shows up as a wrong result. Collectives are recorded too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOST_READS = (
 )
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, tuple, dict, Any]] = []
@@ -31,38 +31,72 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function not in HOST_READS, "the host read a value while recording"
         assert function is not torch.ops.aten.lift_fresh.default, "the host made a tensor while recording"
+        is_collective = function.namespace == "c10d"
         for formal, actual in zip(function._schema.arguments, args, strict=False):
-            if isinstance(actual, Tensor) and formal.alias_info and formal.alias_info.is_write:
-                self.written.append((actual, actual.clone()))
+            if (formal.alias_info and formal.alias_info.is_write) or is_collective:
+                self.written += [(x, x.clone()) for x in tree_leaves(actual) if isinstance(x, Tensor)]
         results = function(*args, **(kwargs or {}))
         self.operations.append((function, args, kwargs or {}, results))
         return results
 
+    def undo(self) -> None:
+        """Recording computes nothing: what was written is as it was."""
+        for tensor, before in reversed(self.written):
+            tensor.copy_(before)
+
+    def replay(self) -> None:
+        for function, args, kwargs, results in self.operations:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+                elif isinstance(new, torch.ScriptObject):
+                    torch.distributed.Work.unbox(new).wait()
+
 
 class RecordedGraph:
-    """Has the interface of `engine.rounds.CudaGraph`."""
+    """One recorded function, and how often it was replayed."""
 
     def __init__(self) -> None:
-        self._operations: list[tuple[Any, tuple, dict, Any]] = []
+        self._recorder = Recorder()
         self.replays = 0
+        self.is_destroyed = False
 
     def capture(self, part: Callable[[], Any]) -> Any:
-        with _Recorder() as recorder:
+        with self._recorder:
             outputs = part()
-        self._operations = recorder.operations
-        # Capturing computes nothing: what was written is undone, and outputs are rubbish before a replay.
-        for tensor, before in reversed(recorder.written):
-            tensor.copy_(before)
-        inputs = {id(x) for _, args, kwargs, _ in self._operations for x in tree_leaves((args, kwargs))}
+        self._recorder.undo()
+        # Outputs are rubbish before a replay.
+        inputs = {id(x) for _, args, kwargs, _ in self._recorder.operations for x in tree_leaves((args, kwargs))}
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and id(output) not in inputs and output.is_contiguous():
                 output.fill_(1)
         return outputs
 
     def replay(self) -> None:
+        assert not self.is_destroyed, "a destroyed graph is replayed"
         self.replays += 1
-        for function, args, kwargs, results in self._operations:
-            again = function(*args, **kwargs)
-            for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        self._recorder.replay()
+
+
+class RecordedGraphs:
+    """Has the interface of `engine.rounds.CudaGraphs`; `recorded` lists all that were captured."""
+
+    Graph = RecordedGraph
+
+    def __init__(self, device: torch.device, recorded: list[RecordedGraph] | None = None) -> None:
+        self.recorded = [] if recorded is None else recorded
+        self._alive: list[RecordedGraph] = []
+
+    def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        graph = self.Graph()
+        outputs = graph.capture(part)
+        self.recorded.append(graph)
+        self._alive.append(graph)
+        return graph.replay, outputs
+
+    def close(self) -> None:
+        for graph in self._alive:
+            graph.is_destroyed = True
+        self._alive.clear()

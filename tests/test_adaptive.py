@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from pacings import Scripted
-from recorded_graph import RecordedGraph
+from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
 
@@ -293,11 +294,8 @@ def test_changing_drafters_and_gammas_changes_no_token(mode, captured):
     model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
     graphs: list[RecordedGraph] = []
 
-    def new_graph() -> RecordedGraph:
-        graphs.append(RecordedGraph())
-        return graphs[-1]
-
-    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graph=new_graph if captured else None)
+    new_graphs = partial(RecordedGraphs, recorded=graphs) if captured else None
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     sampling = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5)
     drafters, limits = drafters_of(runner), [40, 9, 33, 30, 41]
     for _ in range(3):

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import runpy
+import weakref
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
-from recorded_graph import RecordedGraph
+from fake_cuda_graphs import FakeCuda, Garbage, collecting
+from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import SavedText
+from engine.rounds import CudaGraphs
 from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.errors import ConfigError
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -39,9 +49,9 @@ def make_drafter(kind: str, runner: ModelRunner):
     return SelfSpeculation(runner, StreamingKVCache(TINY, runner.max_batch, 12, 2, dtype=torch.float64), gamma=3)
 
 
-def run(kind: str, mode: str, new_graph=None, rounds: int = 1):
+def run(kind: str, mode: str, new_graphs=None, rounds: int = 1):
     model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graph=new_graph)
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     drafter = make_drafter(kind, runner)
     sampling = SAMPLED if mode != "greedy" else None
     prompts = random_prompts(LENGTHS)
@@ -63,12 +73,7 @@ def run(kind: str, mode: str, new_graph=None, rounds: int = 1):
 def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows: rows roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []
-
-    def new_graph() -> RecordedGraph:
-        graphs.append(RecordedGraph())
-        return graphs[-1]
-
-    called, replayed = run(kind, mode), run(kind, mode, new_graph)
+    called, replayed = run(kind, mode), run(kind, mode, partial(RecordedGraphs, recorded=graphs))
     assert replayed.tokens == called.tokens
     assert replayed.stats.counts == called.stats.counts
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
@@ -78,12 +83,7 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
 
 def test_a_second_run_of_the_same_kind_captures_nothing():
     graphs: list[RecordedGraph] = []
-
-    def new_graph() -> RecordedGraph:
-        graphs.append(RecordedGraph())
-        return graphs[-1]
-
-    again = run("streaming", "coupled", new_graph, rounds=2)
+    again = run("streaming", "coupled", partial(RecordedGraphs, recorded=graphs), rounds=2)
     assert again.tokens == run("streaming", "coupled").tokens
     assert len(graphs) == 4
 
@@ -116,6 +116,100 @@ def test_extents_do_not_follow_the_rows_when_captured():
             seen.add(extent)
             return super().step(tokens, positions, extent, cache)
 
-    runner = Watching(model, cache, new_graph=RecordedGraph)
+    runner = Watching(model, cache, new_graphs=RecordedGraphs)
     generate(runner, random_prompts([9, 20]), max_new_tokens=6)
     assert seen == {128}
+
+
+CPU = torch.device("cpu")
+
+
+def plus_one(x: torch.Tensor):
+    return lambda: x + 1
+
+
+def test_dropping_the_graphs_of_one_runner_leaves_those_of_others_valid(monkeypatch):
+    """On a stream that two owners shared, the first to go would free the other's cuBLAS workspace."""
+    cuda = FakeCuda(monkeypatch)
+    one, other = CudaGraphs(CPU), CudaGraphs(CPU)
+    x = torch.ones(2)
+    (_, _), (replay, out) = one.capture(plus_one(x)), other.capture(plus_one(x))
+    one.close()
+    assert cuda.n_destroyed == 1
+    x.fill_(4)
+    replay()
+    assert out.tolist() == [5, 5]
+    again, out = one.capture(plus_one(x))  # into a pool that is alive
+    again()
+    assert out.tolist() == [5, 5]
+
+
+def test_nothing_is_collected_while_capturing(monkeypatch):
+    """Garbage may hold another graph, whose destruction would break the capture."""
+    FakeCuda(monkeypatch)
+    first, second = CudaGraphs(CPU), CudaGraphs(CPU)
+    first.capture(plus_one(torch.ones(2)))
+    Garbage(first._graphs.pop())
+    replay, out = second.capture(collecting(plus_one(torch.ones(2))))
+    assert gc.isenabled()
+    replay()
+    assert out.tolist() == [2, 2]
+
+
+def test_what_cannot_be_captured_is_one_error():
+    """Capturing is the default on a GPU: whatever does not bear it has to say how to do without."""
+
+    class Unfit(RecordedGraphs):
+        def capture(self, part):
+            raise RuntimeError("operation not permitted when stream is capturing\n(more)")
+
+    with pytest.raises(ConfigError, match="--no_cuda_graphs"):
+        run("none", "greedy", Unfit)
+
+
+def test_graphs_go_with_their_runner_and_with_their_drafter():
+    """Without the garbage collector, which may come during a later capture; all of a runner's at once."""
+    graphs: list[RecordedGraph] = []
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
+    first, second = make_drafter("streaming", runner), make_drafter("full", runner)
+
+    def generate_with(drafter) -> list[list[int]]:
+        return generate(runner, random_prompts([9, 20]), max_new_tokens=12, drafter=drafter).tokens
+
+    gc.collect()
+    gc.disable()
+    try:
+        plain = generate_with(None)
+        assert generate_with(first) == plain
+        assert generate_with(second) == plain
+        before, gone = len(graphs), weakref.ref(first)
+        first = None
+        assert gone() is None
+        assert generate_with(None) == plain
+        assert all(graph.is_destroyed for graph in graphs[:before])
+        assert len(graphs) == before + 3 and not any(graph.is_destroyed for graph in graphs[before:])
+        assert generate_with(second) == plain
+        gone, runner, second = weakref.ref(runner), None, None
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("flags,is_captured", [([], True), (["--no_cuda_graphs"], False)])
+def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, checkpoint, books, monkeypatch, capsys):
+    """The whole script, on a CPU that goes by another name than "cpu"."""
+    graphs: list[RecordedGraph] = []
+    monkeypatch.setattr("engine.setup.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
+    monkeypatch.setattr("engine.plan.resolve_device", lambda name: "cpu:0")
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 2**40)
+    monkeypatch.setattr("engine.setup.used_bytes", lambda device: 0)
+    script = Path(__file__).with_name("selfspec_benchmark.py")
+    sizes = ["--B", "2", "--prefix_len", "60", "--gen_len", "12", "--draft_budget", "16", "--dtype", "float64"]
+    arguments = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books), "--attention", "torch", *sizes]
+    monkeypatch.setattr("sys.argv", [str(script), *arguments, *flags])
+    runpy.run_path(str(script), run_name="__main__")
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["cuda_graphs"] is is_captured and bool(graphs) is is_captured
+    assert record["identical_sequences"] == 2
+    assert all(graph.replays for graph in graphs)

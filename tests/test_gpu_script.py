@@ -13,7 +13,7 @@ from pathlib import Path
 import fake_flash_attn
 import pytest
 import torch
-from recorded_graph import RecordedGraph
+from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import random_prompts, tiny_model
 
 from engine.memory import GIB
@@ -290,8 +290,12 @@ def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, mode):
     monkeypatch.setattr(correctness, "compiled_source", lambda: in_passes)
     monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
     monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
-    for graph, status in ((RecordedGraph, "done"), (Stale, "failed")):
-        monkeypatch.setattr(correctness, "cuda_graphs", lambda graph=graph: graph)
+
+    class StaleGraphs(RecordedGraphs):
+        Graph = Stale
+
+    for graphs, status in ((RecordedGraphs, "done"), (StaleGraphs, "failed")):
+        monkeypatch.setattr(correctness, "CudaGraphs", graphs)
         result = correctness.identity(OnCuda("cpu", True), mode)
         assert result["status"] == status, result
 

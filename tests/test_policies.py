@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from policies import OF_SELF_DRAFTS, POLICIES, Size
-from recorded_graph import RecordedGraph
+from recorded_graph import RecordedGraphs
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -35,8 +35,8 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
         for i, (prompt, n) in enumerate(zip(prompts, LIMITS, strict=True))
     ]
     counts = []
-    for new_graph in (None, RecordedGraph):
-        runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graph=new_graph)
+    for new_graphs in (None, RecordedGraphs):
+        runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
         out = generate(
             runner,
             prompts,

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter
 from engine.noise import Source, Stream, compiled_source, in_passes, uniform
-from engine.rounds import cuda_graphs
+from engine.rounds import CudaGraphs
 from engine.say import dtype_name
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV
@@ -173,7 +173,7 @@ def identity(options: Options, mode: str) -> dict[str, Any]:
     use_pointwise(model, compiled())
     source = compiled_source()
     tokens = {}
-    for kind, runner_of in (("called", WholeExtent), ("replayed", partial(ModelRunner, new_graph=cuda_graphs()))):
+    for kind, runner_of in (("called", WholeExtent), ("replayed", partial(ModelRunner, new_graphs=CudaGraphs))):
         cache = FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype)
         runner = runner_of(model, cache, noise_source=source)
         draft_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)

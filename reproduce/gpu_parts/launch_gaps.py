@@ -19,7 +19,6 @@ from engine.report import rounded
 from engine.setup import Setup, make_drafter
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.setups import TINY, dummy_setup
-from reproduce.variants import forget
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
@@ -77,7 +76,7 @@ def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what:
         wall, kernels = _wall_and_kernels(options, setup, drafter)
     finally:
         if drafter is not None:
-            forget(setup, drafter)
+            setup.runner.drop_graphs()
     kernel_ms = sum(ms for ms, _ in kernels.values())
     largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:N_KERNELS]
     model, batch, context = size

@@ -14,7 +14,6 @@ from engine.dummy_prefill import fill_with_noise
 from engine.setup import Setup, make_drafter, prepare
 from engine.timing import PhaseTimer
 from reproduce.gpu_parts.cells import Options
-from reproduce.variants import forget
 
 
 def make_setup(options: Options, **flags: Any) -> Setup:
@@ -68,7 +67,7 @@ def with_drafter(setup: Setup, measure: Callable[[Drafter], Any]) -> Any:
         benchmark.warm_up(setup, [drafter])
         return measure(drafter)
     finally:
-        forget(setup, drafter)
+        setup.runner.drop_graphs()
 
 
 def speculation_passes(setup: Setup, drafter: Drafter) -> tuple[Any, tuple[PhaseTimer, Any]]:
