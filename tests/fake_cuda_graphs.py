@@ -24,6 +24,7 @@ class FakeCuda:
         self.workspaces: dict[object, object] = {}
         self.graphs_of_pool: dict[object, int] = {}
         self.capturing: FakeGraph | None = None
+        self.is_invalid = False
         self.n_destroyed = 0
         for name, value in (
             ("Stream", FakeStream),
@@ -49,6 +50,7 @@ class FakeCuda:
                 yield
         finally:
             self.capturing = None
+        assert not self.is_invalid, "the capture is invalid: a graph was destroyed meanwhile"
         graph.recorder.undo()
 
 
@@ -74,7 +76,7 @@ class FakeGraph:
         self.recorder.replay()
 
     def reset(self) -> None:
-        assert self._cuda.capturing is None, "a graph is destroyed during a capture"
+        self._cuda.is_invalid |= self._cuda.capturing is not None
         if self.workspace is not None:
             self.workspace = None
             self._cuda.n_destroyed += 1
