@@ -13,16 +13,15 @@ from engine.runner import ModelRunner, Prefilled
 def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
     """Every row holds random keys and values at the positions of its prompt, and counts as prefilled with it."""
     cache, model = runner.cache, runner.model
-    for storage, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
-        if scales is None:
-            storage.normal_()
-        elif storage.dtype == torch.int8:
-            storage.random_(-64, 65)
-            scales.fill_(1 / 64)
-        else:
-            for layer in storage:  # a float8 has no random numbers of its own, and bytes that are no numbers
-                layer.copy_(torch.randn(layer.shape, device=layer.device))
-            scales.fill_(1)
+    if cache.scales is None:
+        cache.entries.normal_()
+    elif cache.entries.dtype == torch.int8:
+        cache.entries.random_(-64, 65)
+        cache.scales.fill_(1 / 64)
+    else:
+        for layer in cache.entries:  # a float8 has no random numbers of its own, and bytes that are no numbers
+            layer.copy_(torch.randn(layer.shape, device=layer.device))
+        cache.scales.fill_(1)
     for row, prompt in enumerate(prompts):
         cache.reset_row(row)
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)

@@ -34,9 +34,9 @@ class KVShape(Protocol):
 
 
 class KVCache(ABC):
-    """Keys and values `[n_layer, max_batch, n_kv_head, capacity, head_dim]` in `dtype`.
+    """Entries, which are keys and values: `[n_layer, 2, max_batch, n_kv_head, capacity, head_dim]` in `dtype`.
 
-    int8 and float8_e4m3fn take scales beside them, `[n_layer, max_batch, n_kv_head, capacity]` float32.
+    int8 and float8_e4m3fn take scales beside them, `[n_layer, 2, max_batch, n_kv_head, capacity]` float32.
     `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty.
     Stored head-major because a CPU reads one head's keys as one stream; handed out as
     `[B, C, n_kv_head, head_dim]` views, the shape that every attention backend takes.
@@ -65,14 +65,10 @@ class KVCache(ABC):
                     fix=f"raise {name}",
                 )
         self.capacity = capacity
-        shape = (config.n_layer, max_batch, config.n_kv_head, capacity, config.head_dim)
-        # Zeros, not empty, for the same reason that `write` stores only what is finite.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.key_scales = self.value_scales = None
-        if dtype in LARGEST:
-            self.key_scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32)
-            self.value_scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32)
+        shape = (config.n_layer, 2, max_batch, config.n_kv_head, capacity, config.head_dim)
+        # Zeros, not empty, for the same reason that `pack` leaves only what is finite.
+        self.entries = torch.zeros(shape, device=device, dtype=dtype)
+        self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in LARGEST else None
         self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
         # Whatever a runner notes of a row's content; resetting the row forgets it.
@@ -84,13 +80,22 @@ class KVCache(ABC):
 
     @property
     def device(self) -> torch.device:
-        return self.keys.device
+        return self.entries.device
+
+    @property
+    def keys(self) -> Tensor:
+        """`[n_layer, max_batch, n_kv_head, capacity, head_dim]`, as stored."""
+        return self.entries[:, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self.entries[:, 1]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that keys, values and their scales take."""
-        stored = (self.keys, self.values, self.key_scales, self.value_scales)
-        return sum(x.numel() * x.element_size() for x in stored if x is not None)
+        """Bytes that entries and their scales take."""
+        return sum(x.numel() * x.element_size() for x in (self.entries, self.scales) if x is not None)
 
     @abstractmethod
     def slots(self, positions: Tensor) -> Tensor:
@@ -128,31 +133,21 @@ class KVCache(ABC):
         """
         return positions, None
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one layer's `keys` and `values [B, T, n_kv_head, head_dim]` in `slots [B, T]`.
-
-        What is not finite is stored as 0: a masked slot has weight 0, and 0 * NaN would spread a token
-        that overflows to queries that must not see it. Such a token's own logits stay NaN.
-        """
-        for storage, scales, x in (
-            (self.keys, self.key_scales, keys),
-            (self.values, self.value_scales, values),
-        ):
-            if scales is None:
-                storage[layer][self._rows, :, slots] = _finite(x.to(storage.dtype))
-            else:
-                stored, scale = quantize(_finite(x), storage.dtype)
-                storage[layer][self._rows, :, slots] = stored
-                scales[layer][self._rows, :, slots] = scale
+    def write(self, layer: int, slots: Tensor, new: Tensor) -> None:
+        """Store one layer's `new [B, T, 2, n_kv_head, head_dim]` entries, made by `entries.pack`, in `slots [B, T]`."""
+        if self.scales is None:
+            self.entries[layer][:, self._rows, :, slots] = new.to(self.entries.dtype)
+        else:
+            stored, scale = quantize(new, self.entries.dtype)
+            self.entries[layer][:, self._rows, :, slots] = stored
+            self.scales[layer][:, self._rows, :, slots] = scale
 
     def read(self, layer: int) -> KV:
         """One layer's entries as views."""
-        return KV(
-            self.keys[layer].transpose(1, 2),
-            self.values[layer].transpose(1, 2),
-            None if self.key_scales is None else self.key_scales[layer].transpose(1, 2),
-            None if self.value_scales is None else self.value_scales[layer].transpose(1, 2),
-        )
+        keys, values = self.entries[layer].transpose(2, 3)
+        if self.scales is None:
+            return KV(keys, values)
+        return KV(keys, values, *self.scales[layer].transpose(2, 3))
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
@@ -194,31 +189,27 @@ class KVCache(ABC):
         from_row = row if source_row is None else source_row
         kept = self.retained_positions(length).to(self.device)
         to_slots = self.slots(kept)
-        head = torch.arange(self.keys.shape[2], device=self.device)[:, None]
+        head = torch.arange(self.entries.shape[3], device=self.device)[:, None]
         self.reset_row(row)
-        for to_layer, from_layer in enumerate(range(len(self.keys)) if layers is None else layers):
+        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             keys = partial(source.keys_in_order, from_layer, from_row, length)
             asked = None if queries is None else partial(queries.__getitem__, from_layer)
             from_slots = source.slots(self.selected(kept, length, keys, asked))
-            for own, own_scales, theirs, their_scales in (
-                (self.keys, self.key_scales, source.keys, source.key_scales),
-                (self.values, self.value_scales, source.values, source.value_scales),
-            ):
-                entries = theirs[from_layer, from_row][head, from_slots]
-                scale = None if their_scales is None else their_scales[from_layer, from_row][head, from_slots]
-                if own_scales is None:
-                    entries = dequantize(entries, scale, own.dtype)
-                elif scale is None or theirs.dtype != own.dtype:
-                    entries, scale = quantize(dequantize(entries, scale, torch.float32), own.dtype)
-                own[to_layer, row][:, to_slots] = entries
-                if own_scales is not None and scale is not None:
-                    own_scales[to_layer, row][:, to_slots] = scale
+            entries = source.entries[from_layer, :, from_row][:, head, from_slots]
+            scale = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
+            if self.scales is None:
+                entries = dequantize(entries, scale, self.entries.dtype)
+            elif scale is None or entries.dtype != self.entries.dtype:
+                entries, scale = quantize(dequantize(entries, scale, torch.float32), self.entries.dtype)
+            self.entries[to_layer, :, row][:, :, to_slots] = entries
+            if self.scales is not None and scale is not None:
+                self.scales[to_layer, :, row][:, :, to_slots] = scale
         self.positions[row, to_slots] = kept
 
     def keys_in_order(self, layer: int, row: int, length: int) -> Tensor:
         """One layer's keys of a row that holds all positions below `length`, `[n_kv_head, length, head_dim]`."""
         slots = self.slots(torch.arange(length, device=self.device))
-        scales = None if self.key_scales is None else self.key_scales[layer, row][:, slots]
+        scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]
         return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
 
     def view(self, rows: slice = slice(None), extent: int | None = None, block_at_end: bool = False) -> KVCache:
@@ -229,16 +220,10 @@ class KVCache(ABC):
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)
-        narrowed.keys = self.keys[:, rows, :, :extent]
-        narrowed.values = self.values[:, rows, :, :extent]
-        if self.key_scales is not None and self.value_scales is not None:
-            narrowed.key_scales = self.key_scales[:, rows, :, :extent]
-            narrowed.value_scales = self.value_scales[:, rows, :, :extent]
+        narrowed.entries = self.entries[:, :, rows, :, :extent]
+        if self.scales is not None:
+            narrowed.scales = self.scales[:, :, rows, :, :extent]
         narrowed.positions = self.positions[rows, :extent]
         narrowed._rows = self._rows[: narrowed.positions.shape[0]]
         narrowed.block_ends_view = block_at_end and self.in_order
         return narrowed
-
-
-def _finite(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)

@@ -30,6 +30,15 @@ class KV(NamedTuple):
         return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
 
 
+def pack(keys: Tensor, values: Tensor) -> Tensor:
+    """What a cache is given to store: keys and values `[..., n_kv_head, head_dim]` as `[..., 2, n_kv_head, head_dim]`.
+
+    What is not finite becomes 0: a masked slot has weight 0, and 0 * NaN would spread a token that overflows to
+    queries that must not see it. Such a token's own logits stay NaN.
+    """
+    return torch.nan_to_num(torch.stack((keys, values), dim=-3), nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x [..., head_dim]` in 8 bits: entries of `dtype` (a key of LARGEST), and scales `[...]` float32.
 

@@ -23,7 +23,7 @@ class ReadOnlyKVCache:
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._cache.rotary_positions(positions)
 
-    def write(self, layer: int, slots: None, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, slots: None, new: Tensor) -> None:
         return None
 
     def read(self, layer: int) -> KV:

@@ -19,7 +19,8 @@ class WriteThroughKVCache:
 
     def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
         self.target, self.draft, self.layers = target, draft, layers
-        self._draft_layer = dict(zip(layers or range(len(draft.keys)), range(len(draft.keys)), strict=True))
+        own = range(len(draft.entries))
+        self._draft_layer = dict(zip(layers or own, own, strict=True))
 
     @property
     def positions(self) -> Tensor:
@@ -39,10 +40,10 @@ class WriteThroughKVCache:
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.target.rotary_positions(positions)
 
-    def write(self, layer: int, slots: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
-        self.target.write(layer, slots[0], keys, values)
+    def write(self, layer: int, slots: tuple[Tensor, Tensor], new: Tensor) -> None:
+        self.target.write(layer, slots[0], new)
         if layer in self._draft_layer:
-            self.draft.write(self._draft_layer[layer], slots[1], keys, values)
+            self.draft.write(self._draft_layer[layer], slots[1], new)
 
     def read(self, layer: int) -> KV:
         return self.target.read(layer)

@@ -23,7 +23,7 @@ class SlotCache(Slots, Protocol):
 
     def begin(self, positions: Tensor) -> Any: ...
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]: ...
-    def write(self, layer: int, slots: Any, keys: Tensor, values: Tensor) -> None: ...
+    def write(self, layer: int, slots: Any, new: Tensor) -> None: ...
     def read(self, layer: int) -> KV: ...
 
 
@@ -71,8 +71,8 @@ class Attention(nn.Module):
         if step.slot_rotation is None:
             q_and_k = step.pointwise.rotate_heads(heads[:, : self.n_head + self.n_kv_head], step.rotation)
             q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
-        q, k, v = (part.unflatten(0, step.block_shape) for part in (q, k, v))
-        step.cache.write(layer, step.slots, k, v)
+        q, new = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
+        step.cache.write(layer, step.slots, new)
         kv = step.cache.read(layer)
         if step.slot_rotation is not None:
             keys, values = kv.dequantized(q.dtype)

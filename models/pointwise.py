@@ -6,14 +6,16 @@ into libraries and hand-written kernels. Nothing here sees a cache or its length
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kv_cache.entries import pack
 from kv_cache.errors import ConfigError
 from models.rope import Rotation, rotate
 
@@ -53,6 +55,7 @@ class Pointwise:
     name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
     rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate_heads
+    pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
     round_to_uint8: Callable[[Tensor], tuple[Tensor, Tensor]] = round_to_uint8
 
@@ -60,17 +63,25 @@ class Pointwise:
 EAGER = Pointwise()
 
 
-def compiled(backend: str | Callable = "inductor") -> Pointwise:
-    """All of them compiled, by any of torch.compile's backends. Nothing is compiled before it first runs."""
+def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ()) -> Pointwise:
+    """All of them compiled, by any of torch.compile's backends, for models of those `sizes`, which only keep models
+    apart. Nothing is compiled before it first runs.
+
+    A dimension that is another one in a second model would become a variable in the kernels of both. What PyTorch has
+    seen of a function's shapes it remembers by the function's code and name, so each kind of model gets its own.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
 
     def compile_(part: Any) -> Any:
-        return torch.compile(part, backend=backend, fullgraph=True)
+        code = part.__code__.replace(co_name="_".join(map(str, (part.__name__, *sizes))))
+        own = FunctionType(code, part.__globals__, part.__name__, part.__defaults__)
+        return torch.compile(own, backend=backend, fullgraph=True)
 
     return Pointwise(
         name="compiled",
         add_norm=compile_(add_norm),
         rotate_heads=compile_(rotate_heads),
+        pack=compile_(pack),
         swiglu=compile_(swiglu),
         round_to_uint8=compile_(round_to_uint8),
     )

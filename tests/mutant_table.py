@@ -389,7 +389,7 @@ MUTANTS = (
     Mutant(
         "8-bit values are copied without their scales",
         "kv_cache/base.py",
-        "scale = None if their_scales is None else",
+        "scale = None if source.scales is None else",
         "scale = None if True else",
         CACHE,
     ),
@@ -466,7 +466,7 @@ MUTANTS = (
     Mutant(
         "verification does not write through to the draft's cache",
         "kv_cache/write_through.py",
-        "            self.draft.write(self._draft_layer[layer], slots[1], keys, values)\n",
+        "            self.draft.write(self._draft_layer[layer], slots[1], new)\n",
         "            pass\n",
         WITNESS,
     ),
@@ -479,9 +479,9 @@ MUTANTS = (
     ),
     Mutant(
         "an infinite key spreads to queries that do not see it",
-        "kv_cache/base.py",
-        "return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)",
-        "return x",
+        "kv_cache/entries.py",
+        "torch.nan_to_num(torch.stack((keys, values), dim=-3), nan=0.0, posinf=0.0, neginf=0.0)",
+        "torch.stack((keys, values), dim=-3)",
         ENGINE,
     ),
     # Drafts of their own
@@ -516,8 +516,8 @@ MUTANTS = (
     Mutant(
         "verification writes a skipped layer's KV to the draft",
         "kv_cache/write_through.py",
-        "zip(layers or range(len(draft.keys)), range(",
-        "zip(range(len(draft.keys)), range(",
+        "zip(layers or own, own",
+        "zip(own, own",
         DRAFT_MODELS,
     ),
     Mutant(

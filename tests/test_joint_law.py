@@ -20,6 +20,7 @@ from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
 from engine.sampling import SamplingParams, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.entries import pack
 
 VOCAB, N_NEW, STOP = 4, 4, 3
 ROOM = 16
@@ -58,7 +59,7 @@ class TableModel:
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         slots = cache.begin(positions)
-        cache.write(0, slots, tokens[..., None, None], positions[..., None, None])
+        cache.write(0, slots, pack(tokens[..., None, None], positions[..., None, None]))
         held, at = (x[:, :, 0, 0].long() for x in cache.read(0)[:2])
         slot_positions = cache.positions[:, None]
         visible = (slot_positions >= 0) & (slot_positions <= positions[..., None])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 from tiny import TINY, full_cache, random_prompts, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from kv_cache import EMPTY, FullKVCache, KVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache.entries import pack
 from kv_cache.errors import ConfigError
 
 
@@ -114,11 +117,11 @@ def test_fill_row_copies_the_kept_entries_and_forgets_the_rest():
         assert held(cache, 0) == [], "another row was touched"
 
 
-def test_a_cache_stores_only_what_is_finite():
+def test_what_a_cache_is_given_to_store_is_finite():
     cache = FullKVCache(TINY, 2, 8)
     bad = torch.full((2, 1, 2, 8), float("nan"))
     bad[0] = float("-inf")
-    cache.write(0, cache.begin(torch.tensor([[0], [3]])), bad, bad)
+    cache.write(0, cache.begin(torch.tensor([[0], [3]])), pack(bad, bad))
     assert cache.keys.isfinite().all() and cache.values.isfinite().all()
 
 
@@ -128,7 +131,7 @@ def test_write_through_reaches_both_caches_and_reads_the_target():
     positions = torch.tensor([[8, 9], [3, 4]])
     slots = both.begin(positions)
     keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 2, 8)
-    both.write(1, slots, keys, values)
+    both.write(1, slots, pack(keys, values))
     for cache in (target, draft):
         stored_keys, stored_values = cache.read(1)[:2]
         rows = torch.arange(2)[:, None]
@@ -166,6 +169,24 @@ def test_bytes_are_those_of_the_tensors():
     assert cache.n_bytes == cache.keys.nbytes + cache.values.nbytes == 3 * 50 * TINY.kv_bytes_per_token(2)
 
 
+@pytest.mark.parametrize("dtype,n_scatter", [(torch.float32, 1), (torch.int8, 2)])
+def test_a_cache_is_written_by_one_scatter(dtype, n_scatter):
+    """Keys and values at once, and in 8 bits their scales; what verification writes through is made finite once."""
+    model = tiny_model(dtype=torch.float32)
+    target, draft = (FullKVCache(TINY, 2, 20, dtype=dtype) for _ in range(2))
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[function.name()] += 1
+            return function(*args, **(kwargs or {}))
+
+    with torch.inference_mode(), Counting():
+        model(torch.ones(2, 3, dtype=torch.int64), torch.arange(3).expand(2, 3), WriteThroughKVCache(target, draft))
+    assert counts["aten::index_put_"] == 2 * n_scatter * TINY.n_layer
+    assert counts["aten::nan_to_num"] == TINY.n_layer
+
+
 @pytest.mark.parametrize("dtype,error", [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 0.04)])
 def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
     """Whatever the magnitudes: each token and head has a scale of its own. A zero stays zero."""
@@ -174,7 +195,7 @@ def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
     keys = torch.randn(2, 9, 2, 8) * torch.logspace(-3, 3, 9)[:, None, None]
     keys[0, 4] = 0
     for layer in range(TINY.n_layer):
-        target.write(layer, target.begin(positions), keys, -keys)
+        target.write(layer, target.begin(positions), pack(keys, -keys))
     stored_keys, stored_values = target.read(1).dequantized(torch.float32)
     largest = keys.abs().amax(-1, keepdim=True)
     assert ((stored_keys[:, :9] - keys).abs() <= 1.01 * error * largest).all()

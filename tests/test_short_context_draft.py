@@ -12,6 +12,7 @@ from torch import Tensor
 from engine import ModelRunner, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
 from kv_cache import KV, FullKVCache, StreamingKVCache
+from kv_cache.entries import pack
 from models import ModelConfig, Transformer
 
 # A text opens with the id of its rule, then come words; the rule says which word follows which. Rotary attention
@@ -118,7 +119,7 @@ class Target:
         return self.logits(self.hidden(tokens, positions, cache))
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
-        cache.write(0, cache.begin(positions), tokens[..., None, None], tokens[..., None, None])
+        cache.write(0, cache.begin(positions), pack(tokens[..., None, None], tokens[..., None, None]))
         opening = cache.read(0)[0][:, :1, 0, 0]
         return following(opening, tokens)[..., None]
 

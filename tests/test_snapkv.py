@@ -174,8 +174,8 @@ def test_selected_layers_and_8_bit_entries():
         cache.fill_row(0, runner.cache, 40, [3, 1], queries)
     for own, layer in enumerate([3, 1]):
         assert torch.equal(some.keys[own], all_layers.keys[layer])
-        assert torch.equal(some.value_scales[own], all_layers.value_scales[layer])
-        torch.testing.assert_close(wide.keys[own], some.keys[own] * some.key_scales[own][..., None])
+        assert torch.equal(some.scales[own], all_layers.scales[layer])
+        torch.testing.assert_close(wide.entries[own], some.entries[own] * some.scales[own][..., None])
 
 
 def test_what_the_prompts_end_asks_for_is_kept():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.noise import Stream, gumbel
 from engine.sampling import Law, SamplingParams
+from kv_cache.entries import pack
 
 VOCAB = 23
 RECENT = 3
@@ -52,7 +53,7 @@ class WitnessModel:
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         slots = cache.begin(positions)
-        cache.write(0, slots, tokens[..., None, None], positions[..., None, None])
+        cache.write(0, slots, pack(tokens[..., None, None], positions[..., None, None]))
         keys, values = cache.read(0)[:2]
         held, at = keys[:, :, 0, 0][:, None], values[:, :, 0, 0][:, None]
         slot_positions, queries = cache.positions[:, None], positions[..., None]

@@ -157,12 +157,11 @@ def _caches(
     ):
         cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or dtype)
         cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
-        for entries, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
-            if scales is None:
-                entries.normal_()
-            else:
-                entries.random_(-64, 65)
-                scales.fill_(1 / 64)
+        if cache.scales is None:
+            cache.entries.normal_()
+        else:
+            cache.entries.random_(-64, 65)
+            cache.scales.fill_(1 / 64)
         caches.append(cache)
     return caches
 
