@@ -25,7 +25,7 @@ from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import attention_spec, select_layers
-from models.pointwise import compiled, use_pointwise
+from models.pointwise import Pointwise, compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.tokenizer import Tokenizer
 
@@ -90,9 +90,8 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_model = _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
     if draft_model is not None and draft is not None:
         _choose_attention(plan, draft_model, draft.kv_dtype, "the draft's attention")
-    pointwise = compiled() if args.compile else None
     for part in filter(None, (model, draft_model)):
-        use_pointwise(part, pointwise or pointwise_beside(part.backend))
+        use_pointwise(part, _compiled_for(part.config) if args.compile else pointwise_beside(part.backend))
     new_graphs = None if plan.device == "cpu" or args.no_cuda_graphs else CudaGraphs
     cache = FullKVCache(model.config, args.B, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
     noise_source = compiled_source() if args.compile else in_passes
@@ -115,6 +114,10 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_ranks=draft_ranks,
         startup_bytes=startup_bytes,
     )
+
+
+def _compiled_for(config: ModelConfig) -> Pointwise:
+    return compiled(sizes=(config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim))
 
 
 def _join_ranks(plan: Plan) -> Ranks:
