@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.runner import ModelRunner, Prefilled
+from models.llama import logits_dtype
 
 
 @torch.inference_mode()
@@ -25,5 +26,6 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
     for row, prompt in enumerate(prompts):
         cache.reset_row(row)
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
-        logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=model.dtype)
+        dtype = logits_dtype(model.dtype, cache.device)
+        logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=dtype)
         cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)

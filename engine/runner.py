@@ -17,6 +17,7 @@ from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError
 from models import ModelConfig, Transformer
 from models.attention import ObservingAttention
+from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small.
@@ -230,7 +231,7 @@ class RemoteRunner:
     def last_logits(self, tokens: Tensor, positions: Tensor, extent: int) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
         widths = vocab_widths(self.vocab_size, len(self._holders.ranks))
-        return self._holders.receive([len(tokens)], widths, self._dtype)
+        return self._holders.receive([len(tokens)], widths, logits_dtype(self._dtype, self.device))
 
     def rollback(self, lengths: Tensor) -> None:
         pass

@@ -49,6 +49,14 @@ class Linear(nn.Linear):
             super().reset_parameters()
 
 
+class Head(Linear):
+    """The layer behind the last hidden state. Logits of 16 bits would tie, so they are left in float32 where a device's
+    matrix product can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return to_logits(x, self.weight)
+
+
 class Embedding(nn.Embedding):
     """As Linear."""
 
@@ -127,7 +135,7 @@ class Transformer(nn.Module):
         # None: the head is the embedding's weight.
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
-            self.output = Linear(config.dim, config.vocab_size, bias=False)
+            self.output = Head(config.dim, config.vocab_size, bias=False)
         # Not a buffer: frequencies stay float32 whatever dtype the weights are cast to.
         self._frequencies = inverse_frequencies(config)
 
@@ -162,10 +170,23 @@ class Transformer(nn.Module):
         return normed.view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., dim] -> [..., vocab_size]`."""
+        """`[..., dim] -> [..., vocab_size]`, in `logits_dtype`."""
         if self.output is None:
-            return F.linear(hidden, self.tok_embeddings.weight)
+            return to_logits(hidden, self.tok_embeddings.weight)
         return self.output(hidden)
+
+
+def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """That of the logits of a model of `dtype`: CPUs have no product of 16-bit numbers in float32."""
+    return torch.float32 if device.type == "cuda" and dtype.itemsize == 2 else dtype
+
+
+def to_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """`x [..., dim]` times `weight [V, dim]` transposed, in `logits_dtype`."""
+    dtype = logits_dtype(x.dtype, x.device)
+    if dtype == x.dtype:
+        return F.linear(x, weight)
+    return torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=dtype).view(*x.shape[:-1], -1)
 
 
 def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:

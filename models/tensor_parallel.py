@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kv_cache.errors import ConfigError
 from models.config import ModelConfig
-from models.llama import Block, Embedding, Linear, Transformer
+from models.llama import Block, Embedding, Head, Transformer
 
 Span = tuple[int, int]
 
@@ -175,6 +175,6 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
 
 
 def _tied_head(weight: Tensor) -> nn.Module:
-    head = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
     return head
