@@ -19,7 +19,7 @@ from engine.distributed import (
 from engine.memory import DraftFootprint, available_bytes, plan_memory, require_memory
 from engine.model_source import ModelSource, check_vocabulary, find_model
 from engine.provenance import require_appendable
-from engine.runner import PREFILL_CHUNK
+from engine.runner import prefill_chunk_of
 from engine.settings import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
 from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError
@@ -172,7 +172,7 @@ def require_room(plan: Plan) -> None:
         device=plan.device,
         capacity=plan.capacity,
         block=draft.gamma + 1 if draft else 1,
-        prefill_chunk=PREFILL_CHUNK,
+        prefill_chunk=min(prefill_chunk_of(torch.device(plan.device)), plan.capacity),
         sampling=plan.sampling.params,
         vocab_size=config.vocab_size,
         quantize=args.quantize,
