@@ -144,10 +144,11 @@ class KVCache(ABC):
 
     def read(self, layer: int) -> KV:
         """One layer's entries as views."""
-        keys, values = self.entries[layer].transpose(2, 3)
+        entries = self.entries[layer].transpose(2, 3)
         if self.scales is None:
-            return KV(keys, values)
-        return KV(keys, values, *self.scales[layer].transpose(2, 3))
+            return KV(entries[0], entries[1])
+        scales = self.scales[layer].transpose(2, 3)
+        return KV(entries[0], entries[1], scales[0], scales[1])
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
