@@ -5,9 +5,9 @@ with a scale of their own, because the integer kernels of CPUs (oneDNN) and GPUs
 8 bits. Sums are exact integers, so a token's result is the same to the last bit whatever runs beside it.
 
 int4: groups of 32 weights along the input, each with a scale and a zero point (`low + scale * q`, q in 0..15),
-activations in bfloat16 (the tinygemm kernels). The grid of a group spans its smallest and largest weight: that
-is how GGUF's Q4_1 is made, so a checkpoint expanded from it gets its own grouping and 4 bits back; only the scales
-are rounded, to the kernels' bfloat16.
+activations in bfloat16 (the tinygemm kernels; on a GPU, many rows are multiplied with the dequantised weights). The
+grid of a group spans its smallest and largest weight: that is how GGUF's Q4_1 is made, so a checkpoint expanded from
+it gets its own grouping and 4 bits back; only the scales are rounded, to the kernels' bfloat16.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ SCHEMES = ("int8", "int4")
 GROUP = 32
 INT4_LEVELS = 15
 OLDEST_CAPABILITY = (8, 0)
-# tinygemm's layout: input units per tile, and the fewest rows that cuBLAS multiplies in 8 bits.
-INNER_K_TILES = 2
+# How many tiles of 16 inputs tinygemm for GPUs may keep together: 16, 8 or 4 bytes that a thread loads at once.
+INNER_K_TILES = (8, 4, 2)
+# That kernel dequantises all weights once per 16 rows. Beyond so many rows it costs more than to dequantise them in
+# memory and multiply plainly, by the table of both in torchao's prototype/hqq (A6000, 4096 x 4096); see gpu.py, part b.
+MOST_TINYGEMM_ROWS = 128
+# Bytes for each weight that dequantising in memory holds at once.
+DEQUANTIZING_BYTES = 4
+# The fewest rows that cuBLAS multiplies in 8 bits.
 FEWEST_CUDA_ROWS = 17
 
 
@@ -42,7 +48,7 @@ class Int8Linear(nn.Module):
         q, scale = quantize_rows(weight)
         self.pointwise: Pointwise = EAGER
         self.out_features = len(q)
-        self._on_cpu = weight.device.type == "cpu"
+        self._on_cpu = runs_on_cpu(weight)
         self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
         self.register_buffer("scale", scale)
         self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
@@ -76,8 +82,10 @@ class Int4Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         q, scale, low = quantize_groups(weight)
-        self._on_cpu = weight.device.type == "cpu"
+        self._on_cpu = runs_on_cpu(weight)
         self.register_buffer("weight", pack_for_cpu(q) if self._on_cpu else pack_for_cuda(q))
+        # The layout is no part of PyTorch's interface: where it is another one, the kernel alone knows the weights.
+        self._unpacks = not self._on_cpu and bool((unpack_from_cuda(self.weight) == q).all())
         # The kernels' own form: weight = (q - 8) * scale + zero.
         scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
         self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
@@ -85,11 +93,19 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu if self._on_cpu else torch.ops.aten._weight_int4pack_mm
-        y = multiply(rows, self.weight, GROUP, self.scale_and_zero).to(x.dtype)
-        if self.bias is not None:
-            y = y + self.bias
+        if self._unpacks and len(rows) > MOST_TINYGEMM_ROWS:
+            y = F.linear(rows, dequantize(self.weight, self.scale_and_zero))
+        else:
+            aten = torch.ops.aten
+            multiply = aten._weight_int4pack_mm_for_cpu if self._on_cpu else aten._weight_int4pack_mm
+            y = multiply(rows, self.weight, GROUP, self.scale_and_zero)
+        y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def runs_on_cpu(weight: Tensor) -> bool:
+    """Whether a layer of that weight takes the kernels for CPUs."""
+    return weight.device.type == "cpu"
 
 
 def pack_for_cpu(q: Tensor) -> Tensor:
@@ -100,7 +116,28 @@ def pack_for_cpu(q: Tensor) -> Tensor:
 def pack_for_cuda(q: Tensor) -> Tensor:
     """The same for GPUs, which takes pairs as bytes, the first of a pair in the upper half."""
     pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
-    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES)
+    tiles = next(tiles for tiles in INNER_K_TILES if q.shape[1] % (16 * tiles) == 0)
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+
+
+def unpack_from_cuda(packed: Tensor) -> Tensor:
+    """The inverse of `pack_for_cuda`: `[d_out / 8, d_in / (16 * tiles), 32, tiles / 2]` int32 -> `[d_out, d_in]` uint8.
+
+    A lane's word belongs to the output unit `lane // 4` of its 8, and has of 32 inputs the ones
+    `8 * j + 2 * (lane % 4) + h` (j in 0..3, h in 0..1) at its bits from `16 * h + 4 * j` on: the B operand of the
+    tensor cores (PyTorch, aten/src/ATen/native/cuda/int4mm.cu).
+    """
+    n_tile, n_block, _, n_word = packed.shape
+    lanes = packed.view(torch.uint8).view(n_tile, n_block, 8, 4, n_word, 2, 2)  # ..., h, j // 2
+    q = torch.stack([lanes & 15, lanes >> 4], dim=-1)  # ..., j % 2
+    return q.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * n_tile, -1)
+
+
+def dequantize(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
+    """The weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with: its form of them, rounded where it rounds."""
+    q = unpack_from_cuda(packed).unflatten(1, (-1, GROUP)).to(torch.bfloat16).sub_(8)
+    scale, zero = scale_and_zero.permute(2, 1, 0).unsqueeze(-1)
+    return torch.addcmul(zero, q, scale).flatten(1)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

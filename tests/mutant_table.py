@@ -436,6 +436,20 @@ MUTANTS = (
         ("test_quantize.py",),
     ),
     Mutant(
+        "int4 weights for GPUs are dequantised a level off",
+        "models/quantize.py",
+        ".to(torch.bfloat16).sub_(8)",
+        ".to(torch.bfloat16).sub_(7)",
+        ("test_quantize.py",),
+    ),
+    Mutant(
+        "int8 rows for cuBLAS are one too few",
+        "models/quantize.py",
+        "FEWEST_CUDA_ROWS = 17",
+        "FEWEST_CUDA_ROWS = 16",
+        ("test_quantize.py",),
+    ),
+    Mutant(
         "int8 activations share one scale over the batch",
         "models/pointwise.py",
         "(x.abs().amax(dim=-1, keepdim=True) / 127)",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_cuda_linear import cuda_linears
 from tiny import TINY
 
 from kv_cache import FullKVCache
@@ -16,8 +17,10 @@ from models.config import ModelConfig
 from models.default_model import DEFAULT_CHECKPOINT
 from models.quantize import (
     GROUP,
+    MOST_TINYGEMM_ROWS,
     Int4Linear,
     Int8Linear,
+    dequantize,
     pack_for_cuda,
     quantize_groups,
     quantize_rows,
@@ -97,6 +100,75 @@ def test_packing_for_a_gpu_gives_its_kernel_bytes():
     """The shape rules of the CUDA operator, which its meta kernel checks without a GPU."""
     packed = pack_for_cuda(torch.zeros(128, 192, dtype=torch.int32, device="meta"))
     assert packed.dtype == torch.int32 and packed.numel() * 8 == 128 * 192
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_row", [1, 16, 17, 40])
+def test_int8_on_a_gpu_is_the_product_of_rounded_factors(monkeypatch, n_row, dtype):
+    """What cuBLAS refuses, fewer rows than 17, is filled up; the sums are exact."""
+    weight, x = weight_and_input(128, 192, n_row, dtype)
+    bias = torch.linspace(-1, 1, 128).to(dtype)
+    q, scale = quantize_rows(weight)
+    x_scale = x.float().abs().amax(1, keepdim=True) / 127
+    x_q = (x.float() / x_scale + 128).round() - 128
+    wanted = ((x_q.double() @ q.double().T) * x_scale * scale).to(dtype) + bias
+    with cuda_linears(monkeypatch):
+        got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
+    torch.testing.assert_close(got, wanted[None], rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
+def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
+    """By the kernel for few rows, by the dequantised weights for many, which are the kernel's own."""
+    weight, x = weight_and_input(64, d_in, MOST_TINYGEMM_ROWS + 1, torch.float32)
+    bias = torch.linspace(-1, 1, 64)
+    with cuda_linears(monkeypatch) as kernel_rows:
+        layer = Int4Linear(weight, bias)
+        assert layer.weight.shape == (8, d_in // (16 * tiles), 32, tiles // 2)
+        few, many = layer(x[:-1]), layer(x)
+        identity = torch.eye(d_in, dtype=torch.bfloat16)
+        by_kernel = torch.ops.aten._weight_int4pack_mm(identity, layer.weight, GROUP, layer.scale_and_zero)
+    assert kernel_rows == [MOST_TINYGEMM_ROWS, d_in]
+    assert torch.equal(by_kernel.T, dequantize(layer.weight, layer.scale_and_zero))
+    torch.testing.assert_close(many[:-1], few, rtol=1e-2, atol=1e-2)
+    q, scale, low = quantize_groups(weight)
+    grid = (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+    on_cpu = Int4Linear(weight, bias)(x)
+    for wanted in (x.double() @ grid.double().T + bias, on_cpu):
+        assert ((many - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 1e-2
+
+
+def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch):
+    weight, x = weight_and_input(64, 96, MOST_TINYGEMM_ROWS + 1, torch.float32)
+    with cuda_linears(monkeypatch) as expected:
+        wanted = Int4Linear(weight, None)(x)
+    with cuda_linears(monkeypatch, mirrored=True) as other:
+        got = Int4Linear(weight, None)(x)
+    assert (expected, other) == ([], [len(x)])
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=vnni), "int4"])
+def test_a_model_quantised_for_a_gpu_is_that_of_the_cpu(monkeypatch, scheme):
+    """Whole models, a prefill of more rows than tinygemm gets and a step of two; both schemes have the head in int8."""
+    config = ModelConfig(
+        vocab_size=256, n_layer=1, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
+    )
+    tokens = torch.randint(256, (2, 101), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[0], [9]]) + torch.arange(101)
+
+    def logits():
+        model = load_model("none", load_format="dummy", config=config, quantize=scheme)
+        cache = FullKVCache(config, 2, 256)
+        return torch.cat(
+            [model(tokens[:, part], positions[:, part], cache) for part in (slice(100), slice(100, 101))], 1
+        )
+
+    with cuda_linears(monkeypatch) as kernel_rows:
+        got = logits()
+    assert kernel_rows == ([2] * 4 if scheme == "int4" else [])
+    wanted = logits()
+    assert (got - wanted).norm() / wanted.norm() < 0.02
 
 
 def test_what_cannot_be_quantised_is_refused():
