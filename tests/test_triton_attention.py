@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_importing_the_backends_does_not_import_this_one():
 @pytest.mark.parametrize("kv_itemsize", [1, 2])
 @pytest.mark.parametrize("n_row", [1, 8, 32, 128])
 def test_chunks_fill_the_gpu(n_row, kv_itemsize):
-    """Four waves of two programs per multiprocessor, whatever the batch, unless chunks are as short as they may be."""
+    """Some four waves of two programs per multiprocessor, whatever the batch, unless chunks are as short as may be."""
     tile, shortest = tile_config(n_row, 128, kv_itemsize), min_chunk_length(n_row)
     for n_program in (1, 8, 64, 500, 3000):
         for n_slot in (100, 4096, 131072):
@@ -43,6 +44,26 @@ def test_chunks_fill_the_gpu(n_row, kv_itemsize):
             assert chunk % tile.slots == 0 and chunk >= shortest >= 16 * n_row
             programs = n_program * -(-n_slot // chunk)
             assert programs >= 0.9 * 4 * 2 * 132 or chunk == shortest
+
+
+def test_the_last_wave_is_not_left_nearly_empty():
+    """Rounding the number of chunks up gave 17 chunks of 64 programs, 4.12 waves; down, 16 chunks, 3.88 waves."""
+
+    def filled(n_slot, n_program, chunk):
+        waves = n_program * -(-n_slot // chunk) / (2 * 132)
+        return waves / math.ceil(waves)
+
+    tile, shortest = tile_config(4, 128, 2), min_chunk_length(4)
+    for n_kv_head, batch, n_slot in ((8, 8, 64000), (8, 16, 16000), (8, 32, 16000), (8, 64, 8000), (1, 64, 16000)):
+        chunk = chunk_length(n_slot, n_kv_head * batch, tile, 132, shortest)
+        assert filled(n_slot, n_kv_head * batch, chunk) >= 0.96, (n_kv_head, batch, n_slot)
+    for n_program in range(1, 2112):
+        for n_slot in (4000, 16000, 128000):
+            chunk = chunk_length(n_slot, n_program, tile, 132, shortest)
+            for n_chunk in (max(1, 1056 // n_program), -(-1056 // n_program)):
+                other = max(-(-n_slot // n_chunk), shortest)
+                other += -other % tile.slots
+                assert filled(n_slot, n_program, chunk) >= filled(n_slot, n_program, other)
 
 
 @pytest.mark.parametrize("entries,cache", [(torch.bfloat16, "in order"), (torch.int8, "positions")])

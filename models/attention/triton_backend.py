@@ -20,8 +20,8 @@ from models.attention.triton_kernels import combine, split_kv
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Programs that a launch over a full cache has at least for every multiprocessor: four waves of two.
-PROGRAMS_PER_SM = 8
+# Programs that a multiprocessor usually runs at once, and about how many waves of them a launch over full rows takes.
+PROGRAMS_PER_WAVE, WAVES = 2, 4
 # Slots: a shorter chunk would spend its time filling its pipeline.
 MIN_CHUNK = 256
 # Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of the KV.
@@ -108,11 +108,21 @@ def min_chunk_length(n_row: int) -> int:
 def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, min_chunk: int) -> int:
     """Slots per chunk, a multiple of the tile's, where one chunk of all rows takes `n_program` programs.
 
+    Of the two numbers of chunks around WAVES waves, the one whose programs leave less of their last wave empty.
     Depends on shapes alone, so that a captured graph stays valid whatever the rows' lengths become.
     """
-    n_chunk = triton.cdiv(PROGRAMS_PER_SM * sm_count, n_program)
-    chunk = max(triton.cdiv(n_slot, n_chunk), min_chunk)
-    return triton.cdiv(chunk, tile.slots) * tile.slots
+    wave = PROGRAMS_PER_WAVE * sm_count
+    fewer, more = max(1, WAVES * wave // n_program), triton.cdiv(WAVES * wave, n_program)
+    chunks = [max(triton.cdiv(n_slot, n_chunk), min_chunk) for n_chunk in (fewer, more)]
+    return max(
+        (triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks),
+        key=lambda chunk: filled(n_program * triton.cdiv(n_slot, chunk) / wave),
+    )
+
+
+def filled(n_wave: float) -> float:
+    """The share of the time of that many waves in which there are programs to run."""
+    return n_wave / math.ceil(n_wave)
 
 
 class Launch(NamedTuple):
