@@ -14,7 +14,7 @@ from kv_cache.entries import LARGEST
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig
 from models.packed_linear import can_pack
-from models.quantize import linear_bytes
+from models.quantize import DEQUANTIZING_BYTES, linear_bytes
 
 GIB = 2**30
 # Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform ...
@@ -23,6 +23,12 @@ SAMPLING_BYTES = 4 * 4 + 4 + 8
 FILTER_BYTES = 4 + 8 + 4 * 8 + 8
 # What a pass of the random number generator holds per block: its words and their products, in int64.
 PASS_BYTES = 16 * 8
+# What CUDA takes beside the context, which free memory is counted without: workspaces of cuBLAS and cuBLASLt, on Hopper
+# 32 MiB each for every stream; kernels, which libraries load when they first run; nodes of graphs; what the allocator's
+# blocks leave unused. A round number that nobody has measured: gpu.py records planned beside peak bytes.
+CUDA_BYTES = GIB
+# Buffers of one NCCL communicator (NVIDIA/nccl issue 864 reports 1.6 GB); symmetric memory's 8 MiB drown in them.
+NCCL_BYTES = 1600 * 10**6
 # Tokens a row that a draft runs at once, at most: a standalone draft starts its rounds with two.
 DRAFT_BLOCK = 2
 
@@ -32,6 +38,8 @@ class MemoryPlan:
     """Bytes that a run needs. Cache and logits bytes grow with the batch, weights and activations do not.
 
     dequantized_per_row: what attention holds, for one layer at a time, where it cannot read 8-bit entries.
+    captured_per_row: logits and laws that graphs of other rounds than the one that runs keep. libraries: what no tensor
+    holds.
     """
 
     weights: int
@@ -40,10 +48,23 @@ class MemoryPlan:
     activations: int
     logits_per_row: int
     dequantized_per_row: int = 0
+    captured_per_row: int = 0
+    libraries: int = 0
+
+    def items(self, batch: int) -> dict[str, int]:
+        return {
+            "weights": self.weights,
+            "target KV": batch * self.target_kv_per_row,
+            "draft KV": batch * self.draft_kv_per_row,
+            "dequantised KV": batch * self.dequantized_per_row,
+            "logits": batch * self.logits_per_row,
+            "outputs of captured rounds": batch * self.captured_per_row,
+            "activations": self.activations,
+            "CUDA and NCCL": self.libraries,
+        }
 
     def total(self, batch: int) -> int:
-        per_row = self.target_kv_per_row + self.draft_kv_per_row + self.logits_per_row + self.dequantized_per_row
-        return self.weights + self.activations + batch * per_row
+        return sum(self.items(batch).values())
 
     def largest_batch(self, available: int) -> int:
         """The largest batch whose total is within `available` bytes; 0 if none is."""
@@ -84,14 +105,20 @@ def plan_memory(
     quantize: str | None = None,
     kv_dtype: torch.dtype | None = None,
     dequantizes: Callable[[int], bool] | None = None,
+    captured_rows: int = 0,
+    n_communicator: int = 0,
 ) -> MemoryPlan:
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
     `dequantizes`: whether attention over blocks of so many tokens turns the target's 8-bit entries into `dtype` first;
     None where entries have more bits. `sampling` holds laws and noise beside the logits; None is greedy. Of a sharded
     model, `config` is that of the shard, and `vocab_size` that of the whole model, whose logits meet on one rank.
+    `captured_rows`: how many `[V]` of logits and laws the graphs of other rounds keep for a row; `n_communicator`: how
+    many NCCL has.
     """
-    itemsize = dtype.itemsize
+    itemsize, logit_size = dtype.itemsize, max(4, dtype.itemsize)
+    vocab_size = vocab_size or config.vocab_size
+    on_cuda = torch.device(device).type == "cuda"
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
     chunk_mask = prefill_chunk * capacity
     noise_pass = sampling_bytes = 0
@@ -129,10 +156,24 @@ def plan_memory(
         activations=(chunk_rows + 2 * chunk_mask) * itemsize
         + noise_pass
         + selection
-        + max(0, dequantized_prefill - dequantized_per_row),
-        logits_per_row=block * (vocab_size or config.vocab_size) * (2 * itemsize + sampling_bytes),
+        + max(0, dequantized_prefill - dequantized_per_row)
+        + (_dequantized_weights(config, quantize, draft) if on_cuda else 0),
+        logits_per_row=block * vocab_size * (itemsize + logit_size + sampling_bytes),
         dequantized_per_row=dequantized_per_row,
+        captured_per_row=captured_rows * vocab_size * logit_size,
+        libraries=CUDA_BYTES + n_communicator * NCCL_BYTES if on_cuda else 0,
     )
+
+
+def _dequantized_weights(config: ModelConfig, quantize: str | None, draft: DraftFootprint | None) -> int:
+    """What the largest layer in 4 bits takes while many rows are multiplied by it on a GPU."""
+    models = [(config, quantize), *([(draft.config, draft.quantize)] if draft else [])]
+    largest = (
+        max(2 * one.ffn_dim, (one.n_head + 2 * one.n_kv_head) * one.head_dim) * one.dim
+        for one, scheme in models
+        if scheme == "int4"
+    )
+    return DEQUANTIZING_BYTES * max(largest, default=0)
 
 
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype, device: str, quantize: str | None) -> int:
@@ -182,15 +223,7 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
     needed = plan.total(batch)
     if needed <= available:
         return
-    items = {
-        "weights": plan.weights,
-        "target KV": batch * plan.target_kv_per_row,
-        "draft KV": batch * plan.draft_kv_per_row,
-        "dequantised KV": batch * plan.dequantized_per_row,
-        "logits": batch * plan.logits_per_row,
-        "activations": plan.activations,
-    }
-    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in items.items() if size)
+    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in plan.items(batch).items() if size)
     largest = plan.largest_batch(available)
     raise OutOfMemoryError(
         "the run does not fit into memory",

@@ -16,7 +16,7 @@ from engine.distributed import (
     require_single_process,
     world_size,
 )
-from engine.memory import DraftFootprint, available_bytes, plan_memory, require_memory
+from engine.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.model_source import ModelSource, check_vocabulary, find_model
 from engine.provenance import require_appendable
 from engine.runner import prefill_chunk_of
@@ -145,6 +145,16 @@ def _rank_groups(
 
 def require_room(plan: Plan) -> None:
     """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit."""
+    require_memory(memory_plan(plan), plan.args.B, room(plan), plan.device)
+
+
+def room(plan: Plan) -> int:
+    """Bytes that each rank of this machine may take."""
+    return available_bytes(plan.device) // (local_world_size() if plan.device == "cpu" else 1)
+
+
+def memory_plan(plan: Plan) -> MemoryPlan:
+    """What the rank with the largest shard needs."""
     args, draft, config = plan.args, plan.draft, plan.target.config
     largest = _largest_shard(config, len(plan.group))
     footprint = None
@@ -165,7 +175,7 @@ def require_room(plan: Plan) -> None:
             prefills=source is not None,
             dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype, draft.positions == "cache"),
         )
-    memory = plan_memory(
+    return plan_memory(
         largest,
         dtype=plan.dtype,
         draft=footprint,
@@ -178,9 +188,22 @@ def require_room(plan: Plan) -> None:
         quantize=args.quantize,
         kv_dtype=plan.kv_dtype,
         dequantizes=_dequantizes(plan, largest, plan.dtype, plan.kv_dtype),
+        captured_rows=_captured_rows(plan),
+        n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
     )
-    sharers = local_world_size() if plan.device == "cpu" else 1
-    require_memory(memory, args.B, available_bytes(plan.device) // sharers, plan.device)
+
+
+def _captured_rows(plan: Plan) -> int:
+    """How many `[V]` of logits, and of laws to reject by, CUDA graphs keep for a row while the longest round runs.
+
+    Those of all other rounds that may be chosen, and of the baseline's.
+    """
+    draft = plan.draft
+    if draft is None or plan.device == "cpu":
+        return 0
+    gammas = [0, *([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
+    gammas.remove(draft.gamma)
+    return sum(gamma + 1 + (gamma if plan.sampling.mode == "rejection" else 0) for gamma in gammas)
 
 
 def _dequantizes(

@@ -30,7 +30,7 @@ INNER_K_TILES = (8, 4, 2)
 # memory and multiply plainly, by the table of both in torchao's prototype/hqq (A6000, 4096 x 4096); see gpu.py, part b.
 MOST_TINYGEMM_ROWS = 128
 # Bytes for each weight that dequantising in memory holds at once.
-DEQUANTIZING_BYTES = 4
+DEQUANTIZING_BYTES = 3
 # The fewest rows that cuBLAS multiplies in 8 bits.
 FEWEST_CUDA_ROWS = 17
 
@@ -136,8 +136,8 @@ def unpack_from_cuda(packed: Tensor) -> Tensor:
 def dequantize(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
     """The weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with: its form of them, rounded where it rounds."""
     q = unpack_from_cuda(packed).unflatten(1, (-1, GROUP)).to(torch.bfloat16).sub_(8)
-    scale, zero = scale_and_zero.permute(2, 1, 0).unsqueeze(-1)
-    return torch.addcmul(zero, q, scale).flatten(1)
+    of_groups = scale_and_zero.transpose(0, 1).unsqueeze(2)
+    return torch.addcmul(of_groups[..., 1], q, of_groups[..., 0], out=q).flatten(1)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -450,6 +450,13 @@ MUTANTS = (
         ("test_quantize.py",),
     ),
     Mutant(
+        "the memory plan forgets the laws that captured rounds keep",
+        "engine/plan.py",
+        '(gamma if plan.sampling.mode == "rejection" else 0)',
+        "0",
+        ("test_memory.py",),
+    ),
+    Mutant(
         "int8 activations share one scale over the batch",
         "models/pointwise.py",
         "(x.abs().amax(dim=-1, keepdim=True) / 127)",

@@ -6,20 +6,36 @@ import re
 import weakref
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import TINY
+from recorded_graph import RecordedGraph
+from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from engine.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.memory import (
+    CUDA_BYTES,
+    NCCL_BYTES,
+    DraftFootprint,
+    MemoryPlan,
+    available_bytes,
+    plan_memory,
+    require_memory,
+)
 from engine.noise import blocks_per_pass
+from engine.pacing import PLAIN, Choice, Fixed, InTurn
+from engine.plan import _captured_rows
 from engine.sampling import SamplingParams
+from engine.settings import DraftSettings, Sampling
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
+from models.quantize import DEQUANTIZING_BYTES, dequantize
 
 CAPACITY, BUDGET, BLOCK = 96, 20, 4
 CONFIGS = {
@@ -33,7 +49,7 @@ CONFIGS = {
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
     sizes = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8} | changes
     draft = DraftFootprint(config, dtype, (sizes.pop("draft_capacity", BUDGET),), shares_weights=True)
-    return plan_memory(config, dtype=dtype, device="cpu", **{"draft": draft} | sizes)
+    return plan_memory(config, dtype=dtype, **{"draft": draft, "device": "cpu"} | sizes)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
@@ -240,6 +256,65 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     several = plan_of(TINY, draft=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
     assert several.dequantized_per_row == of_draft
     assert several.draft_kv_per_row == 2 * plan_of(TINY, draft=own).draft_kv_per_row
+
+
+@pytest.mark.parametrize("dtype,size", [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
+def test_logits_are_planned_in_float32_at_least_beside_what_the_head_gives(dtype: torch.dtype, size: int) -> None:
+    assert plan_of(TINY, dtype).logits_per_row == BLOCK * TINY.vocab_size * (size + max(4, size))
+
+
+def test_on_a_gpu_libraries_and_every_communicator_take_memory_of_their_own() -> None:
+    on_cpu, alone, two = (
+        plan_of(TINY, device=device, n_communicator=n) for device, n in (("cpu", 2), ("cuda:0", 0), ("cuda:0", 2))
+    )
+    assert on_cpu.libraries == 0 and alone.libraries == CUDA_BYTES
+    assert two.total(3) - alone.total(3) == 2 * NCCL_BYTES
+    with pytest.raises(OutOfMemoryError, match=r"CUDA and NCCL 3\.98 GiB"):
+        require_memory(two, 1, 0, "cuda:0")
+
+
+def test_dequantising_a_layer_in_4_bits_is_planned_for_on_a_gpu() -> None:
+    """As much as it holds at once, of the largest layer of target or draft."""
+    largest = 2 * TINY.ffn_dim * TINY.dim
+    packed, scales = torch.zeros(8, 2, 32, 2, dtype=torch.int32), torch.zeros(4, 64, 2, dtype=torch.bfloat16)
+    with LiveBytes() as live:
+        dequantize(packed, scales)
+    assert live.peak == DEQUANTIZING_BYTES * 64 * 128
+    draft = DraftFootprint(TINY, torch.bfloat16, (BUDGET,), shares_weights=False, quantize="int4")
+    plain = plan_of(TINY, device="cuda").activations
+    for quantised in (plan_of(TINY, device="cuda", quantize="int4"), plan_of(TINY, device="cuda", draft=draft)):
+        assert quantised.activations - plain == DEQUANTIZING_BYTES * largest
+    assert plan_of(TINY, quantize="int4").activations == plain
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
+    """Two budgets and three gammas, plain rounds among them and as the baseline: all but those of one longest round."""
+    kept: list[Any] = []
+
+    class Keeping(RecordedGraph):
+        def capture(self, part: Any) -> Any:
+            kept.append(super().capture(part))
+            return kept[-1]
+
+    model = tiny_model(dtype=torch.float32)
+    runner = ModelRunner(model, full_cache(model, 2), new_graph=Keeping)
+    budgets = (16, 12)
+    drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
+    choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
+    sampling = Sampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
+    for pacing in (Fixed(None), InTurn(drafters, choices, 2, 2)):
+        prompts, params = random_prompts([9, 14]), sampling.params
+        generate(runner, prompts, max_new_tokens=60, pacing=pacing, sampling=params, verification=mode)
+    draft = DraftSettings("self", 3, auto_gamma=True, budgets=budgets)
+    captured_rows = _captured_rows(SimpleNamespace(draft=draft, device="cuda", sampling=sampling))
+    plan = plan_of(TINY, captured_rows=captured_rows)
+    assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.captured_per_row > 0
+    longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4
+    held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
+    assert sum(x.numel() * 4 for x in held) == 2 * (plan.captured_per_row + longest)
+    on_cpu = SimpleNamespace(draft=draft, device="cpu", sampling=sampling)
+    assert _captured_rows(on_cpu) == 0
 
 
 def test_selecting_entries_is_planned_for() -> None:
