@@ -85,7 +85,7 @@ class Int4Linear(nn.Module):
         self._on_cpu = runs_on_cpu(weight)
         self.register_buffer("weight", pack_for_cpu(q) if self._on_cpu else pack_for_cuda(q))
         # The layout is no part of PyTorch's interface: where it is another one, the kernel alone knows the weights.
-        self._unpacks = not self._on_cpu and bool((unpack_from_cuda(self.weight) == q).all())
+        self.unpacks = not self._on_cpu and bool((unpack_from_cuda(self.weight) == q).all())
         # The kernels' own form: weight = (q - 8) * scale + zero.
         scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
         self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
@@ -93,7 +93,7 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-        if self._unpacks and len(rows) > MOST_TINYGEMM_ROWS:
+        if self.unpacks and len(rows) > MOST_TINYGEMM_ROWS:
             y = F.linear(rows, dequantize(self.weight, self.scale_and_zero))
         else:
             aten = torch.ops.aten

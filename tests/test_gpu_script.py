@@ -7,25 +7,29 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import fake_flash_attn
 import pytest
 import torch
+from fake_cuda_linear import cuda_linears
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import random_prompts, tiny_model
 
 from engine.memory import GIB
 from engine.noise import in_passes
+from engine.plan import require_room, resolve
 from kv_cache.errors import ConfigError, OutOfMemoryError
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
 from reproduce import gpu
-from reproduce.gpu_parts import bandwidth, correctness, costs, speculation
+from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, linears, setups, speculation
 from reproduce.gpu_parts.backends import Named
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip, run_cells
+from reproduce.gpu_parts.devices import Timing
 from reproduce.gpu_parts.worker import PARTS, RESTART, cells_of
 
 SCRIPT = Path(gpu.__file__)
@@ -72,9 +76,15 @@ def test_a_quick_run_on_the_cpu(tmp_path):
     assert all(record["worst_error"] <= record["tolerance"] for record in errors if record["status"] == "done")
     measured = [record for record in records if record["benchmark"] == "gpu_attention_bandwidth"]
     assert all(record["share_of_copy"] > 0 for record in measured if record["status"] == "done")
+    layers = [record for record in records if record["benchmark"] == "gpu_linear" and record["status"] == "done"]
+    assert {record["kind"] for record in layers} >= {"plain", "int4, kernel"}
+    assert all(us > 0 for record in layers for us in record["microseconds_by_rows"].values())
+    prefill = [record for record in records if record["benchmark"] == "gpu_prefill_kernel"]
+    assert len(prefill) == 1 and any("flash" in name for name in prefill[0]["kernels"])
     dummies = [record for record in records if record["benchmark"] == "gpu_costs"]
     assert {record["draft_weights"] for record in dummies} == {None, "int4"}
     for record in dummies:
+        assert record["B"] == record["asked_B"] == 2 and record["planned_bytes"] > 2**20
         assert record["acceptance_rate"] is None and record["speedup"] is None and record["prefill_seconds"] is None
         assert record["draft_step_ms"] > 0 and record["verify_step_ms"] > 0 and record["baseline_step_ms"] > 0
     gaps = [record for record in records if record["benchmark"] == "gpu_launch_gaps"]
@@ -143,14 +153,15 @@ def test_a_broken_device_stops_the_process_and_only_it():
     assert went_on and [record["status"] for record in records] == ["done"]
 
 
-def test_cells_behind_the_deadline_are_recorded_as_skipped(tmp_path):
+def test_cells_behind_the_deadline_are_recorded_as_skipped(monkeypatch, tmp_path):
     ran = []
     _, records = collect([cell(lambda: ran.append(1) or {})] * 2, deadline=time.time() - 1)
     assert not ran and [record["status"] for record in records] == ["skipped"] * 2
     assert "time limit" in records[0]["reason"]
     output = tmp_path / "gpu.jsonl"
-    done = run_script("--device", "cpu", "--quick", "--parts", "d", "--time_limit", "0", "--output", str(output))
-    assert done.returncode == 0
+    flags = ["--device", "cpu", "--quick", "--parts", "d", "--time_limit", "0", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
+    gpu.main()
     assert [record["status"] for record in records_in(output)] == ["skipped"] * len(costs.QUICK_DRAFTS)
 
 
@@ -337,6 +348,66 @@ def test_the_full_run_has_the_cells_that_were_promised():
     assert any("Llama-3.1-8B, B 8, S 64000" in cell.name for cell in costs.cells(options))
     sizes = {(shape.n_head, shape.n_kv_head, shape.head_dim) for shape in bandwidth.SHAPES}
     assert sizes == {(32, 8, 128), (32, 32, 128), (9, 3, 64)}
+
+
+class Planned(Exception):
+    """A set-up was planned, and is not made."""
+
+
+def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_that_fit(monkeypatch):
+    """All were skipped, because their full batches take 79.8 GiB and more."""
+    planned = {}
+
+    def never_prepared(args, sampling, draft):
+        require_room(resolve(args, sampling, draft))
+        planned[args.model_name, args.asked_B, args.prefix_len, args.kv_dtype] = args.B
+        raise Planned
+
+    monkeypatch.setattr(setups, "prepare", never_prepared)
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 78 * GIB)
+    for module in ("plan", "settings"):
+        monkeypatch.setattr(f"engine.{module}.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr("engine.plan._dequantizes", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(costs, "copy_bandwidth", lambda options: 1.0)
+    monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
+    options = OnCuda("cpu", False)
+    for cell in costs.cells(options) + launch_gaps.cells(options):
+        with pytest.raises(Planned):
+            cell.run()
+    assert len(planned) == len(costs.SETTINGS) + 1  # the launch gaps of 8B are over the same context
+    for (_, asked, _, _), batch in planned.items():
+        assert 1 <= batch <= asked and batch >= 0.3 * asked
+    assert planned[launch_gaps.SIZES[0][0], 64, 7500, "same"] == 64
+    assert planned[costs.LLAMA_31_8B, 32, 16000, "same"] in range(20, 32)
+
+
+def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
+    """One row of two; none at all is a reason to skip."""
+    flags = {"B": 2, "prefix_len": 64, "gen_len": 8}
+    asked = setups.dummy_setup(CPU, setups.TINY, **flags).args
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: asked.planned_bytes - 1)
+    fitting = setups.dummy_setup(CPU, setups.TINY, **flags)
+    assert fitting.runner.max_batch == len(fitting.prompts) == 1
+    record = setups.size_record(fitting)
+    assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < asked.planned_bytes
+    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 1000)
+    with pytest.raises(OutOfMemoryError, match="a batch of 2"):
+        setups.dummy_setup(CPU, setups.TINY, **flags)
+
+
+def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):
+    options = OnCuda("cpu", True)
+    monkeypatch.setattr(
+        linears, "time_calls", lambda calls, options: ([call() for call in calls], Timing(1e-6, "x"))[1]
+    )
+    with cuda_linears(monkeypatch) as kernel_rows:
+        records = [cell.run() for cell in linears.cells(options)]
+        on_gpu = correctness.quantised(options, "int4")
+    assert [record["kind"] for record in records] == ["plain", "int8", "int4, kernel", "int4, dequantised"]
+    assert on_gpu["status"] == "done" and on_gpu["unpacks"]
+    assert set(kernel_rows) == {*linears.QUICK_ROWS, 1, 16, 17}
+    assert all(record["microseconds_by_rows"] == {"8": 1.0, "32": 1.0} for record in records)
 
 
 def test_expected_tokens_per_round():

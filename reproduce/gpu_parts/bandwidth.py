@@ -17,6 +17,7 @@ from kv_cache import FullKVCache
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FA2
+from reproduce.gpu_parts import linears
 from reproduce.gpu_parts.backends import UNPACKED, Named, backends, missing_flash
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth, l2_bytes, time_calls
@@ -52,7 +53,7 @@ MOST_BUFFERS = 40
 
 def cells(options: Options) -> list[Cell]:
     shared = Shared()
-    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
+    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linears.cells(options)]
     for shape in QUICK_SHAPES if options.quick else SHAPES:
         for batch, n_slot in shape.batches:
             for storage in (None, torch.int8):

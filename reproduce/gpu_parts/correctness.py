@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from attention_cases import Case, FakeSlots, make_case
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter
@@ -19,6 +20,7 @@ from engine.say import dtype_name
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV
 from models import Transformer, load_model
+from models.attention import AttentionSpec, TorchAttention
 from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
@@ -36,12 +38,19 @@ CAPACITY, LENGTHS = 4500, [4500, 2100, 130, 16]
 QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
 
 
+class OneLayer:
+    """The heads of Llama-3.1-8B, which is all that a cache and attention ask for."""
+
+    n_layer, n_head, n_kv_head, head_dim = 1, 32, 8, 128
+
+
 def cells(options: Options) -> list[Cell]:
     found = [Cell("a", "gpu_noise", "noise", partial(noise, options, in_passes))]
     if options.on_cuda:
         found.append(Cell("a", "gpu_noise", "noise, compiled", partial(noise, options, compiled_source())))
     for scheme in SCHEMES:
         found.append(Cell("a", "gpu_quantised_error", f"{scheme} layers", partial(quantised, options, scheme)))
+    found.append(Cell("a", "gpu_prefill_kernel", "a chunk of a prompt", partial(prefill_kernel, options)))
     for mode in ("greedy", "coupled", "rejection"):
         found.append(Cell("a", "gpu_identity", f"replayed rounds, {mode}", partial(identity, options, mode)))
     for named in all_backends(options):
@@ -147,7 +156,27 @@ def quantised(options: Options, scheme: str) -> dict[str, Any]:
         worst = max(worst, error.item() if error == error else float("inf"))
     is_good = worst <= QUANTISED_TOLERANCE
     record = {"status": DONE if is_good else FAILED, "scheme": scheme, "worst_error": float(f"{worst:.3g}")}
-    return record | {"tolerance": QUANTISED_TOLERANCE}
+    # Whether many rows are multiplied by dequantised weights, or the layout of 4 bits is not the expected one.
+    return record | {"tolerance": QUANTISED_TOLERANCE, "unpacks": getattr(layer, "unpacks", None)}
+
+
+@torch.inference_mode()
+def prefill_kernel(options: Options) -> dict[str, Any]:
+    """Whether a chunk of a prompt attends in a fused kernel without a mask in memory, and what runs there."""
+    shape, (n_token, n_slot) = OneLayer(), (64, 256) if options.quick else (2048, 8192)
+    dtype = torch.bfloat16 if options.on_cuda else torch.float32
+    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, dtype)
+    cache = FullKVCache(shape, 1, n_slot, device=options.device, dtype=dtype)
+    cache.positions.copy_(torch.arange(n_slot, device=options.device)[None])
+    slots = cache.view(extent=n_slot, block_at_end=True)
+    queries = torch.arange(n_slot - n_token, n_slot, device=options.device)[None]
+    q = torch.randn(1, n_token, shape.n_head, shape.head_dim, device=options.device).to(dtype)
+    backend = TorchAttention()
+    with profile(activities=[ProfilerActivity.CUDA if options.on_cuda else ProfilerActivity.CPU]) as profiler:
+        backend.attend(q, slots.read(0), backend.prepare(spec, queries, slots))
+    kernels = sorted({event.name[:160] for event in profiler.events()})
+    is_fused = any("flash" in name.lower() for name in kernels)
+    return {"status": DONE if is_fused else FAILED, "tokens": n_token, "slots": n_slot, "kernels": kernels}
 
 
 class WholeExtent(ModelRunner):

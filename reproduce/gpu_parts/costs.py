@@ -13,12 +13,13 @@ from engine.setup import Setup
 from models.config import ModelConfig
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.gpu_parts.setups import TINY, dummy_setup, speculation_passes, with_drafter
+from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record, speculation_passes, with_drafter
 from reproduce.published import SELF, published
 from reproduce.variants import under
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
-# Model, rows, context, entries of the target's cache: of the published settings those that one card may hold.
+# Model, rows, context, entries of the target's cache: of the published settings those that one card may hold, if need
+# be with fewer rows.
 SETTINGS = (
     (LLAMA_31_8B, 32, 16000, "same"),
     (LLAMA_31_8B, 8, 64000, "same"),
@@ -29,9 +30,9 @@ SETTINGS = (
     (LLAMA_2_7B, 32, 8000, "same"),
 )
 QUICK_SETTINGS = ((TINY, 2, 64, "same"),)
-# Weights and budget of the draft.
-DRAFTS = (("same", 512), ("int4", 512), ("int4", 256), ("same", 256))
-QUICK_DRAFTS = (("same", 32), ("int4", 32))
+# Weights and budget of the draft; first the one that takes most memory, since the set-up makes room for that one.
+DRAFTS = (("int4", 512), ("int4", 256), ("same", 512), ("same", 256))
+QUICK_DRAFTS = (("int4", 32), ("same", 32))
 GAMMA, GEN_LEN = 3, 32
 ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
@@ -74,6 +75,7 @@ def costs(
     bandwidth = 1e3 * read / record["baseline_step_ms"]
     return record | report.rounded(
         {
+            **size_record(setup),
             "prefill_seconds": None,
             "cache_content": "random entries, not a prefill",
             "rounds": len(speculative.stats.rounds),
@@ -105,6 +107,7 @@ def bytes_per_step(setup: Setup, context: int) -> int:
 def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> State:
     # Before the memory is taken: a copy needs some of its own.
     copy_bandwidth(options)
+    weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]
     setup = dummy_setup(
         options,
         model,
@@ -113,7 +116,8 @@ def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> 
         gen_len=8 if options.quick else GEN_LEN,
         gamma=GAMMA,
         kv_dtype=kv,
-        streamingllm_budget=(QUICK_DRAFTS if options.quick else DRAFTS)[0][1],
+        draft_weights=weights,
+        streamingllm_budget=budget,
     )
     benchmark.warm_up(setup)
     return State(setup, benchmark.decode(setup, "baseline"))

@@ -18,7 +18,7 @@ from engine.drafters import Drafter
 from engine.report import rounded
 from engine.setup import Setup, make_drafter
 from reproduce.gpu_parts.cells import Cell, Options, Shared
-from reproduce.gpu_parts.setups import TINY, dummy_setup
+from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
@@ -79,11 +79,11 @@ def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what:
             setup.runner.drop_graphs()
     kernel_ms = sum(ms for ms, _ in kernels.values())
     largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:N_KERNELS]
-    model, batch, context = size
+    model, _, context = size
     record = {
         "model": model,
         "load_format": setup.args.load_format,
-        "B": batch,
+        **size_record(setup),
         "prefix_len": context,
         "gamma": GAMMA if drafter else 0,
         "draft_budget": setup.args.streamingllm_budget if drafter else None,

@@ -11,13 +11,17 @@ from typing import Any
 from engine import arguments, benchmark, settings
 from engine.drafters import Drafter
 from engine.dummy_prefill import fill_with_noise
+from engine.plan import memory_plan, resolve, room
 from engine.setup import Setup, make_drafter, prepare
 from engine.timing import PhaseTimer
 from reproduce.gpu_parts.cells import Options
 
 
 def make_setup(options: Options, **flags: Any) -> Setup:
-    """`prepare` for the flags of the self-speculation benchmark; on a GPU compiled, and with graphs."""
+    """`prepare` for the flags of the self-speculation benchmark; on a GPU compiled, and with graphs.
+
+    Of rows that do not fit into memory, as many as do. Errors: OutOfMemoryError if none does.
+    """
     parser = arguments.Parser()
     arguments.add_common_arguments(parser)
     arguments.add_sampling_arguments(parser)
@@ -27,7 +31,19 @@ def make_setup(options: Options, **flags: Any) -> Setup:
     for name, value in ({"device": options.device, "compile": options.on_cuda} | flags).items():
         assert hasattr(args, name), f"no flag --{name}"
         setattr(args, name, value)
-    return prepare(args, settings.sampling_settings(args), settings.draft_settings(args))
+    sampling, draft = settings.sampling_settings(args), settings.draft_settings(args)
+    plan = resolve(args, sampling, draft)
+    memory = memory_plan(plan)
+    args.asked_B = args.B
+    args.B = min(args.B, memory.largest_batch(room(plan))) or args.B
+    args.planned_bytes = memory.total(args.B)
+    return prepare(args, sampling, draft)
+
+
+def size_record(setup: Setup) -> dict[str, int]:
+    """For a record: the rows, those that were asked for, and the bytes that the memory plan has for them."""
+    args = setup.args
+    return {"B": args.B, "asked_B": args.asked_B, "planned_bytes": args.planned_bytes}
 
 
 # A model for a CPU and a test, of kinds of layers that quantise.

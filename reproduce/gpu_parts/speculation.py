@@ -14,7 +14,7 @@ from engine.decoding import GenerateOutput
 from engine.setup import Setup
 from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
-from reproduce.gpu_parts.setups import make_setup, speculation_passes, with_drafter
+from reproduce.gpu_parts.setups import make_setup, size_record, speculation_passes, with_drafter
 from reproduce.variants import under
 
 COUPLED = {"temperature": 0.6, "seed": 7, "verification": "coupled"}
@@ -67,7 +67,8 @@ def speculation(
         state.baselines[sampling] = benchmark.decode(setup, "baseline")
     speculative, timed = with_drafter(setup, partial(speculation_passes, setup))
     passes = benchmark.Passes(state.prefill_seconds, state.baselines[sampling], speculative, timed)
-    return report.make_record("gpu_selfspec", setup, passes) | {"dataset": "default"} | state.prompts
+    record = report.make_record("gpu_selfspec", setup, passes)
+    return record | size_record(setup) | {"dataset": "default"} | state.prompts
 
 
 def _prefilled(options: Options, batch: int, prefix: int) -> State:
