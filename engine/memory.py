@@ -14,7 +14,7 @@ from kv_cache.entries import LARGEST
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig
 from models.packed_linear import can_pack
-from models.quantize import DEQUANTIZING_BYTES, linear_bytes
+from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, linear_bytes
 
 GIB = 2**30
 # Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform ...
@@ -117,6 +117,7 @@ def plan_memory(
     many NCCL has.
     """
     itemsize, logit_size = dtype.itemsize, max(4, dtype.itemsize)
+    head_size = INT8_OUTPUT_BYTES if quantize else itemsize  # a quantised head is in 8 bits
     vocab_size = vocab_size or config.vocab_size
     on_cuda = torch.device(device).type == "cuda"
     chunk_rows = prefill_chunk * (3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim)
@@ -157,8 +158,9 @@ def plan_memory(
         + noise_pass
         + selection
         + max(0, dequantized_prefill - dequantized_per_row)
-        + (_dequantized_weights(config, quantize, draft) if on_cuda else 0),
-        logits_per_row=block * vocab_size * (itemsize + logit_size + sampling_bytes),
+        + (_dequantized_weights(config, quantize, draft) if on_cuda else 0)
+        + (prefill_chunk * 2 * config.ffn_dim * INT8_OUTPUT_BYTES if quantize == "int8" else 0),
+        logits_per_row=block * vocab_size * (head_size + logit_size + sampling_bytes),
         dequantized_per_row=dequantized_per_row,
         captured_per_row=captured_rows * vocab_size * logit_size,
         libraries=CUDA_BYTES + n_communicator * NCCL_BYTES if on_cuda else 0,

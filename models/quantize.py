@@ -31,6 +31,8 @@ INNER_K_TILES = (8, 4, 2)
 MOST_TINYGEMM_ROWS = 128
 # Bytes for each weight that dequantising in memory holds at once.
 DEQUANTIZING_BYTES = 3
+# Bytes for each number that a layer in 8 bits gives, which it holds on its way: sums and their float32 products.
+INT8_OUTPUT_BYTES = 8
 # The fewest rows that cuBLAS multiplies in 8 bits.
 FEWEST_CUDA_ROWS = 17
 

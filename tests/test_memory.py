@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda_linear import cuda_linears
 from recorded_graph import RecordedGraph
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +36,7 @@ from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
-from models.quantize import DEQUANTIZING_BYTES, dequantize
+from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
 
 CAPACITY, BUDGET, BLOCK = 96, 20, 4
 CONFIGS = {
@@ -285,6 +286,19 @@ def test_dequantising_a_layer_in_4_bits_is_planned_for_on_a_gpu() -> None:
     for quantised in (plan_of(TINY, device="cuda", quantize="int4"), plan_of(TINY, device="cuda", draft=draft)):
         assert quantised.activations - plain == DEQUANTIZING_BYTES * largest
     assert plan_of(TINY, quantize="int4").activations == plain
+
+
+def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's chunk in the widest layer, and of the head in both schemes."""
+    with cuda_linears(monkeypatch), LiveBytes() as live:
+        layer, x = Int8Linear(torch.ones(4096, 8), None), torch.ones(64, 8)
+        before = live.peak = live._live
+        layer(x)
+    assert live.peak - before == pytest.approx(64 * 4096 * INT8_OUTPUT_BYTES, rel=0.01)
+    plain, int8, int4 = (plan_of(TINY, quantize=scheme) for scheme in (None, "int8", "int4"))
+    assert int8.activations - plain.activations == 8 * 2 * TINY.ffn_dim * INT8_OUTPUT_BYTES
+    head = BLOCK * TINY.vocab_size * (INT8_OUTPUT_BYTES - 4)
+    assert int8.logits_per_row - plain.logits_per_row == int4.logits_per_row - plain.logits_per_row == head
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
