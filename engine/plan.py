@@ -199,7 +199,7 @@ def _captured_rows(plan: Plan) -> int:
     Those of all other rounds that may be chosen, and of the baseline's.
     """
     draft = plan.draft
-    if draft is None or plan.device == "cpu":
+    if draft is None or plan.device == "cpu" or plan.args.no_cuda_graphs:
         return 0
     gammas = [0, *([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
     gammas.remove(draft.gamma)

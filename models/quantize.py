@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache.errors import ConfigError
-from models.llama import Transformer
+from models.llama import Transformer, logits_dtype
 from models.pointwise import EAGER, Pointwise
 
 SCHEMES = ("int8", "int4")
@@ -45,6 +45,9 @@ class Int8Linear(nn.Module):
     zero: Tensor
     bias: Tensor | None
 
+    # A head gives logits, see `models.llama.logits_dtype`.
+    is_head = False
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         q, scale = quantize_rows(weight)
@@ -60,7 +63,8 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         q, row_scale = self.pointwise.round_to_uint8(rows)
         y = self._multiply(q) * row_scale
-        y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
+        dtype = logits_dtype(x.dtype, x.device) if self.is_head else x.dtype
+        y = y.to(dtype) if self.bias is None else y.to(dtype) + self.bias
         return y.view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, q: Tensor) -> Tensor:
@@ -216,10 +220,11 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
 
 def quantize_head(model: Transformer) -> None:
     """The head in int8 in either scheme: 4 bits cost it much, and it is read once a step. The embedding stays."""
-    if model.output is None:
-        model.output = quantized_linear(model.tok_embeddings.weight, None, "int8")
-    elif isinstance(model.output, nn.Linear):
-        model.output = quantized_linear(model.output.weight, model.output.bias, "int8") or model.output
+    weight = model.output.weight if isinstance(model.output, nn.Linear) else model.tok_embeddings.weight
+    head = quantized_linear(weight, None, "int8")
+    if isinstance(head, Int8Linear):
+        head.is_head = True
+        model.output = head
 
 
 def linear_bytes(n_weights: int, scheme: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
-from recorded_graph import RecordedGraph
+from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -311,8 +311,11 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
             kept.append(super().capture(part))
             return kept[-1]
 
+    class KeepingGraphs(RecordedGraphs):
+        Graph = Keeping
+
     model = tiny_model(dtype=torch.float32)
-    runner = ModelRunner(model, full_cache(model, 2), new_graph=Keeping)
+    runner = ModelRunner(model, full_cache(model, 2), new_graphs=KeepingGraphs)
     budgets = (16, 12)
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
@@ -321,14 +324,16 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
         prompts, params = random_prompts([9, 14]), sampling.params
         generate(runner, prompts, max_new_tokens=60, pacing=pacing, sampling=params, verification=mode)
     draft = DraftSettings("self", 3, auto_gamma=True, budgets=budgets)
-    captured_rows = _captured_rows(SimpleNamespace(draft=draft, device="cuda", sampling=sampling))
+    captures, calls = SimpleNamespace(no_cuda_graphs=False), SimpleNamespace(no_cuda_graphs=True)
+    on_cuda = SimpleNamespace(draft=draft, device="cuda", sampling=sampling, args=captures)
+    captured_rows = _captured_rows(on_cuda)
     plan = plan_of(TINY, captured_rows=captured_rows)
     assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.captured_per_row > 0
     longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4
     held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.captured_per_row + longest)
-    on_cpu = SimpleNamespace(draft=draft, device="cpu", sampling=sampling)
-    assert _captured_rows(on_cpu) == 0
+    for changes in ({"device": "cpu"}, {"args": calls}):
+        assert _captured_rows(SimpleNamespace(**vars(on_cuda) | changes)) == 0
 
 
 def test_selecting_entries_is_planned_for() -> None:
