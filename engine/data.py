@@ -29,7 +29,7 @@ def load_books(dataset: str, *, split: str = "test") -> Iterator[str]:
     Raises DataError: here for what cannot be found, on iteration for what cannot be read.
     """
     files = _book_files(dataset, split)
-    return (book for file in files for book in READERS[file.suffix](file))
+    return (book for file in files for book in READERS[file.suffix.lower()](file))
 
 
 def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, prefix_len: int) -> list[list[int]]:
@@ -121,7 +121,7 @@ def _book_files(dataset: str, split: str) -> list[Path]:
     path = Path(dataset).expanduser()
     endings = ", ".join(READERS)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in READERS)
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
         if not files:
             raise DataError(
                 "the folder holds no books",
@@ -131,7 +131,7 @@ def _book_files(dataset: str, split: str) -> list[Path]:
                 fix="name the folder that holds the files themselves",
             )
         return files
-    if not path.is_file() or path.suffix not in READERS:
+    if not path.is_file() or path.suffix.lower() not in READERS:
         raise DataError(
             "unknown dataset",
             where="dataset",
@@ -184,13 +184,23 @@ def _read_txt(path: Path) -> Iterator[str]:
 
 def _read_jsonl(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8-sig") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    row = json.loads(line)
+                    row = _json_of(line, path, number)
                     yield _text_of(row.get(TEXT_KEY) if isinstance(row, dict) else row, path, number)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise _unreadable(path, error, "one JSON object per line") from None
+
+
+def _json_of(line: bytes, path: Path, number: int) -> object:
+    try:
+        return json.loads(line.rstrip().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        seen = f"line {number}, column {error.colno}: {error.msg}"
+    except (ValueError, RecursionError) as error:  # not UTF-8, an integer too long for Python, nested too deep
+        seen = f"line {number}: {error}"
+    raise _unreadable(path, seen, "one JSON object per line, in UTF-8")
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
@@ -215,6 +225,11 @@ def _text_of(value: object, path: Path, number: int) -> str:
     if not isinstance(value, str):
         seen = f"row {number}: {type(value).__name__}"
         raise _unreadable(path, seen, f"a text under `{TEXT_KEY}` in every row")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        seen = f"row {number}: half of a surrogate pair at character {error.start}"
+        raise _unreadable(path, seen, "whole characters") from None
     return value
 
 

@@ -86,7 +86,12 @@ def write_parquet_folder(folder: Path) -> Path:
     ids=["txt folder", "jsonl", "parquet folder", "parquet"],
 )
 def test_formats_give_the_same_books(tmp_path, write):
-    assert list(load_books(str(write(tmp_path)))) == BOOKS
+    written = write(tmp_path)
+    assert list(load_books(str(written))) == BOOKS
+    for file in [written] if written.is_file() else written.iterdir():
+        file.rename(file.with_suffix(file.suffix.upper()))
+    written = written if written.is_dir() else written.with_suffix(written.suffix.upper())
+    assert list(load_books(str(written))) == BOOKS, "names in other case"
 
 
 def test_single_txt_file_without_its_byte_order_mark(tmp_path):
@@ -151,7 +156,11 @@ def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
     ("name", "content", "complaint"),
     [
         ("bad.txt", b"\xff\xfe\xfa", "UTF-8"),
-        ("bad.jsonl", b'{"text": "fine"}\n{"text": \n', "JSON"),
+        ("bad.jsonl", b'{"text": "fine"}\n\n{"text": \n', "line 3, column 9: Expecting value"),
+        ("latin1.jsonl", b'{"text": "fine"}\n{"text": "M\xe4dchen"}\n', "line 2: 'utf-8' codec"),
+        ("int.jsonl", b'{"text": "fine"}\n{"text": "fine", "id": 1' + b"0" * 5000 + b"}\n", "line 2: .* 5001 digits"),
+        ("deep.jsonl", b'{"text": "fine"}\n' + b"[" * 300_000 + b"\n", "line 2: .*recursion"),
+        ("half.jsonl", b'{"text": "fine"}\n{"text": "broken \\ud83d"}\n', "row 2: half of a surrogate .* 7"),
         ("nokey.jsonl", b'{"text": "fine"}\n{"title": "no text"}\n', "row 2"),
         ("list.jsonl", b'["text"]\n', "row 1: list"),
         ("bad.parquet", b"PAR1 garbage", "parquet"),
