@@ -137,6 +137,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the source, float32 for GGUF")
     parser.add_argument("--force", action="store_true", help="convert again even if model.pth is up to date")
     args = parser.parse_args()
+    if args.checkpoint_dir.is_file():
+        raise ConfigError(
+            "a file is no checkpoint folder",
+            where="--checkpoint_dir",
+            seen=args.checkpoint_dir,
+            required="the folder that it is in, with its configuration and its tokenizer",
+            fix=f"use --checkpoint_dir {args.checkpoint_dir.parent}",
+        )
     layers = parse_layers(args.drop_layers) if args.drop_layers else []
     convert(
         args.checkpoint_dir,

@@ -234,5 +234,6 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
         required=f"<= {available / GIB:.2f} GiB available",
         fix=f"use --B {largest}, the largest batch that fits"
         if largest
-        else "use a shorter --prefix_len, or a smaller draft budget (--draft_budget)",
+        else "use a shorter --prefix_len"
+        + (", or a smaller draft budget (--draft_budget)" if plan.draft_kv_per_row else ""),
     )

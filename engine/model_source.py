@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,15 @@ import torch
 
 from kv_cache.errors import CheckpointError, ConfigError
 from models import ModelConfig, Transformer, load_model
+from models.checkpoint import CONFIG, WEIGHTS
 from models.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.presets import preset_config
+from models.manifest import check_files
+from models.presets import preset_config, preset_name
 from models.tensor_parallel import Exchange
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+
+# What downloads have their weights in.
+UNCONVERTED = (".gguf", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,21 @@ class ModelSource:
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))
+
+    def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Errors: CheckpointError if its tokenizer made ids that the model does not have.
+
+        A tokenizer may have more ids than the model, such as a padding token that no text contains.
+        """
+        largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
+        if largest >= vocab_size:
+            raise CheckpointError(
+                "the tokenizer is not this model's",
+                where=str(find_tokenizer(_folder(self.path))),
+                seen=f"token id {largest} in a prompt",
+                required=f"0 <= id < {vocab_size}, the vocabulary of {self.name}",
+                fix="copy the model's own tokenizer into this folder, or download and convert it again",
+            )
 
     def load(
         self,
@@ -57,12 +78,24 @@ class ModelSource:
 
 
 def find_model(path: str, load_format: str, name: str | None, flag: str) -> ModelSource:
-    """The model that `flag` names. Reads no weights. Errors: CheckpointError, ConfigError."""
+    """The model that `flag` names. Reads no weights, but sees whether they are there, and whole.
+
+    A path to random weights need not exist: its folder's name is then that of a published configuration.
+    Errors: CheckpointError, ConfigError.
+    """
     folder = _folder(path)
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
-    if load_format == "dummy" and (name or not folder.is_dir()):
-        return ModelSource(path, load_format, preset_config(name or path), name or path)
-    if is_default and not (folder / "model.pth").exists():
+    if load_format == "dummy" and (name or not (folder / CONFIG).exists()):
+        return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
+    if Path(path).suffix.lower() in UNCONVERTED and not Path(path).is_dir():
+        raise CheckpointError(
+            "a download is no converted checkpoint",
+            where=flag,
+            seen=path,
+            required=f"the {WEIGHTS} that convert_hf_checkpoint.py makes of it, or its folder",
+            fix=f"run: python convert_hf_checkpoint.py --checkpoint_dir {folder}, then use {flag} {folder / WEIGHTS}",
+        )
+    if is_default and not (folder / WEIGHTS).exists():
         raise CheckpointError(
             "the built-in default model has not been fetched and converted",
             where=str(folder),
@@ -70,7 +103,7 @@ def find_model(path: str, load_format: str, name: str | None, flag: str) -> Mode
             required="the converted default checkpoint",
             fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
         )
-    if not folder.is_dir() or not (Path(path).exists() or (folder / "config.json").exists()):
+    if not folder.is_dir() or not (Path(path).exists() or (folder / CONFIG).exists()):
         raise CheckpointError(
             "there is no such checkpoint",
             where=flag,
@@ -78,8 +111,26 @@ def find_model(path: str, load_format: str, name: str | None, flag: str) -> Mode
             required="a model.pth, or its folder",
             fix="download it (download.py), then convert it (convert_hf_checkpoint.py --checkpoint_dir FOLDER)",
         )
-    config = ModelConfig.from_json(folder / "config.json")
+    config = ModelConfig.from_json(folder / CONFIG)
+    if load_format != "dummy":
+        _require_weights(Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS)
     return ModelSource(path, load_format, config, name or (DEFAULT_NAME if is_default else folder.resolve().name))
+
+
+def _require_weights(path: Path) -> None:
+    """Errors: CheckpointError if they are missing, not of the size in the manifest, or end early."""
+    seen = None if path.is_file() else "no such file"
+    if seen is None:
+        check_files(path.parent, (path.name, CONFIG), verify=False)
+        seen = None if zipfile.is_zipfile(path) else "no zip archive, or not to its end"
+    if seen is not None:
+        raise CheckpointError(
+            "the weights cannot be read",
+            where=str(path),
+            seen=seen,
+            required=f"a {WEIGHTS} written by convert_hf_checkpoint.py",
+            fix=f"run: python convert_hf_checkpoint.py --force --checkpoint_dir {path.parent}",
+        )
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:

@@ -30,6 +30,9 @@ from models.pointwise import check_compiler
 from models.quantize import check_scheme
 from models.tensor_parallel import Shard, check_count, shard_config
 
+# Seconds: ranks start further apart than the least, and the most is what their libraries can count to.
+RANK_TIMEOUTS = (1, 1_000_000)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -74,12 +77,13 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
             required="two files",
             fix="name another file for the rows",
         )
-    if getattr(args, "rank_timeout", 1) <= 0:
+    shortest, longest = RANK_TIMEOUTS
+    if not shortest <= getattr(args, "rank_timeout", shortest) <= longest:
         raise ConfigError(
-            "no rank can answer in no time",
+            "no rank can be waited for that long",
             where="--rank_timeout",
             seen=args.rank_timeout,
-            required="> 0 seconds",
+            required=f"{shortest} to {longest} seconds",
             fix="leave it out",
         )
     device = resolve_device(args.device)
@@ -87,13 +91,16 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
     target = find_model(args.model, args.load_format, args.model_name, target_flag)
     capacity = args.prefix_len + args.gen_len + gamma + 1
     context = target.config.max_context
+    room = context - gamma - 1
     if capacity > context:
         raise ConfigError(
             "prompt + new tokens + gamma + 1 exceeds the model's context",
             where=f"--prefix_len, --gen_len and --gamma on {target.name}",
             seen=f"{args.prefix_len} + {args.gen_len} + {gamma} + 1 = {capacity} tokens",
             required=f"<= {context}",
-            fix=f"use --prefix_len {max(1, context - capacity + args.prefix_len)} or less",
+            fix=f"use --prefix_len {room - args.gen_len} or less"
+            if room > args.gen_len
+            else f"use a shorter --gen_len: there is room for {room} prompt and new tokens together",
         )
     draft_source = None
     if draft and draft.model is not None:

@@ -110,7 +110,13 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
         raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         outside = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}")
+        raise ConfigError(
+            "a token id is outside the vocabulary",
+            where=where,
+            seen=outside,
+            required=f"0 <= id < {vocab_size}",
+            fix="encode the prompt with the model's own tokenizer",
+        )
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
     needed = len(prompt) + limit + gamma + 1

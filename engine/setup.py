@@ -216,4 +216,6 @@ def _prompts(plan: Plan, tokenizer: Tokenizer | None) -> list[list[int]]:
         shape = (plan.n_prompts, prefix_len)
         return torch.randint(plan.target.config.vocab_size, shape, generator=generator).tolist()
     say(f"tokenising {plan.n_prompts} prompts of {prefix_len} tokens from {dataset}")
-    return make_prompts(load_books(dataset), tokenizer, n_prompts=plan.n_prompts, prefix_len=prefix_len)
+    prompts = make_prompts(load_books(dataset), tokenizer, n_prompts=plan.n_prompts, prefix_len=prefix_len)
+    plan.target.check_tokens(prompts)
+    return prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from kv_cache.errors import ConfigError
@@ -103,18 +104,20 @@ QWEN25_7B: dict[str, Any] = {
     "eos_token_id": 151643,
 }
 
+TINYLLAMA = LLAMA_2_7B | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": LLAMA_2_7B,
     "togethercomputer/LLaMA-2-7B-32K": LLAMA_2_7B
     | {"max_position_embeddings": 32768, "rope_scaling": {"type": "linear", "factor": 8.0}},
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": LLAMA_2_7B
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-    },
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": TINYLLAMA,
+    "TinyLlama/TinyLlama_v1.1": TINYLLAMA,
     "JackFram/llama-68m": LLAMA_2_7B
     | {
         "hidden_size": 768,
@@ -158,14 +161,25 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset_config(name: str) -> ModelConfig:
-    """The published configuration of the Hugging Face repository `name`. Raises ConfigError if unknown."""
-    if name not in PRESETS:
-        raise ConfigError(
-            "no published configuration is stored under this name",
-            where="model name",
-            seen=name,
-            required=f"one of {', '.join(sorted(PRESETS))}",
-            fix="use one of these names, or give the model's own config.json",
-        )
+def preset_name(path: str) -> str:
+    """The Hugging Face repository, ORG/NAME, whose NAME is that of a path's folder.
+
+    Raises ConfigError unless its configuration is stored.
+    """
+    folder = Path(path).parent if path.endswith(".pth") else Path(path)
+    for name in PRESETS:
+        if folder.name == name.partition("/")[2]:
+            return name
+    raise ConfigError(
+        "no published configuration is stored under this name",
+        where="model name",
+        seen=path,
+        required=f"one of {', '.join(sorted(PRESETS))}, or a folder of such a name",
+        fix="use one of these names, or give the model's own config.json",
+    )
+
+
+def preset_config(path: str) -> ModelConfig:
+    """The published configuration of the repository that `preset_name` finds. Raises ConfigError if unknown."""
+    name = preset_name(path)
     return ModelConfig.from_hf(PRESETS[name], where=name)

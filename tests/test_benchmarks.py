@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model_source import find_model
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
 from models.checkpoint import read_checkpoint, save_checkpoint
 
@@ -235,6 +236,13 @@ def edit_config(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").unlink()
 
 
+def renumber_token(folder: Path, character: str, index: int) -> None:
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"]["vocab"][character] = index
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "manifest.json").unlink()
+
+
 def break_token(folder: Path, character: str) -> None:
     """NaN in the embedding of one character: the prompts that have it go bad where they have it."""
     config, state_dict = read_checkpoint(folder)
@@ -257,6 +265,7 @@ class Bad:
 
 BAD_INPUT = {
     "longer than the context": Bad("--prefix_len 250", ("250 + 12 + 3 + 1 = 266", "<= 256", "--prefix_len 240")),
+    "new tokens alone are longer": Bad("--gen_len 300", ("<= 256", "shorter --gen_len: there is room for 252 prompt")),
     "longer than the text": Bad(
         "--prefix_len 230",
         ("3 books, 600 tokens", "0 distinct prompts of 230", "2 distinct prompts of 230", "to 201 tokens"),
@@ -298,12 +307,22 @@ BAD_INPUT = {
     "results in a folder's place": Bad("--output .", ("--output", "seen:     .")),
     "no such preset": Bad("--load_format dummy --model_name org/unknown", ("org/unknown", "meta-llama/Llama-2-7b-hf")),
     "ranks that do not run": Bad("--rank_group 0 1", ("--rank_group", "seen:     0 1", "--nproc_per_node=2")),
+    "no time for a rank": Bad("--rank_timeout 0.001", ("--rank_timeout", "seen:     0.001", "1 to 1000000 seconds")),
+    "a time that is no number": Bad("--rank_timeout nan", ("--rank_timeout", "seen:     nan")),
     "more ranks than KV heads": Bad("", ("2 KV heads, 3 ranks", "1 to 2 ranks"), None, (("WORLD_SIZE", "3"),)),
     "no model.pth": Bad("", ("model.pth", "no such file"), lambda d: (d / "model.pth").unlink()),
     "no folder": Bad("", ("there is no such checkpoint", "convert_hf_checkpoint.py"), shutil.rmtree),
     "no file, in a folder of other things": Bad("--model nothing.pth", ("there is no such checkpoint", "nothing.pth")),
+    "a download": Bad(
+        "--model ../checkpoint/smol.Q4.GGUF",
+        ("no converted checkpoint", "convert_hf_checkpoint.py --checkpoint_dir ../checkpoint, then use --model ../ch"),
+        lambda d: (d / "smol.Q4.GGUF").touch(),
+    ),
     "no config": Bad("", ("config.json", "no such file"), lambda d: (d / "config.json").unlink()),
     "no tokenizer": Bad("", ("the tokenizer is missing",), lambda d: (d / "tokenizer.json").unlink()),
+    "another model's tokenizer": Bad(
+        "", ("tokenizer.json", "token id 999", "0 <= id < 257"), lambda d: renumber_token(d, "1", 999)
+    ),
     "another architecture": Bad(
         "", ("GemmaForCausalLM", "LlamaForCausalLM"), lambda d: edit_config(d, architectures=["GemmaForCausalLM"])
     ),
@@ -404,6 +423,37 @@ def test_bad_input_is_refused(
     for part in (*bad.says, "where:", "seen:", "required:", "fix:"):
         assert part in message
     assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["no model.pth", "model.pth cut", "model.pth cut, no manifest"])
+def test_a_missing_draft_is_found_before_the_text_is_read(
+    what: str,
+    checkpoint: Path,
+    books: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(checkpoint, folder)
+    BAD_INPUT[what].damage(folder)
+    monkeypatch.setattr("engine.setup.make_prompts", None)
+    paths = {"--target": checkpoint, "--model": folder / "model.pth", "--dataset": books}
+    message = refusal("longspec", flat(paths | SIZES | DRAFT), monkeypatch, capsys)
+    assert str(folder / "model.pth") in message
+
+
+def test_random_weights_are_found_by_the_names_of_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither folder is there, and --model_name names the target alone."""
+    monkeypatch.chdir(tmp_path)
+    draft = find_model("checkpoints/TinyLlama/TinyLlama_v1.1/model.pth", "dummy", None, "--model")
+    named = find_model("anything/model.pth", "dummy", "togethercomputer/LLaMA-2-7B-32K", "--target")
+    found = find_model("checkpoints/togethercomputer/LLaMA-2-7B-32K/model.pth", "dummy", None, "--target")
+    assert (draft.name, draft.config.n_layer) == ("TinyLlama/TinyLlama_v1.1", 22)
+    assert (named.name, named.config) == (found.name, found.config)
+    assert find_model("TinyLlama_v1.1", "dummy", None, "--model").config == draft.config
 
 
 def test_the_batch_that_the_refusal_names_fits(

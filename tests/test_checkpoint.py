@@ -419,3 +419,10 @@ def test_command_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "tokenizer.json",
         "manifest.json",
     }
+
+
+def test_a_file_in_the_folders_place_is_told_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "smol.gguf").touch()
+    monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", "--checkpoint_dir", str(tmp_path / "smol.gguf")])
+    with pytest.raises(ConfigError, match=f"use --checkpoint_dir {tmp_path}$"):
+        convert_hf_checkpoint.main()

@@ -125,7 +125,9 @@ def test_no_batch_fits(available: int | str) -> None:
     with pytest.raises(OutOfMemoryError) as refusal:
         require_memory(plan, 1, free, "cpu")
     assert "--B" not in str(refusal.value)
-    assert "shorter --prefix_len" in str(refusal.value)
+    assert "shorter --prefix_len, or a smaller draft budget" in str(refusal.value)
+    with pytest.raises(OutOfMemoryError, match=r"use a shorter --prefix_len$"):
+        require_memory(plan_of(TINY, draft=None), 1, 0, "cpu")
 
 
 def test_the_refusal_is_itemised_and_adds_up() -> None:

@@ -6,12 +6,13 @@ import pytest
 
 from kv_cache.errors import ConfigError
 from models.config import RopeScaling
-from models.presets import PRESETS, preset_config
+from models.presets import PRESETS, preset_config, preset_name
 
 PUBLISHED_PARAMETERS = {
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "togethercomputer/LLaMA-2-7B-32K": 6_738_415_616,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "TinyLlama/TinyLlama_v1.1": 1_100_048_384,
     "JackFram/llama-68m": 68_030_208,
     "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
     "meta-llama/Meta-Llama-3.1-8B": 8_030_261_248,
@@ -42,6 +43,7 @@ def test_parameter_count(name):
     [
         ("meta-llama/Llama-2-7b-hf", 32, 32, 128, 1e4, 4096),
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 32, 4, 64, 1e4, 2048),
+        ("TinyLlama/TinyLlama_v1.1", 32, 4, 64, 1e4, 2048),
         ("JackFram/llama-68m", 12, 12, 64, 1e4, 2048),
         ("meta-llama/Meta-Llama-3.1-70B", 64, 8, 128, 5e5, 131072),
         ("meta-llama/Llama-3.2-1B", 32, 8, 64, 5e5, 131072),
@@ -70,6 +72,15 @@ def test_context_extensions():
 def test_qwen_has_biases_and_llama_has_none():
     assert preset_config("Qwen/Qwen2.5-7B").qkv_bias
     assert not preset_config("meta-llama/Meta-Llama-3.1-8B").qkv_bias
+
+
+def test_a_path_names_its_repository():
+    """As the README's downloads do; no two repositories have the same name in different organisations."""
+    for name in PRESETS:
+        for path in (name, name.split("/")[1], f"checkpoints/{name}", f"/a/checkpoints/{name}/model.pth"):
+            assert preset_name(path) == name
+    with pytest.raises(ConfigError, match=r"checkpoints/org/unknown/model\.pth"):
+        preset_name("checkpoints/org/unknown/model.pth")
 
 
 def test_unknown_name_is_refused_with_the_known_ones():
