@@ -25,7 +25,7 @@ from engine.setup import Setup, make_drafter, prepare
 from engine.stats import Counts, total
 from engine.teacher_forcing import forced_acceptance
 from kv_cache.errors import ConfigError, exit_on_user_error
-from reproduce.variants import under
+from reproduce.paper.variants import under
 
 TEXTS = ("greedy", "sampled", "book")
 DEFAULT_TEMPERATURE = 0.6

@@ -10,11 +10,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
-from reproduce import reproduction
 from reproduce.acceptance_by_context import HEAD, curves, line, rows_of, unmeasured
-from reproduce.figures import BLACK, Figure, Panel, Series
-from reproduce.published import published, same_context
-from reproduce.reproduction import Record, Sizes, side_by_side
+from reproduce.paper import reproduction
+from reproduce.paper.figures import BLACK, Figure, Panel, Series
+from reproduce.paper.published import published, same_context
+from reproduce.paper.reproduction import Record, Sizes, side_by_side
 
 NAME = "acceptance_by_budget"
 SIZES = Sizes(gen_len=128, B=(4,), prefix_len=(4000,), draft_budget=(64, 128, 256, 512))

@@ -11,10 +11,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
-from reproduce import reproduction
-from reproduce.figures import BLACK, CATEGORIES, MARKERS, Figure, Panel, Series
-from reproduce.published import SELF, Acceptance, published, same_context
-from reproduce.reproduction import NONE, Record, Sizes, number, published_text, side_by_side
+from reproduce.paper import reproduction
+from reproduce.paper.figures import BLACK, CATEGORIES, MARKERS, Figure, Panel, Series
+from reproduce.paper.published import SELF, Acceptance, published, same_context
+from reproduce.paper.reproduction import NONE, Record, Sizes, number, published_text, side_by_side
 
 NAME = "acceptance_by_context"
 SIZES = Sizes(gen_len=128, B=(4,), prefix_len=(1000, 2000, 4000))

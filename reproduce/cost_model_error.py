@@ -23,10 +23,10 @@ from engine.cost_model import CostGrid, tokens_per_round
 from engine.cost_report import LEAST
 from engine.settings import DEFAULT_N_SINK, require_at_least
 from kv_cache.errors import ConfigError, exit_on_user_error
-from reproduce import auto_against_fixed, reproduction
-from reproduce.figures import CATEGORIES, Figure, Panel, Series
 from reproduce.gamma_cell import LEAST_GEN_LEN
-from reproduce.reproduction import Record, side_by_side
+from reproduce.paper import auto_against_fixed, reproduction
+from reproduce.paper.figures import CATEGORIES, Figure, Panel, Series
+from reproduce.paper.reproduction import Record, side_by_side
 from reproduce.sweeping.cells import Cell, grid
 
 NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamma_cell.py"

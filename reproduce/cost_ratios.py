@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
-from reproduce import reproduction
-from reproduce.figures import Figure, Panel, shades
-from reproduce.published import SELF, Ratio, published, same_context
-from reproduce.reproduction import NONE, Record, Sizes, number, published_text, quotient, side_by_side
+from reproduce.paper import reproduction
+from reproduce.paper.figures import Figure, Panel, shades
+from reproduce.paper.published import SELF, Ratio, published, same_context
+from reproduce.paper.reproduction import NONE, Record, Sizes, number, published_text, quotient, side_by_side
 from reproduce.speedup_tables import measured_series, published_series, shared
 
 NAME = "cost_ratios"

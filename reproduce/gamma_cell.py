@@ -33,7 +33,7 @@ from engine.settings import DraftSettings
 from engine.setup import Setup, make_drafters, prepare
 from engine.stats import total
 from kv_cache.errors import exit_on_user_error
-from reproduce.variants import under
+from reproduce.paper.variants import under
 
 # The ways that choose from round to round.
 AUTO, AUTO_BUDGET = "auto", "auto budget"

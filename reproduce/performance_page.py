@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.provenance import read_lines
 from kv_cache.errors import DataError, exit_on_user_error
 from models.default_model import ROOT
-from reproduce import generated_page
+from reproduce.pages import generated_page
 
 RESULTS, PAGE = ROOT / "reproduce" / "results", ROOT / "docs" / "performance.md"
 NONE = "not measured"

@@ -13,12 +13,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
-from reproduce import generated_page, reproduction
-from reproduce.measured_tables import measured_section
-from reproduce.page_records import read_records
-from reproduce.published import published
-from reproduce.published_tables import published_section
-from reproduce.reproduction import ACCEPTANCE, COST_MODEL, FOLDER, RESULTS, SPEEDUPS
+from reproduce.pages import generated_page
+from reproduce.pages.measured_tables import measured_section
+from reproduce.pages.page_records import read_records
+from reproduce.pages.published_tables import published_section
+from reproduce.paper import reproduction
+from reproduce.paper.published import published
+from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, FOLDER, RESULTS, SPEEDUPS
 
 PAGE = FOLDER / "README.md"
 HEAD = """# Reproducing the published numbers

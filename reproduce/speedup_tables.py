@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
-from reproduce import reproduction
-from reproduce.figures import Figure, Panel, Series, shades
-from reproduce.published import SELF, Ratio, Speedup, published, same_context, speedup
-from reproduce.reproduction import (
+from reproduce.paper import reproduction
+from reproduce.paper.figures import Figure, Panel, Series, shades
+from reproduce.paper.published import SELF, Ratio, Speedup, published, same_context, speedup
+from reproduce.paper.reproduction import (
     NONE,
     Record,
     Sizes,

@@ -14,10 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kv_cache.errors import exit_on_user_error
-from reproduce import reproduction
-from reproduce.figures import BLACK, CATEGORIES, MARKERS, Figure, Panel, Series
-from reproduce.published import published
-from reproduce.reproduction import Record, Sizes, number, quotient, side_by_side
+from reproduce.paper import reproduction
+from reproduce.paper.figures import BLACK, CATEGORIES, MARKERS, Figure, Panel, Series
+from reproduce.paper.published import published
+from reproduce.paper.reproduction import Record, Sizes, number, quotient, side_by_side
 
 NAME = "throughput_latency"
 SIZES = Sizes()

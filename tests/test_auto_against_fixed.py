@@ -10,9 +10,10 @@ import pytest
 
 from engine.settings import DraftSettings
 from kv_cache.errors import ConfigError
-from reproduce import auto_against_fixed, cost_model_error, gamma_cell, reproduction
-from reproduce.auto_against_fixed import GAMMA, GAMMA_AND_BUDGET, against_fixed, summary
-from reproduce.measured_tables import choosing_section
+from reproduce import cost_model_error, gamma_cell
+from reproduce.pages.measured_tables import choosing_section
+from reproduce.paper import auto_against_fixed, reproduction
+from reproduce.paper.auto_against_fixed import GAMMA, GAMMA_AND_BUDGET, against_fixed, summary
 
 PLAIN = [10.0, 20.0, 10.0]
 

@@ -53,6 +53,13 @@ def test_all_command_lines_are_found():
     assert len(found) >= 28
 
 
+def test_what_lies_in_reproduce_can_be_run():
+    """What its commands share is in folders, where nobody takes it for a command."""
+    assert {file.name for file in (ROOT / "reproduce").glob("*.py")} == {
+        Path(name).name for name in command_lines() if Path(name).parent == Path("reproduce")
+    }
+
+
 @pytest.mark.parametrize("program", command_lines())
 def test_an_unknown_flag_is_one_error(program, refusal):
     says = refusal(program, *REQUIRED.get(program, []), "--no_such_flag")

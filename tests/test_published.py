@@ -19,15 +19,14 @@ from reproduce import (
     acceptance_by_budget,
     acceptance_by_context,
     cost_ratios,
-    figures,
     published_page,
-    reproduction,
     speedup_tables,
     throughput_latency,
 )
-from reproduce.page_records import GPU
-from reproduce.published import published, same_context, speedup
-from reproduce.reproduction import NONE
+from reproduce.pages.page_records import GPU
+from reproduce.paper import figures, reproduction
+from reproduce.paper.published import published, same_context, speedup
+from reproduce.paper.reproduction import NONE
 
 ORIGIN = {"git_commit": "0123456789abcdef", "machine": "a CPU, 2 cores", "gpu": None, "torch_version": "2.13"}
 BUILT_IN, LLAMA = "SmolLM2-135M-Instruct", "Llama-3.1-8B"

@@ -14,8 +14,8 @@ from models.config import ModelConfig
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
 from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record, speculation_passes, with_drafter
-from reproduce.published import SELF, published
-from reproduce.variants import under
+from reproduce.paper.published import SELF, published
+from reproduce.paper.variants import under
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
 # Model, rows, context, entries of the target's cache: of the published settings those that one card may hold, if need

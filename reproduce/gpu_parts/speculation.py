@@ -15,7 +15,7 @@ from engine.setup import Setup
 from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
 from reproduce.gpu_parts.setups import make_setup, size_record, speculation_passes, with_drafter
-from reproduce.variants import under
+from reproduce.paper.variants import under
 
 COUPLED = {"temperature": 0.6, "seed": 7, "verification": "coupled"}
 SAMPLINGS = {"coupled": COUPLED, "greedy": {"temperature": 0.0, "verification": "greedy"}}

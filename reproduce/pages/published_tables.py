@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.cost_model import tokens_per_round
 from models.default_model import DEFAULT_NAME
-from reproduce import acceptance_by_context, cost_ratios, reproduction
-from reproduce.page_records import Records, link
-from reproduce.performance_page import grid
-from reproduce.published import SELF, Ratio, Speedup, published, same_context
-from reproduce.reproduction import (
+from reproduce import acceptance_by_context, cost_ratios
+from reproduce.pages.page_records import Records, link
+from reproduce.paper import reproduction
+from reproduce.paper.published import SELF, Ratio, Speedup, published, same_context
+from reproduce.paper.reproduction import (
     NONE,
     SLOWER,
     Record,
@@ -22,6 +22,7 @@ from reproduce.reproduction import (
     quotient,
     speedup_text,
 )
+from reproduce.performance_page import grid
 
 # How far from a published setting a measurement may be to be called the nearest one.
 NEAR = 2.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.settings import AUTO
+from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS, Record, machine_name
 from reproduce.performance_page import read
-from reproduce.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS, Record, machine_name
 from reproduce.sweeping.runner import OK, read_rows
 
 GPU = "gpu.jsonl"

@@ -15,9 +15,9 @@ from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
-from reproduce.figures import CATEGORIES, MARKERS, Panel, Series
 from reproduce.gamma_cell import AUTO, AUTO_BUDGET
-from reproduce.reproduction import NONE, Record, side_by_side
+from reproduce.paper.figures import CATEGORIES, MARKERS, Panel, Series
+from reproduce.paper.reproduction import NONE, Record, side_by_side
 
 # The aim: what a way that chooses keeps, at least, of the better of gamma 3 and plain decoding.
 LEAST_RATIO = 0.95

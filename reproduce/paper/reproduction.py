@@ -15,10 +15,10 @@ from engine.settings import DTYPES, POLICIES
 from kv_cache.errors import ConfigError
 from models.default_model import DEFAULT_CHECKPOINT, ROOT
 from models.quantize import SCHEMES
-from reproduce import figures
 from reproduce.acceptance import TEXTS
-from reproduce.figures import Figure
-from reproduce.published import SELF, published
+from reproduce.paper import figures
+from reproduce.paper.figures import Figure
+from reproduce.paper.published import SELF, published
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import OK, read_rows, run_cells
 

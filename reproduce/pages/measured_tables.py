@@ -6,20 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.cost_report import cost_table
-from reproduce import (
-    acceptance_by_budget,
-    acceptance_by_context,
-    auto_against_fixed,
-    cost_model_error,
-    cost_ratios,
-    reproduction,
-    speedup_tables,
-)
+from reproduce import acceptance_by_budget, acceptance_by_context, cost_model_error, cost_ratios, speedup_tables
 from reproduce import throughput_latency as throughput
-from reproduce.page_records import Records, source
+from reproduce.pages.page_records import Records, source
+from reproduce.paper import auto_against_fixed, reproduction
+from reproduce.paper.published import SELF
+from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, NONE, SLOWER, SPEEDUPS, Record, number, speedup_text
 from reproduce.performance_page import grid
-from reproduce.published import SELF
-from reproduce.reproduction import ACCEPTANCE, COST_MODEL, NONE, SLOWER, SPEEDUPS, Record, number, speedup_text
 
 
 def text(record: Record, *names: str) -> list[str]:
