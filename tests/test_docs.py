@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,37 +40,60 @@ def commands(page: Path) -> list[str]:
 
 
 class Read(Exception):
-    """A command line was read."""
+    """A command line was read, as the arguments that it carries."""
 
 
 # What a page's commands call that the reader makes.
 MADE_UP = {"yours"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_pages_commands_can_be_read_by_their_programs(page, monkeypatch):
-    """With the flags and values that are on the page, by the program that is."""
+@pytest.fixture
+def arguments_of(monkeypatch: pytest.MonkeyPatch):
+    """Starts a command's program up to where it has read its flags; what it read, None of programs not ours."""
     read = Parser.parse_args
 
     def read_only(self: Parser, args: Any = None, namespace: Any = None) -> Any:
-        read(self, args, namespace)
-        raise Read
+        raise Read(read(self, args, namespace))
 
-    monkeypatch.setattr(Parser, "parse_args", read_only)
-    for command in commands(page):
+    def arguments_of(command: str) -> argparse.Namespace | None:
         words = [word for word in shlex.split(command, comments=True) if word not in MADE_UP]
         at = next((index for index, word in enumerate(words) if word == "-m" or word.endswith(".py")), None)
         if at is None:
-            continue
+            return None
         program, *flags = words[at:]
         if program == "-m":
             program, *flags = words[at + 1].replace(".", "/") + ".py", *flags[1:]
             if not (ROOT / Path(program).parts[0]).exists():
-                continue  # a module of another package
+                return None  # a module of another package
         monkeypatch.setattr(sys, "argv", [program, *flags])
         monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(Read):
+        with pytest.raises(Read) as reading:
             runpy.run_path(str(ROOT / program), run_name="__main__")
+        return reading.value.args[0]
+
+    monkeypatch.setattr(Parser, "parse_args", read_only)
+    return arguments_of
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_commands_can_be_read_by_their_programs(page, arguments_of):
+    """With the flags and values that are on the page, by the program that is."""
+    for command in commands(page):
+        arguments_of(command)
+
+
+def test_commands_write_where_git_does_not_look(arguments_of):
+    """Those that users are told of, and every command of reproduce/; what is committed is made as CONTRIBUTING says."""
+    told = [command for page in PAGES if page.name != "CONTRIBUTING.md" for command in commands(page)]
+    told += [f"python reproduce/{file.name}" for file in (ROOT / "reproduce").glob("*.py")]
+    written = set()
+    for args in filter(None, map(arguments_of, told)):
+        if "page" not in args:  # made of records, by maintainers
+            written |= {getattr(args, flag, None) for flag in ("output", "save_rows", "figures")}
+    paths = {os.path.abspath(ROOT / path) for path in written - {None}}
+    asked = "\n".join(paths)
+    ignored = subprocess.run(["git", "check-ignore", "--stdin"], cwd=ROOT, input=asked, capture_output=True, text=True)
+    assert len(paths) > 5 and paths - set(ignored.stdout.splitlines()) == set()
 
 
 def test_commands_are_found():

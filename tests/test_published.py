@@ -301,6 +301,12 @@ def test_a_cell_that_fails_is_named_and_the_others_are_shown(run):
     assert [row[3] for row in words(text, BUILT_IN)] == ["2"]
 
 
+def test_records_have_a_folder_where_none_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "REPRODUCTION", tmp_path / "reproduction")
+    run(speedup_tables, "--B", "2", "--prefix_len", "1000", "--output", f"{tmp_path}/reproduction/speedups.jsonl")
+    assert run.code == 0 and [file.name for file in (tmp_path / "reproduction").glob("*.jsonl")] == ["speedups.jsonl"]
+
+
 def test_where_every_cell_fails_the_figure_of_before_stays(run, tmp_path):
     run(speedup_tables, "--B", "2", "--prefix_len", "1000", draws=True)
     figure = tmp_path / "figures" / f"{speedup_tables.NAME}.png"

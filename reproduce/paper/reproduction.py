@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from reproduce.sweeping.runner import OK, read_rows, run_cells
 Record = dict[str, Any]
 FOLDER = ROOT / "reproduce"
 RESULTS, FIGURES = FOLDER / "results", FOLDER / "figures"
+# Where records and figures go that nobody named a place for; git ignores it.
+REPRODUCTION = ROOT / "reproduction"
 SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
 # A copy of the default model without four of its layers: README.md, "A draft model of its own".
 DEFAULT_DRAFT = ROOT / "checkpoints" / "SmolLM2-draft" / "model.pth"
@@ -54,8 +57,8 @@ def make_parser(description: str, output: str) -> argparse.ArgumentParser:
     add("--dataset", help="as that of the benchmarks (default: the built-in book)")
     add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
-    add("--output", default=str(RESULTS / output), help="the file of records; a cell that has one is not run again")
-    add("--figures", default=str(FIGURES), help="the folder for the figure, as PNG and SVG")
+    add("--output", default=str(REPRODUCTION / output), help="file of records; a cell that has one is not run again")
+    add("--figures", default=str(REPRODUCTION / "figures"), help="the folder for the figure, as PNG and SVG")
     add("--retry_failed", action="store_true", help="run cells again that failed")
     add("--only", nargs="+", default=[], metavar="CHOICE", help="name=value of a flag, or a cell's key: run only these")
     add("--all", action="store_true", help="show every record in --output, not only those of these cells")
@@ -172,6 +175,9 @@ def present(
     Where every cell failed, the figure that is there stays as it is.
     """
     figures.require_matplotlib()
+    if Path(args.output).parent == REPRODUCTION:
+        with suppress(OSError):  # where it cannot be made, the output is refused
+            REPRODUCTION.mkdir(exist_ok=True)
     rows = run_cells(cells, args.output, retry_failed=args.retry_failed, timeout_s=args.timeout, only=args.only)
     scripts = {cell.script for cell in cells}
     shown = [row for row in read_rows(args.output).values() if row["script"] in scripts] if args.all else rows
