@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common.interrupts
+
 import json
 import shutil
 from pathlib import Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common.interrupts
+
 from pathlib import Path
 
 from engine.arguments import Parser

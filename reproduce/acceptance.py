@@ -16,6 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine import arguments, benchmark, report, settings
 from engine.data import load_books, make_prompts
 from engine.flag_names import flags_named

@@ -26,6 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 import torch
 
 from engine import GenerateOutput, arguments, benchmark, report, settings

@@ -5,6 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine.cost_report import main
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 import torch
 
 from engine import arguments, benchmark, generate, report

@@ -18,6 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine import arguments, benchmark, report, settings
 from engine.noise import Source, compiled_source, in_passes
 from engine.provenance import append_record, provenance

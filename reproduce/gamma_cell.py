@@ -22,6 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine import arguments, benchmark, report, settings
 from engine.benchmark import costs_of, decode, make_pacing
 from engine.cost_model import Costs

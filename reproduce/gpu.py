@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 import torch
 
 from engine.arguments import Parser

@@ -17,6 +17,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 import torch
 
 from engine.arguments import Parser

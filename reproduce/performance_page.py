@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine.provenance import read_lines
 from kv_cache.errors import DataError, exit_on_user_error
 from models.default_model import ROOT

@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from kv_cache.errors import exit_on_user_error
 from reproduce.pages import generated_page
 from reproduce.pages.measured_tables import measured_section

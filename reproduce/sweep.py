@@ -16,6 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine.arguments import Parser
 from engine.provenance import require_appendable
 from kv_cache.errors import ConfigError, exit_on_user_error

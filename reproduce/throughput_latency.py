@@ -13,6 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from kv_cache.errors import exit_on_user_error
 from reproduce.paper import reproduction
 from reproduce.paper.figures import BLACK, CATEGORIES, MARKERS, Figure, Panel, Series

@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine.arguments import Parser
 from engine.provenance import append_record, require_appendable
 from kv_cache.errors import UserError, exit_on_user_error

@@ -22,6 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from mutant_table import MUTANTS, Mutant
 
 from engine.arguments import Parser
@@ -30,7 +32,7 @@ from engine.say import say
 from kv_cache.errors import ConfigError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("kv_cache", "models", "engine", "tests", "reproduce", "pyproject.toml")
+SOURCES = ("common", "kv_cache", "models", "engine", "tests", "reproduce", "pyproject.toml")
 SECONDS = 600
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
+
 from engine import arguments, benchmark, report, settings
 from engine.launch import run_on_ranks
 from engine.setup import prepare

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +68,19 @@ def test_an_unknown_flag_is_one_error(program, refusal):
     assert says.startswith("error: the command line cannot be read\n") and says.count("error:") == 1
     assert re.findall(r"^  (\w+): +\S", says, re.MULTILINE) == ["where", "seen", "required", "fix"]
     assert "--no_such_flag" in says and "Traceback" not in says
+
+
+def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
+    """It is pressed by a stand-in for torch; all programs have the line, three of them are run."""
+    lacking = [one for one in command_lines() if "\nimport common.interrupts\n" not in (ROOT / one).read_text()]
+    assert lacking == ["engine/cost_model.py"], "a module of a package, which is imported first"
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    programs = ("download.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py")
+    started = [subprocess.Popen([sys.executable, ROOT / one, "--help"], env=environment, **pipes) for one in programs]
+    ends = {one: (*process.communicate(), process.returncode) for one, process in zip(programs, started, strict=True)}
+    assert ends == dict.fromkeys(programs, (b"", b"interrupted\n", 130))
 
 
 def test_a_flag_is_not_taken_for_a_longer_one():

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("kv_cache", "models", "engine", "tests", "reproduce")
-LIBRARY = LAYERS[:3]
+LAYERS = ("common", "kv_cache", "models", "engine", "tests", "reproduce")
+LIBRARY = LAYERS[:4]
 SURFACE = """
 from models import load_model, ModelConfig
 from kv_cache import FullKVCache, StreamingKVCache

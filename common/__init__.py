@@ -1,0 +1,1 @@
+"""What everything may import; it imports nothing of the project."""
