@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CALLERS = {"engine/cost_model.py", "reproduce/cost_grid.py"}
 # Only another program of ours writes its flags.
 NOT_TYPED = {"reproduce/sweeping/sleeper.py"}
-REQUIRED = {"tests/longspec_benchmark.py": ["--model", "model.pth"]}
+REQUIRED = {"tests/longspec_benchmark.py": ["--model", "model.pth"], "reproduce/plot.py": ["results.jsonl"]}
 
 
 def command_lines() -> list[str]:

@@ -1,0 +1,112 @@
+"""Plots your own records over the setting that varies most, a line for each combination of the others.
+
+    python reproduce/plot.py results.jsonl
+    python reproduce/plot.py sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
+
+Reads what the benchmarks append to --output, and the rows of sweeps. Of repeats the median is drawn; records without
+one of the two numbers are left out, which is said.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.interrupts
+
+from engine.arguments import Parser
+from engine.provenance import read_lines
+from kv_cache.errors import ConfigError, exit_on_user_error
+from reproduce.paper import figures
+from reproduce.paper.figures import CATEGORIES, MARKERS, Figure, Panel, Series
+from reproduce.paper.reproduction import REPRODUCTION, Record
+
+DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # rather than counted up
+AXES = (*DOUBLED, "gamma", "temperature")
+SETTINGS = (
+    *("benchmark", "model", "draft", "draft_model", "draft_policy", "draft_layers", "n_sink", "draft_dtype"),
+    *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
+    *("attention", "compile", "tensor_parallel", "machine", "gpu", *AXES),
+)
+MEASURED = ("speedup", "decode_tokens_per_second")
+
+
+def read_records(paths: Sequence[str]) -> list[Record]:
+    """The files' records, empty ones of failed cells. Errors: ConfigError naming a file or line that has none."""
+    records = []
+    for path in paths:
+        if not Path(path).is_file():
+            raise _refuse("there is no such file of records", "RECORDS", path, "a file of JSON lines", "name another")
+        for number, line in read_lines(path):
+            record = line.get("record", line) if isinstance(line, dict) else line
+            if not isinstance(record, dict | None):
+                where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
+                raise _refuse("a line is no record", where, str(line)[:80], "a JSON object", fix)
+            records.append(record or {})
+    return records
+
+
+def most_varied(records: Sequence[Record]) -> str:
+    """The axis with the most values. Errors: ConfigError if none has two."""
+    counts = {axis: len({record[axis] for record in records if _is_number(record.get(axis))}) for axis in AXES}
+    most = max(counts, key=lambda axis: counts[axis])
+    if counts[most] < 2:
+        seen, required = f"{len(records)} records with a number to draw", f"two values of one of {', '.join(AXES)}"
+        raise _refuse("nothing varies", "RECORDS", seen, required, "measure more, or give --x")
+    return most
+
+
+def panel(records: Sequence[Record], x: str, y: str) -> Panel:
+    """Median `y` over `x`, a line for each combination of the other settings that vary."""
+    varied = [name for name in SETTINGS if name != x and len({repr(record.get(name)) for record in records}) > 1]
+    lines: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        lines.setdefault(label, {}).setdefault(record[x], []).append(record[y])
+    series = tuple(
+        Series(label, list(points), list(map(median, points.values())), colour, marker=marker)
+        for place, (label, points) in enumerate(lines.items())
+        for colour, marker in [(CATEGORIES[place % len(CATEGORIES)], MARKERS[place % len(MARKERS)])]
+    )
+    is_log = x in DOUBLED and min(record[x] for record in records) > 0
+    reference = (1.0, "plain decoding") if y.endswith("speedup") else None
+    return Panel(y, x, y, series, is_log_x=is_log, reference=reference)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _refuse(what: str, where: str, seen: object, required: str, fix: str) -> ConfigError:
+    return ConfigError(what, where=where, seen=seen, required=required, fix=fix)
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("records", nargs="+", metavar="RECORDS", help="files of JSON lines")
+    add("--x", help=f"the setting to draw over (default: the one of {', '.join(AXES)} with the most values)")
+    add("--y", nargs="+", default=list(MEASURED), help=f"what to draw (default: {' '.join(MEASURED)})")
+    add("--figures", default=str(REPRODUCTION / "figures"), help="the folder for the figure, as PNG and SVG")
+    args = parser.parse_args()
+    figures.require_matplotlib()
+    records = read_records(args.records)
+    measured = [record for record in records if any(_is_number(record.get(y)) for y in args.y)]
+    x = args.x or most_varied(measured)
+    drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in args.y}
+    panels = tuple(panel(kept, x, y) for y, kept in drawn.items() if kept)
+    if not panels:
+        required = f"numbers under {x} and one of {', '.join(args.y)}"
+        raise _refuse("no record can be drawn", "RECORDS", f"{len(records)} records", required, "name others: --x, --y")
+    for y, kept in drawn.items():
+        print(f"  {y} over {x}: {len(kept)} of {len(records)} records; the others lack a number")
+    name = Path(args.records[0]).stem
+    for path in figures.save(Figure(name, panels), name, Path(args.figures)):
+        print(f"  {path}")
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
