@@ -832,4 +832,19 @@ MUTANTS = (
         'backend.name == "flash"',
         POINTWISE_CPP,
     ),
+    # What users give
+    Mutant(
+        "half of a surrogate pair is taken for a character",
+        "engine/data.py",
+        "        value.encode()\n",
+        '        value.encode(errors="surrogatepass")\n',
+        ("test_data.py",),
+    ),
+    Mutant(
+        "the tokenizer may be one id larger than the model",
+        "engine/model_source.py",
+        "if largest >= vocab_size",
+        "if largest > vocab_size",
+        ("test_benchmarks.py",),
+    ),
 )

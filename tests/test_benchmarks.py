@@ -321,7 +321,7 @@ BAD_INPUT = {
     "no config": Bad("", ("config.json", "no such file"), lambda d: (d / "config.json").unlink()),
     "no tokenizer": Bad("", ("the tokenizer is missing",), lambda d: (d / "tokenizer.json").unlink()),
     "another model's tokenizer": Bad(
-        "", ("tokenizer.json", "token id 999", "0 <= id < 257"), lambda d: renumber_token(d, "1", 999)
+        "", ("tokenizer.json", "token id 257", "0 <= id < 257"), lambda d: renumber_token(d, "1", 257)
     ),
     "another architecture": Bad(
         "", ("GemmaForCausalLM", "LlamaForCausalLM"), lambda d: edit_config(d, architectures=["GemmaForCausalLM"])

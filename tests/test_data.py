@@ -152,20 +152,20 @@ def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
     assert list(books) == [f"book {i}" for i in range(1, 50)]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("bad.txt", b"\xff\xfe\xfa", "UTF-8"),
-        ("bad.jsonl", b'{"text": "fine"}\n\n{"text": \n', "line 3, column 9: Expecting value"),
-        ("latin1.jsonl", b'{"text": "fine"}\n{"text": "M\xe4dchen"}\n', "line 2: 'utf-8' codec"),
-        ("int.jsonl", b'{"text": "fine"}\n{"text": "fine", "id": 1' + b"0" * 5000 + b"}\n", "line 2: .* 5001 digits"),
-        ("deep.jsonl", b'{"text": "fine"}\n' + b"[" * 300_000 + b"\n", "line 2: .*recursion"),
-        ("half.jsonl", b'{"text": "fine"}\n{"text": "broken \\ud83d"}\n', "row 2: half of a surrogate .* 7"),
-        ("nokey.jsonl", b'{"text": "fine"}\n{"title": "no text"}\n', "row 2"),
-        ("list.jsonl", b'["text"]\n', "row 1: list"),
-        ("bad.parquet", b"PAR1 garbage", "parquet"),
-    ],
+DAMAGED = (
+    ("bad.txt", b"\xff\xfe\xfa", "UTF-8"),
+    ("bad.jsonl", b'{"text": "fine"}\n\n{"text": \n', "line 3, column 9: Expecting value"),
+    ("latin1.jsonl", b'{"text": "fine"}\n{"text": "M\xe4dchen"}\n', "line 2: 'utf-8' codec"),
+    ("int.jsonl", b'{"text": "fine"}\n{"text": "fine", "id": 1' + b"0" * 5000 + b"}\n", "line 2: .* 5001 digits"),
+    ("deep.jsonl", b'{"text": "fine"}\n' + b"[" * 300_000 + b"\n", "line 2: .*recursion"),
+    ("half.jsonl", b'{"text": "fine"}\n{"text": "broken \\ud83d"}\n', "row 2: half of a surrogate .* 7"),
+    ("nokey.jsonl", b'{"text": "fine"}\n{"title": "no text"}\n', "row 2"),
+    ("list.jsonl", b'["text"]\n', "row 1: list"),
+    ("bad.parquet", b"PAR1 garbage", "parquet"),
 )
+
+
+@pytest.mark.parametrize(("name", "content", "complaint"), DAMAGED, ids=[name for name, *_ in DAMAGED])
 def test_damaged_files_are_named(tmp_path, name, content, complaint):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=complaint) as error:
