@@ -72,7 +72,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, target_flag: str = "--m
     add(target_flag, dest="model", metavar="MODEL", default=default, help="the target's converted checkpoint")
     add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
     add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
-    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
+    add_dataset_argument(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     add("--quantize", choices=SCHEMES, help="the target's linear layers in 8 or 4 bits (default: in --dtype)")
@@ -81,6 +81,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, target_flag: str = "--m
     add("--compile", action="store_true", help="torch.compile what lies between matrix products and attention")
     add("--no_cuda_graphs", action="store_true", help="on a GPU, do not capture rounds as CUDA graphs")
     add("--output", help="append the JSON record to this file")
+
+
+def add_dataset_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dataset",
+        default=AUTO,
+        help="default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or "
+        ".parquet file, or a folder of these; auto: default for the built-in model, pg19 for every other",
+    )
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:

@@ -97,6 +97,7 @@ def _main() -> None:
         "benchmark": "cost_model",
         "model": setup.name,
         "load_format": args.load_format,
+        "dataset": setup.dataset if args.alpha is None else None,
         **{name: value for name, value in settings_record(setup).items() if name not in VARIED},
         **grid_record(grid),
         **acceptance_record(drafts, acceptances),

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from engine.say import say
 from kv_cache.errors import ConfigError, DataError
 from models.default_model import DEFAULT_BOOK
 from models.tokenizer import Tokenizer
 
+# Data sets that have names, as `--dataset` takes them; any other is a path.
+BUILT_IN, PG19 = "default", "pg19"
 # Parquet files with the rows of deepmind/pg19, which is itself a loading script and holds no text.
 PG19_REPOSITORY = "emozilla/pg19"
 PG19_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
@@ -106,7 +109,7 @@ def _bad_request(what: str, where: str, seen: int, required: str) -> ConfigError
 
 
 def _book_files(dataset: str, split: str) -> list[Path]:
-    if dataset == "default":
+    if dataset == BUILT_IN:
         if not DEFAULT_BOOK.is_file():
             raise DataError(
                 "the built-in book is missing",
@@ -116,7 +119,7 @@ def _book_files(dataset: str, split: str) -> list[Path]:
                 fix="run: python download.py",
             )
         return [DEFAULT_BOOK]
-    if dataset == "pg19":
+    if dataset == PG19:
         return _download_pg19(split)
     path = Path(dataset).expanduser()
     endings = ", ".join(READERS)
@@ -136,7 +139,7 @@ def _book_files(dataset: str, split: str) -> list[Path]:
             "unknown dataset",
             where="dataset",
             seen=f"{dataset} ({'another kind of file' if path.exists() else 'no such file or folder'})",
-            required=f"default, pg19, a file that ends in {endings}, or a folder of such files",
+            required=f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files",
             fix="check the spelling and the working directory",
         )
     return [path]
@@ -155,6 +158,7 @@ def _download_pg19(split: str) -> list[Path]:
     from huggingface_hub import snapshot_download
 
     pattern = f"data/{split}-*.parquet"
+    say(f"looking for {PG19_REPOSITORY} on the Hugging Face hub, or in its local cache")
     try:
         folder = snapshot_download(PG19_REPOSITORY, repo_type="dataset", revision=PG19_REVISION, allow_patterns=pattern)
     except Exception as error:  # the hub, its transport and its cache each raise their own families
@@ -171,7 +175,8 @@ def _no_pg19(pattern: str, seen: str) -> DataError:
         where=f"Hugging Face dataset {PG19_REPOSITORY}",
         seen=seen,
         required=f"its files {pattern}, from the network or the local hub cache",
-        fix="download those files on a connected machine and name the folder that holds them as the dataset",
+        fix=f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in "
+        "book; or download those files on a connected machine and name their folder",
     )
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from engine import settings
 from engine.acceptance import AcceptanceRate
 from engine.cost_model import CostGrid, Costs
-from engine.data import load_books, make_prompts
+from engine.data import make_prompts
 from engine.drafters import Drafter, SelfSpeculation
 from engine.dummy_prefill import fill_with_noise
 from engine.measure_costs import measure_costs
@@ -75,7 +75,7 @@ def measure_acceptance(
     assert setup.tokenizer is not None
     n_token = args.gen_len
     runner = _narrowed(setup.runner, n_row, context + n_token + gamma + 1)
-    stretches = make_prompts(load_books(args.dataset), setup.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
+    stretches = make_prompts(setup.books(), setup.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
     say(f"measuring the acceptance of {len(drafts)} drafts on {n_row} rows of text, {context} tokens each")
     prompts = [stretch[:context] for stretch in stretches]
     continuations = [stretch[context:] for stretch in stretches]

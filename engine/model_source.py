@@ -36,6 +36,11 @@ class ModelSource:
         """Whether it has learnt anything: random weights have no tokenizer and no acceptance."""
         return self.load_format != "dummy"
 
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the built-in model, as it was fetched; what was derived from it is another."""
+        return _is_default(self.path)
+
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))
 
@@ -84,7 +89,7 @@ def find_model(path: str, load_format: str, name: str | None, flag: str) -> Mode
     Errors: CheckpointError, ConfigError.
     """
     folder = _folder(path)
-    is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
+    is_default = _is_default(path)
     if load_format == "dummy" and (name or not (folder / CONFIG).exists()):
         return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
     if Path(path).suffix.lower() in UNCONVERTED and not Path(path).is_dir():
@@ -160,6 +165,10 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
             owner = target.name if sizes[0] > sizes[1] else draft.name
             return f"only {owner} {have} {min(sizes)} to {max(sizes) - 1}, {so}"
     return None
+
+
+def _is_default(path: str) -> bool:
+    return _folder(path).resolve() == DEFAULT_CHECKPOINT.resolve()
 
 
 def _folder(path: str) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.data import BUILT_IN, PG19
 from engine.distributed import (
     LEADER,
     check_draft_ranks,
@@ -20,7 +21,15 @@ from engine.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memo
 from engine.model_source import ModelSource, check_vocabulary, find_model
 from engine.provenance import require_appendable
 from engine.runner import prefill_chunk_of
-from engine.settings import DraftSettings, Sampling, require_at_least, resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.settings import (
+    AUTO,
+    DraftSettings,
+    Sampling,
+    require_at_least,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
 from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError
 from models import ModelConfig
@@ -36,7 +45,10 @@ RANK_TIMEOUTS = (1, 1_000_000)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run's flags mean once they are checked, before anything is loaded. Ranks are in shard order."""
+    """What a run's flags mean once they are checked, before anything is loaded. Ranks are in shard order.
+
+    dataset: None where nothing is read.
+    """
 
     args: argparse.Namespace
     sampling: Sampling
@@ -46,6 +58,7 @@ class Plan:
     kv_dtype: torch.dtype
     target: ModelSource
     draft_source: ModelSource | None
+    dataset: str | None
     n_prompts: int
     capacity: int
     group: tuple[int, ...]
@@ -127,6 +140,7 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
         kv_dtype=resolve_kv_dtype(args.kv_dtype, dtype),
         target=target,
         draft_source=draft_source,
+        dataset=resolve_dataset(args.dataset, target),
         n_prompts=n_prompts,
         capacity=capacity,
         group=group,
@@ -236,6 +250,15 @@ def resolve_positions(draft: DraftSettings, trained_context: int, run_length: in
     if draft.positions != "auto":
         return draft
     return replace(draft, positions="cache" if trained_context < run_length else "absolute")
+
+
+def resolve_dataset(wanted: str, target: ModelSource) -> str | None:
+    """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text."""
+    if not target.has_text:
+        return None
+    if wanted != AUTO:
+        return wanted
+    return BUILT_IN if target.is_default else PG19
 
 
 def remarks(plan: Plan) -> list[str]:

@@ -147,7 +147,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "model": setup.name,
         "draft": setup.draft.kind if setup.draft else None,
         "load_format": args.load_format,
-        "dataset": args.dataset if real else None,
+        "dataset": setup.dataset,
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,6 +53,7 @@ class Setup:
     draft_model: Transformer | None
     draft_source: ModelSource | None = None
     draft_ranks: ModelRanks | None = None
+    dataset: str | None = None
     startup_bytes: int = 0
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
@@ -62,6 +64,11 @@ class Setup:
     @property
     def name(self) -> str:
         return self.target.name
+
+    def books(self) -> Iterator[str]:
+        """Those of the data set, from the first on. For a target that has text."""
+        assert self.dataset is not None, "random weights read no text"
+        return load_books(self.dataset)
 
 
 def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftSettings | None = None) -> Setup:
@@ -74,11 +81,13 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     startup_bytes = used_bytes(plan.device)
     target_ranks = model_ranks(ranks, plan.group)
     draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
+    # Found now, and read when the prompts are cut.
+    books = load_books(plan.dataset) if plan.dataset and ranks.leads else iter(())
     for remark in ranks.shared(lambda: remarks(plan)):
         say(f"note: {remark}")
     say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
     tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
-    prompts = ranks.shared(lambda: _prompts(plan, tokenizer))
+    prompts = ranks.shared(lambda: _prompts(plan, tokenizer, books))
     model = _load(plan, plan.target, plan.dtype, target_ranks, args.quantize)
     _choose_attention(plan, model, plan.kv_dtype, "attention")
     # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
@@ -112,6 +121,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
         draft_model=draft_model,
         draft_source=plan.draft_source,
         draft_ranks=draft_ranks,
+        dataset=plan.dataset,
         startup_bytes=startup_bytes,
     )
 
@@ -208,14 +218,14 @@ def load_draft_model(
     return None if draft.layers is None else select_layers(model, draft.layers)
 
 
-def _prompts(plan: Plan, tokenizer: Tokenizer | None) -> list[list[int]]:
+def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str]) -> list[list[int]]:
     """Stretches of the data set; random tokens for random weights, which have no tokenizer."""
-    prefix_len, dataset = plan.args.prefix_len, plan.args.dataset
+    prefix_len = plan.args.prefix_len
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         shape = (plan.n_prompts, prefix_len)
         return torch.randint(plan.target.config.vocab_size, shape, generator=generator).tolist()
-    say(f"tokenising {plan.n_prompts} prompts of {prefix_len} tokens from {dataset}")
-    prompts = make_prompts(load_books(dataset), tokenizer, n_prompts=plan.n_prompts, prefix_len=prefix_len)
+    say(f"tokenising {plan.n_prompts} prompts of {prefix_len} tokens from {plan.dataset}")
+    prompts = make_prompts(books, tokenizer, n_prompts=plan.n_prompts, prefix_len=prefix_len)
     plan.target.check_tokens(prompts)
     return prompts

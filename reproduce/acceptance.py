@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.interrupts
 
 from engine import arguments, benchmark, report, settings
-from engine.data import load_books, make_prompts
+from engine.data import make_prompts
 from engine.flag_names import flags_named
 from engine.provenance import append_record, provenance, require_appendable
 from engine.say import say
@@ -88,7 +88,7 @@ def main() -> None:
     record = {
         "benchmark": "acceptance",
         "model": setup.name,
-        "dataset": args.dataset,
+        "dataset": setup.dataset,
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,
@@ -127,7 +127,7 @@ def _with_continuations(setup: Setup) -> tuple[Setup, list[list[int]]]:
     """Prompts that the data set goes on behind, and what it goes on with."""
     assert setup.tokenizer is not None
     args = setup.args
-    books, n_token = load_books(args.dataset), args.prefix_len + args.gen_len
+    books, n_token = setup.books(), args.prefix_len + args.gen_len
     stretches = make_prompts(books, setup.tokenizer, n_prompts=args.B, prefix_len=n_token)
     prompts = [stretch[: args.prefix_len] for stretch in stretches]
     return dataclasses.replace(setup, prompts=prompts), [stretch[args.prefix_len :] for stretch in stretches]

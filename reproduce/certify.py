@@ -32,7 +32,7 @@ import torch
 
 from engine import GenerateOutput, arguments, benchmark, report, settings
 from engine.certificate import Calibration, Certificate, calibrate, certify, replay
-from engine.data import load_books, make_prompts
+from engine.data import make_prompts
 from engine.provenance import append_record, provenance
 from engine.say import dtype_name, say
 from engine.setup import Setup, make_drafter
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     # Without a default here, it is the benchmarks' own.
     add("--model", default=argparse.SUPPRESS, help="converted checkpoint (default: the built-in model)")
     add("--model_name", help="name for the record")
-    add("--dataset", default="default", help="default, pg19, a folder of .txt, a .txt, a .jsonl or a .parquet")
+    arguments.add_dataset_argument(parser)
     add("--tokens", type=int, default=2000, help="tokens to certify, over all rows")
     add("--B", type=int, default=8, help="rows decoded together")
     add("--prefix_len", type=int, default=1000, help="prompt tokens of the longest row")
@@ -98,7 +98,7 @@ def prepare(args: argparse.Namespace, gen_len: int, n_forced: int) -> tuple[Setu
     require_context(wired)
     setup = prepare_setup(wired, settings.sampling_settings(wired), settings.draft_settings(wired))
     assert setup.tokenizer is not None
-    books, length = load_books(args.dataset), args.prefix_len + n_forced
+    books, length = setup.books(), args.prefix_len + n_forced
     wired.gen_len = gen_len
     return setup, make_prompts(books, setup.tokenizer, n_prompts=args.B, prefix_len=length)
 
@@ -139,7 +139,7 @@ def make_record(
     record = {
         "benchmark": "certify",
         "model": setup.name,
-        "dataset": args.dataset,
+        "dataset": setup.dataset,
         "B": args.B,
         "prefix_len": args.prefix_len,
         "shortest_prompt": min(map(len, setup.prompts)),

@@ -111,7 +111,7 @@ def main() -> None:
     record = {
         "benchmark": "gamma_cell",
         "model": setup.name,
-        "dataset": args.dataset,
+        "dataset": setup.dataset,
         "B": args.B,
         "prefix_len": args.prefix_len,
         "gen_len": args.gen_len,

@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CALLERS = {"engine/cost_model.py", "reproduce/cost_grid.py"}
 # Only another program of ours writes its flags.
 NOT_TYPED = {"reproduce/sweeping/sleeper.py"}
+# They measure by running others, and give them only the flags that they were given.
+HAND_ON = {
+    f"reproduce/{name}.py"
+    for name in ("acceptance_by_budget", "acceptance_by_context", "cost_model_error", "cost_ratios")
+} | {"reproduce/speedup_tables.py", "reproduce/throughput_latency.py"}
 REQUIRED = {"tests/longspec_benchmark.py": ["--model", "model.pth"], "reproduce/plot.py": ["results.jsonl"]}
 
 
@@ -81,6 +86,30 @@ def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
     started = [subprocess.Popen([sys.executable, ROOT / one, "--help"], env=environment, **pipes) for one in programs]
     ends = {one: (*process.communicate(), process.returncode) for one, process in zip(programs, started, strict=True)}
     assert ends == dict.fromkeys(programs, (b"", b"interrupted\n", 130))
+
+
+class Read(BaseException):
+    """A program has read its flags; no handler of errors catches it."""
+
+
+def test_what_text_is_read_follows_the_model_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto`, or none of its own in a program that hands flags on to others."""
+    defaults = {}
+    for program in command_lines():
+
+        def read(parser: Parser, *args: object, of: str = program, **kwargs: object) -> None:
+            if any(action.dest == "dataset" for action in parser._actions):
+                defaults[of] = parser.get_default("dataset")
+            raise Read
+
+        monkeypatch.setattr(Parser, "parse_args", read)
+        monkeypatch.setattr(sys, "argv", [program, *REQUIRED.get(program, [])])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(Read):
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+    assert {program for program, default in defaults.items() if default is None} == HAND_ON
+    assert {default for program, default in defaults.items() if program not in HAND_ON} == {"auto"}
+    assert {"tests/longspec_benchmark.py", "engine/cost_model.py", "reproduce/certify.py"} <= defaults.keys()
 
 
 def test_a_flag_is_not_taken_for_a_longer_one():

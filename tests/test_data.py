@@ -9,9 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiny import TINY
 
 from engine import data
 from engine.data import load_books, make_prompts
+from engine.model_source import ModelSource
+from engine.plan import resolve_dataset
 from kv_cache.errors import ConfigError, DataError
 
 BOS = 7
@@ -109,6 +112,29 @@ def test_default_book(tmp_path, monkeypatch):
     assert list(load_books("default")) == [BOOKS[0]]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "folder", "load_format", "resolved"),
+    [
+        ("auto", "built-in", "pth", "default"),
+        ("auto", "built-in/model.pth", "pth", "default"),
+        ("auto", "converted", "pth", "pg19"),
+        ("auto", "org/name/model.pth", "pth", "pg19"),
+        ("default", "org/name", "pth", "default"),
+        ("pg19", "built-in", "pth", "pg19"),
+        ("books.txt", "built-in", "pth", "books.txt"),
+        ("auto", "org/name", "dummy", None),
+        ("pg19", "built-in", "dummy", None),
+    ],
+)
+def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folder, load_format, resolved):
+    """The built-in model is where it was fetched; what was converted from it elsewhere is another."""
+    monkeypatch.setattr("engine.model_source.DEFAULT_CHECKPOINT", tmp_path / "built-in")
+    for name in ("built-in", "converted", "org/name"):
+        (tmp_path / name).mkdir(parents=True)
+    source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
+    assert resolve_dataset(wanted, source) == resolved
+
+
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_pg19_reads_the_split_of_the_hub_snapshot(tmp_path, monkeypatch, split):
     write_pg19(tmp_path / "data" / f"{split}-00000-of-00001-29a5.parquet", BOOKS)
@@ -130,7 +156,7 @@ def test_pg19_reads_the_split_of_the_hub_snapshot(tmp_path, monkeypatch, split):
 def test_pg19_offline_is_a_data_error_with_a_fix(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=r"(?s)emozilla/pg19.*fix: .*folder"):
+    with pytest.raises(DataError, match=r"(?s)emozilla/pg19.*fix: +name a text: --dataset.*folder"):
         load_books("pg19")
 
 

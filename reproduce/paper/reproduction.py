@@ -54,7 +54,7 @@ def make_parser(description: str, output: str) -> argparse.ArgumentParser:
     parser = Parser(description=description, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", help="the target's converted checkpoint (default: the built-in model)")
-    add("--dataset", help="as that of the benchmarks (default: the built-in book)")
+    add("--dataset", help="as that of the benchmarks (default: auto)")
     add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
     add("--output", default=str(REPRODUCTION / output), help="file of records; a cell that has one is not run again")
