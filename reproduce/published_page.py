@@ -42,7 +42,7 @@ Every table and figure that {system} ({paper}) is measured against here has a sc
 ```
 python reproduce/acceptance_by_context.py
 python reproduce/speedup_tables.py --B 32 --prefix_len 1000 2000
-python reproduce/speedup_tables.py --model checkpoints/meta-llama/Meta-Llama-3.1-8B/model.pth --B 32 --prefix_len 32000
+python reproduce/speedup_tables.py --model checkpoints/meta-llama/Meta-Llama-3.1-8B/model.pth --B 8 --prefix_len 32000
 python reproduce/cost_ratios.py --load_format dummy --model_name meta-llama/Meta-Llama-3.1-8B --draft_budget 256
 python reproduce/gpu.py --output gpu.jsonl
 ```
@@ -53,8 +53,8 @@ python reproduce/gpu.py --output gpu.jsonl
 side by side and draws a figure, as PNG and SVG. Flags name other sizes and any converted checkpoint; a GPU is used
 where there is one. A row is recorded for each cell as it ends, and a cell that has a row is not run again:
 interrupted runs go on, and scripts that name the same file share the cells whose flags are the same. `--all` shows
-every record of the file beside the cells that were asked for. `gpu.py` measures costs of published shapes with
-random weights, on a GPU.
+every record of the file beside the cells that were asked for. The command with Llama 3.1 fits a GPU of
+80 GB. `gpu.py` measures costs of published shapes with random weights, on a GPU.
 
 A draft model of its own is measured where there is one:
 `{make_draft}`

@@ -94,7 +94,7 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         return f"{title}{NONE} (no record in `results/{COST_MODEL}`)."
     compared = cost_model_error.comparisons(records)
     grids = [cost_model_error.grid_of(record) for record in records if record["benchmark"] == "cost_model"]
-    costs = "".join(f"```\n{cost_table(measured)}\n```\n\n" for measured in grids)
+    costs = "".join(f"```text\n{cost_table(measured)}\n```\n\n" for measured in grids)
     return (
         f"{title}Predicted by `engine.cost_model` from costs over random entries, measured on a grid in a process of "
         "its own, with the acceptance of the run that it is compared with; rows and contexts off that grid are "

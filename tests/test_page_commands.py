@@ -1,0 +1,140 @@
+"""The pages' commands fit the machines that they are for; the built-in model's run here, at small sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from page_commands import BUILT_IN, MADE_UP, NO_COMMANDS, Block, Planner, blocks, is_published
+from test_docs import PAGES, ROOT
+
+from models.default_model import DEFAULT_NAME
+
+BOOK_TOKENS = 167_930  # of the built-in book, by the built-in model
+
+
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> Planner:
+    return Planner(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_pages_commands_fit_the_machine_that_they_are_for(page: Path, planner: Planner) -> None:
+    """Flags, values, files, contexts, ranks and memory, as the programs themselves check them."""
+    for block in blocks(page):
+        assert block.language in ("", "bash", *NO_COMMANDS), f"{page}: are these commands?\n{block.text}"
+        for plan in block.plans(planner):
+            built_in = plan.target.name == DEFAULT_NAME
+            expected = None if not plan.target.has_text else "default" if built_in else "pg19"
+            assert plan.dataset == expected
+            assert plan.dataset != "default" or plan.n_prompts * plan.args.prefix_len < BOOK_TOKENS
+            assert block.n_gpus in (None, len(plan.group)), block.text
+
+
+def test_commands_are_found() -> None:
+    found = [block.text for page in PAGES for block in blocks(page) if block.language not in NO_COMMANDS]
+    text = "\n".join(found)
+    assert len(re.findall(r"\b(?:python|torchrun|make|pip) ", text)) > 70
+    for command in ("python -m engine.cost_model", "torchrun --nnodes=2", "make certify", "srun"):
+        assert command in text
+
+
+def test_what_cannot_run_is_found(tmp_path: Path) -> None:
+    """The checks above can fail: for flags, ranks, memory, contexts, files, and for what they do not know."""
+    planner, llama = Planner(tmp_path), "--model checkpoints/meta-llama/Meta-Llama-3.1-8B/model.pth"
+    selfspec = "tests/selfspec_benchmark.py"
+    for command, says in {
+        f"python {selfspec} {llama} --B 32 --prefix_len 32000": "does not fit into memory",
+        f"torchrun --nnodes=2 --nproc_per_node=8 {selfspec} {llama}": "8 KV heads, 16 ranks",
+        f"torchrun --nproc_per_node=4 {selfspec} {llama} --rank_group 0 1": "--rank_group",
+        f"python {selfspec} --prefix_len 9000": "exceeds the model's context",
+        f"python {selfspec} --model /data/model.pth": "no such checkpoint",
+        f"python {selfspec} --no_such_flag": "unrecognized arguments",
+        f"python reproduce/sweep.py --script {selfspec} --axis B=1,64 --fixed gen_len=9000 --output o": "context",
+        "python download.py --no_such_flag": "unrecognized arguments",
+        "python reproduce/kill_sweep.py --help": "kill_sweep",
+        "make no-such-target": "no-such-target",
+        "pip install something": "something",
+        "curl example.org": "curl",
+    }.items():
+        with pytest.raises(AssertionError, match=re.escape(says)):
+            Block("", command).plans(planner)
+
+
+# The sizes at which a tiny model in the built-in one's place runs the pages' commands.
+SIZE = "--B 2 --prefix_len 60 --gen_len 8 "
+SMALL = {
+    "tests/selfspec_benchmark.py": SIZE,
+    "tests/baseline_benchmark.py": SIZE,
+    "tests/longspec_benchmark.py": SIZE,
+    "reproduce/acceptance.py": SIZE + "--budgets 40",
+    "reproduce/certify.py": "--B 2 --prefix_len 60 --tokens 16 --calibration_positions 8",
+    "reproduce/coupled_identity.py": SIZE + "--budgets 16",
+    "reproduce/cpu_selfspec.py": SIZE + "--pairs 1",
+    "engine/cost_model.py": "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2 --gen_len 8 --acceptance_rows 2",
+}
+
+
+@pytest.fixture
+def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout in which a tiny model and a short book are the built-in ones; the working directory."""
+    folder, book = tmp_path / "checkpoints", tmp_path / "book.txt"
+    folder.mkdir()
+    for name in BUILT_IN:
+        (folder / name).symlink_to(checkpoint)
+    book.write_text(" ".join(f"{word} and" for word in range(200)))
+    for module in ("engine.arguments", "engine.model_source"):
+        monkeypatch.setattr(f"{module}.DEFAULT_CHECKPOINT", folder / DEFAULT_NAME)
+    monkeypatch.setattr("engine.data.DEFAULT_BOOK", book)
+    monkeypatch.setattr("engine.measure_costs.MEASURING_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+SUMMARIES = ("coupled_identity", "cpu_selfspec_summary")  # of records that have been printed or appended before
+
+
+def shrunk(program: str, flags: Sequence[str]) -> tuple[str, ...]:
+    """With the small sizes in the place of its own."""
+    sizes, kept, keeps = SMALL[program].split(), [program], True
+    for word in flags:
+        keeps = word not in sizes if word.startswith("--") else keeps
+        kept += [word] if keeps else []
+    return (*kept, *sizes)
+
+
+def test_the_built_in_models_commands_run(
+    tiny_built_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each as it is on its page, at smaller sizes."""
+    every = [call for page in PAGES for block in blocks(page) for call in block.calls(tiny_built_in)]
+    commands = set()
+    for launcher, *words in every:
+        program, *flags = words if words[0] != "-m" else (f"{words[1].replace('.', '/')}.py", *words[2:])
+        if launcher == "python" and program in SMALL and not is_published(flags) and not set(flags) & set(MADE_UP):
+            commands.add(shrunk(program, flags))
+    assert {command[0] for command in commands} == set(SMALL)
+    for command in sorted(commands):
+        monkeypatch.setattr(sys, "argv", list(command))
+        with contextlib.suppress(SystemExit):  # of a program that says whether something holds
+            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+        printed = capsys.readouterr()
+        record = json.loads(printed.out.splitlines()[-1])
+        assert "error:" not in printed.err, printed.err
+        assert record["benchmark"] in SUMMARIES or record["dataset"] == "default"
+
+
+def test_the_pages_python_runs(tiny_built_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the README; `test_docs.py` runs the other."""
+    codes = {page.name: block.text for page in PAGES for block in blocks(page) if block.language == "python"}
+    assert codes.keys() == {"README.md", "extending.md"}
+    exec(codes["README.md"], {})
+    *texts, per_position = capsys.readouterr().out.splitlines()
+    assert "It is a truth universally acknowledged, that ->" in texts[0] and len(json.loads(per_position)) == 3
