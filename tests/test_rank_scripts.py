@@ -239,9 +239,6 @@ CASES = {
         "selfspec", f"{COUPLED} --draft_layers 0", "--rank_group 1 0", rank_group=(1, 0)
     ),
     "baseline, coupled": Case("baseline", COUPLED),
-    "longspec, greedy, the leader drafts, checked": Case(
-        "longspec", GREEDY, "--draft_ranks 0 --check_ranks", draft_ranks=(0,)
-    ),
     "longspec, coupled, the other rank drafts": Case(
         "longspec", f"{COUPLED} --benchmark", "--draft_ranks 1", draft_ranks=(1,)
     ),
