@@ -796,6 +796,13 @@ MUTANTS = (
         "np.interp(self.batches[0], self.batches,",
         COSTS,
     ),
+    Mutant(
+        "every model reads the built-in book",
+        "engine/plan.py",
+        "BUILT_IN if target.is_default else PG19",
+        "BUILT_IN",
+        ("test_data.py",),
+    ),
     # Functions in C++
     Mutant(
         "the C++ norm is of sums that were cut, not rounded",
