@@ -44,13 +44,12 @@ STUBS = {
 }
 # Programs without a plan of memory and ranks: only their flags are read.
 UNPLANNED = (
+    "reproduce/plot.py",
     *("download.py", "convert_hf_checkpoint.py", "tests/mutants.py"),
     *("reproduce/gpu.py", "reproduce/kernel_report.py", "reproduce/two_ranks.py", "reproduce/rank_death.py"),
     *("reproduce/performance_page.py", "reproduce/published_page.py"),
 )
 BUILT_IN = (DEFAULT_NAME, "SmolLM2-draft")
-# Published shapes that are another's.
-LIKE_ANOTHER = {"TinyLlama/TinyLlama_v1.1": PRESETS["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]}
 # What a page's commands call that the reader makes.
 MADE_UP = ("yours",)
 
@@ -137,7 +136,7 @@ class Planner:
     checked: set[tuple[str, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        shapes = LIKE_ANOTHER | PRESETS | dict.fromkeys(BUILT_IN, PRESETS[f"HuggingFaceTB/{DEFAULT_NAME}"])
+        shapes = PRESETS | dict.fromkeys(BUILT_IN, PRESETS[f"HuggingFaceTB/{DEFAULT_NAME}"])
         for name, shape in shapes.items():
             checkpoint = self.folder / "checkpoints" / name
             checkpoint.mkdir(parents=True)
@@ -207,8 +206,8 @@ class Planner:
             patch.setattr("engine.arguments.DEFAULT_CHECKPOINT", built_in)
             patch.setattr("engine.model_source.DEFAULT_CHECKPOINT", built_in)
             patch.setattr("engine.setup._join_ranks", reach)
-            patch.setattr("reproduce.reproduction.DEFAULT_DRAFT", built_in.parent / "SmolLM2-draft/model.pth")
-            patch.setattr("reproduce.reproduction.run_cells", reach_cells)
+            patch.setattr("reproduce.paper.reproduction.DEFAULT_DRAFT", built_in.parent / "SmolLM2-draft/model.pth")
+            patch.setattr("reproduce.paper.reproduction.run_cells", reach_cells)
             patch.setattr("reproduce.sweeping.runner.run_cells", reach_cells)
             if program in UNPLANNED:
                 patch.setattr(Parser, "parse_args", read)
