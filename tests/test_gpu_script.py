@@ -311,6 +311,31 @@ def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, mode):
         assert result["status"] == status, result
 
 
+def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch):
+    """And a graph that goes stale with another runner's is noticed."""
+    model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
+    monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
+    monkeypatch.setattr(correctness, "RUBBISH_BYTES", 64)
+    monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
+    gone = []
+
+    class Stale(RecordedGraph):
+        def replay(self):
+            if not gone:
+                super().replay()
+
+    class Sharing(RecordedGraphs):
+        Graph = Stale
+
+        def __del__(self):
+            gone.append(self)
+
+    for graphs, status in ((RecordedGraphs, "done"), (Sharing, "failed")):
+        monkeypatch.setattr(correctness, "CudaGraphs", graphs)
+        assert correctness.survival(OnCuda("cpu", True))["status"] == status
+    assert gone
+
+
 def test_parts_are_shared_between_processes_without_gaps():
     everything = [cell.name for cell in cells_of(list(PARTS), CPU)]
     shares = [[cell.name for cell in cells_of(list(PARTS), CPU, (i, 3))] for i in range(3)]

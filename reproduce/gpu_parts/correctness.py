@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ def cells(options: Options) -> list[Cell]:
     found.append(Cell("a", "gpu_prefill_kernel", "a chunk of a prompt", partial(prefill_kernel, options)))
     for mode in ("greedy", "coupled", "rejection"):
         found.append(Cell("a", "gpu_identity", f"replayed rounds, {mode}", partial(identity, options, mode)))
+    found.append(Cell("a", "gpu_survival", "one runner's graphs go, another's stay", partial(survival, options)))
     for named in all_backends(options):
         dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
         for dtype, storage, ring in itertools.product(dtypes, STORAGES, (False, True)):
@@ -190,6 +192,8 @@ PROMPT_LENGTHS = [700, 96, 333, 80, 480, 129]
 LIMITS = [40, 24, 64, 33, 17, 48]
 # Shorter than every prompt: the draft's cache then has the same shape in every round, called or captured.
 BUDGET = 64
+# Written over what the graphs that are gone have left.
+RUBBISH_BYTES = 256 << 20
 
 
 @torch.inference_mode()
@@ -233,6 +237,31 @@ def identity(options: Options, mode: str) -> dict[str, Any]:
         **{f"identical_rows_{what}": count for what, count in same.items()},
         "tokens": sum(LIMITS),
     }
+
+
+@torch.inference_mode()
+def survival(options: Options) -> dict[str, Any]:
+    """What one runner has captured gives the same tokens after another's graphs, and their memory, are gone."""
+    if not options.on_cuda:
+        raise Skip("CUDA graphs need a GPU")
+    model, prompts, name = _model_and_prompts(options)
+
+    def captured() -> Callable[[], list[list[int]]]:
+        cache = FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype)
+        runner = ModelRunner(model, cache, new_graphs=CudaGraphs)
+        draft_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
+        drafter = SelfSpeculation(runner, draft_cache, gamma=3)
+        return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
+
+    stays, goes = captured(), captured()
+    before = [stays(), goes()]
+    del goes
+    rubbish = torch.full((RUBBISH_BYTES // 4,), float("nan"), device=options.device)
+    after = stays()
+    same = sum(a == b for a, b in zip(before[0], after, strict=True))
+    is_good = same == len(prompts) and before[0] == before[1]
+    record = {"status": DONE if is_good else FAILED, "model": name, "rows": len(prompts), "identical_rows": same}
+    return record | {"rubbish_bytes": rubbish.nbytes}
 
 
 def _model_and_prompts(options: Options) -> tuple[Transformer, list[list[int]], str]:
