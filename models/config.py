@@ -11,6 +11,7 @@ from typing import Any
 
 from kv_cache.errors import ConfigError
 
+MAX_SIZE = 1 << 31
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -64,6 +65,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise _refuse("rotary embedding needs pairs", "head_dim", self.head_dim, "an even number")
+        _check_tokens(self.eos_tokens, self.vocab_size, "eos_tokens")
 
     @property
     def group_size(self) -> int:
@@ -113,7 +115,7 @@ class ModelConfig:
                 required="the config.json that belongs to the checkpoint",
                 fix="download it again (download.py), or copy config.json beside the weights",
             ) from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
             raise ConfigError(
                 "the model's config.json is not JSON",
                 where=str(path),
@@ -158,8 +160,14 @@ class ModelConfig:
         window = {"sliding_window": values.get("sliding_window", 4096 if mistral else None)}
         windowed = not qwen and window["sliding_window"] is not None
         rope = _rope(values, where)
+        vocab_size, eos = _size(values, "vocab_size", where), values.get("eos_token_id", [])
+        eos_tokens = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        _check_tokens(eos_tokens, vocab_size, f"{where}: eos_token_id")
+        tied = values.get("tie_word_embeddings")
+        if not isinstance(tied, bool | None):
+            raise _refuse("tie_word_embeddings is not a yes or no", where, repr(tied), "true or false")
         return cls(
-            vocab_size=_size(values, "vocab_size", where),
+            vocab_size=vocab_size,
             n_layer=_size(values, "num_hidden_layers", where),
             dim=dim,
             n_head=n_head,
@@ -171,9 +179,9 @@ class ModelConfig:
             rope_scaling=_rope_scaling(rope, where),
             max_context=_size(values, "max_position_embeddings", where, 2048),
             sliding_window=_size(window, "sliding_window", where) if windowed else None,
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(tied),
             qkv_bias=qwen,
-            eos_tokens=_token_ids(values.get("eos_token_id")),
+            eos_tokens=eos_tokens,
         )
 
 
@@ -187,17 +195,19 @@ def _refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
     )
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _check_tokens(tokens: tuple[object, ...], vocab_size: int, where: str) -> None:
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise _refuse("an end token is not in the vocabulary", where, repr(token), f"0 <= id < {vocab_size}")
 
 
 def _size(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = default if values.get(key) is None else values[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
         seen = "no such key" if value is None else repr(value)
-        raise _refuse(f"{key} is not a positive integer", f"{where}: {key}", seen, "an integer >= 1")
+        raise _refuse(
+            f"{key} is not a positive integer", f"{where}: {key}", seen, f"an integer from 1 to {MAX_SIZE - 1}"
+        )
     return value
 
 
@@ -211,14 +221,15 @@ def _number(values: Mapping[str, Any], key: str, where: str, default: float | No
 
 def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The rotary settings: `rope_parameters` (transformers 5), else `rope_theta` + `rope_scaling`."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise _refuse("the rope settings are not an object", where, repr(given), "an object with a rope_type")
-    return {"rope_theta": values.get("rope_theta")} | given
+    given = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None]
+    for settings in given:
+        if not isinstance(settings, dict):
+            raise _refuse("the rope settings are not an object", where, repr(settings), "an object with a rope_type")
+    return {"rope_theta": values.get("rope_theta")} | next(filter(None, given), {})
 
 
 def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
     if kind == "default":
         return None
     if kind == "linear":

@@ -239,6 +239,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{f"{key} is negative": ({key: -4}, f"{key}\n  seen:     -4") for key in SHAPE},
     **{f"{key} is text": ({key: "4"}, f"{key}\n  seen:     '4'") for key in SHAPE},
     "head_dim is zero": ({"head_dim": 0}, "head_dim"),
+    **{
+        f"end token {value!r}": ({"eos_token_id": value}, f"config.json: eos_token_id\n  seen:     {seen!r}\n")
+        for value, seen in (
+            *((1.5, 1.5), (-1, -1), (True, True), ("2", "2"), ([2, N_TOKENS], N_TOKENS), ([[2]], [2]), ({}, {})),
+            ([2, None], None),
+        )
+    },
+    "a size beyond any": ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+    "more digits than Python reads": ({"hidden_act": "silu", "vocab_size": "LONG"}, "not JSON"),
+    "tied is text": ({"tie_word_embeddings": "false"}, "'false'"),
+    "rope settings are false": ({"rope_scaling": False}, "rope"),
+    "rope type is a number": ({"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope type"),
     "fractional size": ({"hidden_size": 64.5}, "hidden_size\n  seen:     64.5"),
     **{
         f"no {key}": (without(key), key)
@@ -253,10 +265,18 @@ def test_config_is_refused_by_name(tmp_path: Path, what: str) -> None:
     changes, named = REFUSED[what]
     values = {"architectures": ["LlamaForCausalLM"]} | SHAPE | changes
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    text = json.dumps({key: value for key, value in values.items() if value is not ...})
+    path.write_text(text.replace('"LONG"', "9" * 5000))
     with pytest.raises(ConfigError) as refusal:
         ModelConfig.from_json(path)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("token", [-1, 1.5, True, N_TOKENS])
+def test_an_end_token_of_a_stored_config_is_in_its_vocabulary(token: object) -> None:
+    stored = ModelConfig.from_hf({"architectures": ["LlamaForCausalLM"]} | SHAPE).to_dict()
+    with pytest.raises(ConfigError, match=f"end token[\\s\\S]*{token}"):
+        ModelConfig.from_dict(stored | {"eos_tokens": [2, token]})
 
 
 def test_a_window_that_is_not_given_is_that_of_transformers() -> None:
@@ -267,7 +287,9 @@ def test_a_window_that_is_not_given_is_that_of_transformers() -> None:
     assert ModelConfig.from_hf({"architectures": ["LlamaForCausalLM"]} | SHAPE).sliding_window is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe", b"<html>not found</html>"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe", b"<html>not found</html>", b"[" * 10**5]
+)
 def test_config_that_is_not_a_json_object(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
