@@ -44,7 +44,8 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
-            reader = GGUFReader(path)
+            reader = _ExactReader(path)
+            _require_exact_size(reader)
             metadata = {name: entry.contents() for name, entry in reader.fields.items()}
             tensors = {
                 tensor.name: GGUFTensor(
@@ -63,6 +64,31 @@ def read_gguf(path: Path) -> GGUFFile:
     for tensor in tensors.values():
         _require_decodable(path, tensor)
     return GGUFFile(path, metadata, tensors)
+
+
+class _ExactReader(GGUFReader):
+    """The package's reader, which past the end of the file would go on with fewer values than it was asked for."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        values = super()._get(offset, dtype, count, override_order)
+        if len(values) != count:
+            raise ValueError(f"{count} values at byte {offset} are not all in the file")
+        return values
+
+
+def _require_exact_size(reader: GGUFReader) -> None:
+    """Tensors follow one another, each padded to the alignment, up to the end of the file.
+
+    As in llama.cpp's reader; the format says no more than that an offset is a multiple of the alignment. A byte too
+    many or too few anywhere shows in this, since nothing else says where a value has to lie.
+    """
+    end = reader.data_offset
+    for tensor in reader.tensors:
+        if tensor.data_offset != end:
+            raise ValueError(f"{tensor.name} at byte {tensor.data_offset} instead of {end}")
+        end += -(-tensor.n_bytes // reader.alignment) * reader.alignment
+    if len(reader.data) != end:
+        raise ValueError(f"{len(reader.data)} bytes, of which the header describes {end}")
 
 
 def _require_decodable(path: Path, tensor: GGUFTensor) -> None:

@@ -93,6 +93,8 @@ def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[USER_DEFINED]])
     if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         bos_id = metadata["tokenizer.ggml.bos_token_id"]
+        if bos_id not in range(len(tokens)):
+            raise ValueError(f"BOS is token {bos_id} of {len(tokens)}")
         bos = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]

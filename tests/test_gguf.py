@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Quantization
 
 from convert_hf_checkpoint import convert
-from kv_cache.errors import CheckpointError, ConfigError
+from kv_cache.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint import load_model, read_checkpoint
 from models.config import ModelConfig, RopeScaling
 from models.convert import source_parts
@@ -27,7 +27,7 @@ MERGES = ["t h", "h e", "1 2", "th e", "Ġ the"]
 TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
 METADATA_TYPES = {
     bool: gguf.GGUFValueType.BOOL,
-    int: gguf.GGUFValueType.UINT32,
+    int: gguf.GGUFValueType.INT32,
     float: gguf.GGUFValueType.FLOAT32,
     str: gguf.GGUFValueType.STRING,
 }
@@ -64,10 +64,14 @@ def write_gguf(
     tied: bool = True,
     metadata: dict[str, Any] | None = None,
     extra_tensor: str = "",
+    n_tokens: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Write a tiny model in llama.cpp's names and layout; return its weights by Hugging Face name."""
+    """Write a tiny model in llama.cpp's names and layout; return its weights by Hugging Face name.
+
+    With only the last `n_tokens` tokens it is quickly read, but its tokenizer is none.
+    """
     folder.mkdir(exist_ok=True)
-    tokens = vocabulary()
+    tokens = vocabulary()[-n_tokens:]
     config = ModelConfig(
         len(tokens),
         N_LAYER,
@@ -98,6 +102,7 @@ def write_gguf(
     writer.add_bos_token_id(tokens.index("<|im_start|>"))
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, value, METADATA_TYPES[type(value)])
 
     random = np.random.default_rng(0)
@@ -241,19 +246,61 @@ def test_truncated_file(tmp_path: Path, fraction: float) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-def test_garbled_headers_end_in_typed_errors(tmp_path: Path) -> None:
-    """Any byte of the header set to 0xFF: read well or refused, never another exception, never a hang."""
+def test_a_byte_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
+    """Wherever it is: in the header, in its padding, in the data, at the end; also as many as data are aligned to."""
+    write_gguf(tmp_path, n_tokens=16)
+    path, random = tmp_path / "tiny.gguf", np.random.default_rng(0)
+    content = path.read_bytes()
+    data = int(gguf.GGUFReader(path).data_offset)
+    for n_bytes in (1, 32, 64):
+        for at in (len(content), data, data - 1, *random.integers(100, len(content), 2)):
+            for changed in (content[:at] + bytes(n_bytes) + content[at:], content[: at - n_bytes] + content[at:]):
+                path.write_bytes(changed)
+                with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
+                    read_gguf(path)
+
+
+def test_an_endless_array_is_refused(tmp_path: Path) -> None:
+    """It would be read value by value beyond the end of the file."""
     write_gguf(tmp_path)
     path = tmp_path / "tiny.gguf"
+    content = bytearray(path.read_bytes())
+    name = b"tokenizer.ggml.token_type"
+    count = content.index(name) + len(name) + 8
+    content[count + 5] = 1
+    path.write_bytes(content[: count + 8 + 40 * 4])
+    with pytest.raises(CheckpointError, match="not all in the file"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("llama.rope.freq_base", 50000, "not stored as a float"),
+        ("tokenizer.ggml.eos_token_id", 1.5, "eos_token_id"),
+        ("tokenizer.ggml.eos_token_id", 10**6, "eos_token_id"),
+        ("tokenizer.ggml.bos_token_id", -1, "BOS is token -1"),
+    ],
+)
+def test_metadata_of_another_type_or_range_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
+    write_gguf(tmp_path, metadata={key: value, "tokenizer.ggml.add_bos_token": True})
+    with pytest.raises(UserError, match=said):
+        convert(tmp_path, tmp_path)
+
+
+def test_garbled_headers_end_in_typed_errors(tmp_path: Path) -> None:
+    """Any byte of the header set to 0xFF: read well or refused, never another exception, never a hang."""
+    write_gguf(tmp_path, n_tokens=16)
+    path = tmp_path / "tiny.gguf"
     content = path.read_bytes()
-    refused = 0
-    for position in [*range(64), *range(64, 12000, 97)]:
+    header, refused = int(gguf.GGUFReader(path).data_offset), 0
+    for position in [*range(64), *range(64, header, 13)]:
         path.write_bytes(content[:position] + b"\xff" + content[position + 1 :])
         try:
             read_gguf(path)
         except CheckpointError:
             refused += 1
-    assert refused > 20
+    assert refused > 100
 
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2", "default"])
