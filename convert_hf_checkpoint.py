@@ -64,12 +64,12 @@ def convert(
     if not force and _is_converted(out_dir, recipe):
         print(f"{out_dir / WEIGHTS} is up to date (--force converts again)")
         return out_dir / WEIGHTS
-    check_files(checkpoint_dir, [path.name for path in source.files], verify=True)
+    check_files(checkpoint_dir, [path.name for path in source.files])
     target = DTYPES[dtype] if dtype else None
     _require_space(out_dir, output_bytes(matched.values(), target))
 
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
-    state_dict = {name: read_stacked(stacked, target) for name, stacked in progress}
+    state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
     save_checkpoint(out_dir / WEIGHTS, config, state_dict)
     written = _write_side_files(checkpoint_dir, out_dir, source, hf_config)
     update_manifest(out_dir, describe(out_dir, [WEIGHTS, *written]), converted_from=recipe)
@@ -92,7 +92,7 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
     try:
         manifest = read_manifest(out_dir)
         names = [WEIGHTS, CONFIG, *(name for name in TOKENIZER_FILES if name in manifest["files"])]
-        check_files(out_dir, names, verify=True)
+        check_files(out_dir, names)
     except CheckpointError:
         return False
     return (

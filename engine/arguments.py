@@ -72,6 +72,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, target_flag: str = "--m
     add(target_flag, dest="model", metavar="MODEL", default=default, help="the target's converted checkpoint")
     add("--model_name", help="name for the record; with --load_format dummy, the configuration to build")
     add("--load_format", choices=["pth", "dummy"], default="pth", help="dummy: random weights, for costs only")
+    add("--verify", action="store_true", help="read all weights to check their SHA-256, remembered or not")
     add_dataset_argument(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")

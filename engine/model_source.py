@@ -30,6 +30,7 @@ class ModelSource:
     load_format: str
     config: ModelConfig
     name: str
+    verify: bool = False
 
     @property
     def has_text(self) -> bool:
@@ -79,11 +80,13 @@ class ModelSource:
             exchange=exchange,
             attention=attention,
             quantize=quantize,
+            verify=self.verify,
         )
 
 
-def find_model(path: str, load_format: str, name: str | None, flag: str) -> ModelSource:
-    """The model that `flag` names. Reads no weights, but sees whether they are there, and whole.
+def find_model(path: str, load_format: str, name: str | None, flag: str, verify: bool = False) -> ModelSource:
+    """The model that `flag` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are there,
+    and whole.
 
     A path to random weights need not exist: its folder's name is then that of a published configuration.
     Errors: CheckpointError, ConfigError.
@@ -119,7 +122,8 @@ def find_model(path: str, load_format: str, name: str | None, flag: str) -> Mode
     config = ModelConfig.from_json(folder / CONFIG)
     if load_format != "dummy":
         _require_weights(Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS)
-    return ModelSource(path, load_format, config, name or (DEFAULT_NAME if is_default else folder.resolve().name))
+    name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
+    return ModelSource(path, load_format, config, name, verify)
 
 
 def _require_weights(path: Path) -> None:

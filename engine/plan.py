@@ -101,7 +101,7 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
         )
     device = resolve_device(args.device)
     target_flag = "--target" if draft and draft.kind == "standalone" else "--model"
-    target = find_model(args.model, args.load_format, args.model_name, target_flag)
+    target = find_model(args.model, args.load_format, args.model_name, target_flag, args.verify)
     capacity = args.prefix_len + args.gen_len + gamma + 1
     context = target.config.max_context
     room = context - gamma - 1
@@ -117,7 +117,7 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
         )
     draft_source = None
     if draft and draft.model is not None:
-        draft_source = find_model(draft.model, args.load_format, None, "--model")
+        draft_source = find_model(draft.model, args.load_format, None, "--model", args.verify)
         draft = resolve_positions(draft, draft_source.config.max_context, capacity)
     elif draft and draft.layers is not None:
         _check_layers(draft.layers, target.config.n_layer)

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from kv_cache.errors import CheckpointError, ConfigError
+from models.archive import check_archive
 from models.attention import select_backend
 from models.config import ModelConfig
+from models.convert import is_finite
 from models.llama import Transformer, attention_spec
-from models.manifest import atomic_path, check_files
+from models.manifest import atomic_path, check_files, read_manifest
 from models.mapped_file import copy_out
 from models.packed_linear import pack_linears, pack_model
 from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.quantize import check_scheme, quantize_head, quantize_linears
+from models.source_weights import DTYPES
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 from models.tokenizer import TOKENIZER_FILES
 
@@ -102,13 +105,17 @@ def read_checkpoint(
     """Map a model.pth (or the one in a folder) into memory and check it against its config and manifest.
 
     `config` stands in for the config.json beside the weights. Returns the config and CPU tensors in the
-    stored dtypes, backed by the file. `verify` compares SHA-256 sums with the manifest, which finds flipped
-    bits. Raises CheckpointError, or ConfigError for the config.json.
+    stored dtypes, backed by the file. SHA-256 sums are compared with the manifest; that of the weights is computed
+    once for each version of the file on this machine (`file_sums`), and again with `verify`. Without a manifest the
+    weights are compared with the check sums in the file itself. Raises CheckpointError, or ConfigError for the
+    config.json.
     """
     path = _weights_path(Path(path))
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
     try:
+        if path.name not in read_manifest(path.parent)["files"]:
+            check_archive(path)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
     except Exception as error:  # a damaged zip or pickle raises almost anything
@@ -174,7 +181,8 @@ def load_model(
     and joined to those of the other ranks; ConfigError if the model has fewer KV heads than there are shards.
     `attention` names the backend, see `select_backend`; `quantize` ("int8", "int4") the scheme of the linear
     layers, see `models.quantize`.
-    Every check of `read_checkpoint` runs before a parameter exists. Raises CheckpointError or ConfigError.
+    Every check of `read_checkpoint`, which `verify` is handed to, runs before a parameter exists. Raises
+    CheckpointError, also for weights that are not finite in `dtype`, or ConfigError.
     """
     if load_format == "pth":
         config, state_dict = read_checkpoint(path, config=config, verify=verify)
@@ -213,6 +221,8 @@ def load_model(
             tensor = state_dict.pop(name)
             if load_format == "pth":
                 tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
+                if not is_finite(tensor):
+                    raise _other_model("NaN or infinite weights", Path(path), f"{name} in {dtype}", "finite numbers")
             weights[name.removeprefix(f"{module}.")] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):
@@ -279,7 +289,7 @@ def _check_tensors(path: Path, state_dict: Mapping[str, Tensor], shapes: Mapping
             raise _other_model("not a tensor", path, f"{name}: {type(tensor).__name__}", "a tensor")
         if tuple(tensor.shape) != shape:
             raise _other_model("a tensor has the wrong shape", path, f"{name} {tuple(tensor.shape)}", shape)
-        if not tensor.is_floating_point():
+        if tensor.dtype not in DTYPES:
             raise _other_model("a tensor has the wrong dtype", path, f"{name} {tensor.dtype}", "floating point")
 
 

@@ -47,6 +47,8 @@ def match_tensors(
     folder: Path, tensors: Mapping[str, SourceTensor], config: ModelConfig
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown."""
+    if config.n_layer > len(tensors):  # of which each layer has several: not to be listed for a billion layers
+        raise _unlike_config("tensors are missing", folder, f"{len(tensors)} tensors", f"{config.n_layer} layers")
     parts = source_parts(config)
     required = dict(part for stacked in parts.values() for part in stacked)
     missing = [name for name in required if name not in tensors]
@@ -63,8 +65,11 @@ def match_tensors(
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
 
 
-def read_stacked(stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
-    """Read source tensors and stack them along dim 0, in `dtype` or their own."""
+def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
+    """Read source tensors and stack them along dim 0, in `dtype` or their own, to the tensor `name` of model.pth.
+
+    Raises CheckpointError for one that cannot be read, or is not finite in that dtype.
+    """
     target = dtype or stacked[0].dtype
     tensors = []
     for source in stacked:
@@ -72,7 +77,14 @@ def read_stacked(stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -
             tensors.append(source.read().to(target))
         except (RuntimeError, ValueError, OSError) as error:
             raise _unlike_config("a tensor cannot be read", source.file, error, "a whole file") from None
+        if not is_finite(tensors[-1]):
+            raise _unlike_config("NaN or infinite weights", source.file, f"{name} in {target}", "finite numbers")
     return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).contiguous()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite. One pass, in no memory of its own."""
+    return all(bool(bound.isfinite()) for bound in tensor.aminmax())
 
 
 def output_bytes(matched: Iterable[tuple[SourceTensor, ...]], dtype: torch.dtype | None) -> int:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kv_cache.errors import CheckpointError
 from models.default_model import DEFAULT_BOOK
-from models.manifest import atomic_path, describe, sha256_of, update_manifest, write_text
+from models.file_sums import sha256_of
+from models.manifest import atomic_path, describe, update_manifest, write_text
 
 CHUNK = 1 << 20
 

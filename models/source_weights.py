@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from kv_cache.errors import CheckpointError
+from models.archive import check_archive
 from models.config import ModelConfig
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...]
         if outside:
             raise ValueError(f"{outside[0]} is not in this folder")
         files = tuple(folder / name for name in sorted(set(weight_map.values())))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken("the index is not readable", index, repr(error), '{"weight_map": {tensor: shard}}') from None
     for file in files:
         if not file.is_file():
@@ -146,6 +148,7 @@ def _open_safetensors(path: Path) -> dict[str, SourceTensor]:
 def _open_bin(path: Path) -> dict[str, SourceTensor]:
     try:
         try:
+            check_archive(path)
             shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
@@ -157,7 +160,7 @@ def _open_bin(path: Path) -> dict[str, SourceTensor]:
         raise _broken("a shard is truncated or garbled", path, seen, "a whole state dict saved by torch") from None
     tensors = {}
     for name, tensor in items:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
             if str(name).endswith(IGNORED_SUFFIXES):
                 continue
             raise _not_floating(path, str(name), getattr(tensor, "dtype", type(tensor).__name__))

@@ -415,6 +415,8 @@ def test_bad_input_is_refused(
         bad.damage(folder)
     for name, value in bad.environment:
         monkeypatch.setenv(name, value)
+    if what.startswith("NaN in"):  # stands for a model that makes NaN of finite weights
+        monkeypatch.setattr("models.checkpoint.is_finite", lambda tensor: True)
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

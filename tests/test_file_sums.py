@@ -1,0 +1,164 @@
+"""Weights are compared with the manifest when they are loaded, and read for that once for each version of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint import hf_weights, write_side_files, write_weights
+
+from convert_hf_checkpoint import convert
+from engine.arguments import Parser, add_common_arguments
+from engine.plan import resolve
+from engine.settings import GREEDY
+from kv_cache.errors import CheckpointError
+from models import file_sums, manifest
+from models.checkpoint import load_model, read_checkpoint, save_checkpoint
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read for their sums; every file is large enough to be remembered."""
+    names: list[str] = []
+    original = file_sums.sha256_of
+
+    def counting(path: Path) -> str:
+        names.append(path.name)
+        return original(path)
+
+    monkeypatch.setattr(file_sums, "sha256_of", counting)
+    monkeypatch.setattr(manifest, "sha256_of", counting)
+    monkeypatch.setattr(file_sums, "REMEMBERED_FROM", 0)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: Path, read: list[str]) -> Path:
+    source = tmp_path / "model"
+    write_weights(source, hf_weights(write_side_files(source)), "safetensors")
+    convert(source, source)
+    return source
+
+
+def zero(path: Path, n_bytes: int = 64) -> None:
+    """Inside a tensor's data, in the file's own inode, with its time of change put back."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    start = content.index(bytes(read_checkpoint(path.parent)[1]["layers.1.attention.wo.weight"].numpy().data))
+    content[start : start + n_bytes] = bytes(n_bytes)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def notes(cache: Path) -> list[Path]:
+    return sorted((cache / "sha256").iterdir())
+
+
+def test_zeroed_weights_are_refused(folder: Path) -> None:
+    zero(folder / "model.pth")
+    with pytest.raises(CheckpointError, match=r"not the one that the manifest describes\n.*model\.pth"):
+        load_model(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read\n.*\n.*data/\d+ is damaged"):
+        load_model(folder)
+
+
+def test_a_conversion_leaves_nothing_to_read_again(folder: Path, read: list[str]) -> None:
+    read.clear()
+    load_model(folder)
+    load_model(folder)
+    convert(folder, folder)
+    assert read == []
+    load_model(folder, verify=True)
+    assert sorted(read) == ["config.json", "model.pth", "tokenizer.json"]
+
+
+def test_another_version_of_a_file_is_read_anew(folder: Path, read: list[str]) -> None:
+    (folder / "model.pth").write_bytes((folder / "model.pth").read_bytes())
+    load_model(folder)
+    load_model(folder)
+    assert read.count("model.pth") == 2  # the conversion, and the version that was copied over it
+
+
+def test_what_is_remembered_never_condemns_a_whole_file(folder: Path, tmp_path: Path, read: list[str]) -> None:
+    for garbled in ("", "0" * 64, "\x00", "z" * 64):
+        for note in notes(tmp_path / "cache"):
+            note.write_text(garbled)
+        load_model(folder)
+    for note in notes(tmp_path / "cache"):
+        note.write_bytes(b"\xff" * 64)
+    load_model(folder)
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("cache", [lambda: Path("/dev/null/cache"), no_home], ids=["unwritable", "no home"])
+def test_a_cache_that_cannot_be_had_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch, cache) -> None:
+    monkeypatch.setattr(file_sums, "cache_folder", cache)
+    load_model(folder)
+    zero(folder / "model.pth")
+    with pytest.raises(CheckpointError, match="manifest"):
+        load_model(folder)
+
+
+def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
+    """As after a disk has changed a bit by itself: the file's times are those that the sum is remembered for."""
+    whole = json.loads((folder / "manifest.json").read_text())["files"]["model.pth"]["sha256"]
+    zero(folder / "model.pth")
+    (tmp_path / "cache" / "sha256" / file_sums.version_of(folder / "model.pth")).write_text(whole)
+    parser = Parser()
+    add_common_arguments(parser)
+    flags = ["--model", str(folder), "--B", "2", "--prefix_len", "8", "--gen_len", "4", "--device", "cpu"]
+    load_model(folder)
+    resolve(parser.parse_args(flags), GREEDY, None).target.load("cpu", torch.float32, "auto")
+    with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
+        load_model(folder, verify=True)
+    target = resolve(parser.parse_args([*flags, "--verify"]), GREEDY, None).target
+    with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
+        target.load("cpu", torch.float32, "auto")
+
+
+@pytest.mark.parametrize("name, old, new", [("config.json", "[1, 2]", "[1, 3]"), ("tokenizer.json", '"a"', '"A"')])
+def test_a_side_file_of_the_same_size_is_refused(folder: Path, name: str, old: str, new: str) -> None:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=rf"manifest describes\n.*{name}"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    """When they are converted, and when they are loaded."""
+    config = write_side_files(tmp_path)
+    weights = hf_weights(config)
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 2] = value
+    (path,) = write_weights(tmp_path, weights, "safetensors")
+    with pytest.raises(CheckpointError, match=rf"NaN or inf.*\n.*{path.name}\n.*layers\.1\.attention\.wqkv\.weight"):
+        convert(tmp_path, tmp_path)
+    assert not (tmp_path / "model.pth").exists()
+    path.unlink()
+    write_weights(tmp_path, hf_weights(config), "safetensors")
+    convert(tmp_path, tmp_path)
+    _, state_dict = read_checkpoint(tmp_path)
+    stacked = {name: tensor.clone() for name, tensor in state_dict.items()}
+    stacked["layers.1.attention.wqkv.weight"][17, 2] = value
+    (tmp_path / "manifest.json").unlink()
+    save_checkpoint(tmp_path / "model.pth", config, stacked)
+    with pytest.raises(CheckpointError, match=r"NaN or inf[\s\S]*layers\.1\.attention\.wqkv\.weight in torch\.float32"):
+        load_model(tmp_path)
+
+
+def test_weights_that_overflow_the_dtype_are_refused(folder: Path, tmp_path: Path) -> None:
+    config, state_dict = read_checkpoint(folder)
+    state_dict["norm.weight"] = state_dict["norm.weight"] * 1e6
+    (folder / "manifest.json").unlink()
+    save_checkpoint(folder / "model.pth", config, state_dict)
+    load_model(folder)
+    with pytest.raises(CheckpointError, match=r"norm\.weight in torch\.float16"):
+        load_model(folder, dtype=torch.float16)
