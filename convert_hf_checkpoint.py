@@ -14,16 +14,17 @@ from tqdm import tqdm
 
 from engine.arguments import Parser
 from kv_cache.errors import CheckpointError, ConfigError, exit_on_user_error
-from models.checkpoint import CONFIG, WEIGHTS, drop_layers, save_checkpoint
+from models.checkpoint import WEIGHTS, drop_layers, save_checkpoint
 from models.config import ModelConfig
 from models.convert import match_tensors, output_bytes, parse_layers, read_stacked
 from models.default_model import DEFAULT_CHECKPOINT
-from models.manifest import atomic_path, check_files, describe, read_manifest, update_manifest, write_text
+from models.file_sums import remembered_sha256
+from models.manifest import MANIFEST, atomic_path, check_files, describe, read_manifest, update_manifest, write_text
+from models.side_files import CONFIG, SIDE_FILES
 from models.source_weights import Source, open_source
 from models.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SIDE_FILES = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 def convert(
@@ -37,7 +38,8 @@ def convert(
     """Write model.pth, config.json, the tokenizer and manifest.json to `out_dir`; return the model.pth.
 
     `dtype` None keeps that of the source (float32 for GGUF). Everything is checked before anything is
-    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`.
+    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`. Of an
+    earlier one of other weights nothing stays.
     """
     if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
         raise ConfigError(
@@ -53,10 +55,11 @@ def convert(
         match_tensors(checkpoint_dir, source.tensors, source.config), source.config, layers_to_drop
     )
     if source.tokenizer_json is None:
-        load_tokenizer(checkpoint_dir)
+        load_tokenizer(checkpoint_dir, source.side_files)
     hf_config = _shallower(source.hf_config, config, layers_to_drop)
     recipe = {
-        "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in source.files},
+        "files": {path.name: remembered_sha256(path) for path in source.files},
+        "side_files": {name: remembered_sha256(checkpoint_dir / name) for name in source.side_files},
         "config": json.loads(json.dumps(config.to_dict())),
         "dtype": dtype,
         "dropped_layers": list(layers_to_drop),
@@ -64,15 +67,16 @@ def convert(
     if not force and _is_converted(out_dir, recipe):
         print(f"{out_dir / WEIGHTS} is up to date (--force converts again)")
         return out_dir / WEIGHTS
-    check_files(checkpoint_dir, [path.name for path in source.files])
     target = DTYPES[dtype] if dtype else None
     _require_space(out_dir, output_bytes(matched.values(), target))
 
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
     save_checkpoint(out_dir / WEIGHTS, config, state_dict)
-    written = _write_side_files(checkpoint_dir, out_dir, source, hf_config)
-    update_manifest(out_dir, describe(out_dir, [WEIGHTS, *written]), converted_from=recipe)
+    generated = _write_side_files(checkpoint_dir, out_dir, source, hf_config)
+    entries = describe(out_dir, [WEIGHTS, *(name for name in SIDE_FILES if (out_dir / name).is_file())])
+    entries = {name: entry | {"generated": True} if name in generated else entry for name, entry in entries.items()}
+    update_manifest(out_dir, entries, converted_from=recipe)
     print(f"wrote {out_dir / WEIGHTS}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return out_dir / WEIGHTS
 
@@ -117,18 +121,27 @@ def _require_space(out_dir: Path, n_bytes: int) -> None:
 
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_config: dict[str, Any]) -> list[str]:
-    """Write config.json and the tokenizer where they are not already; return the names now in `out_dir`."""
-    in_place = out_dir.resolve() == checkpoint_dir.resolve()
-    if not in_place:
-        for name in SIDE_FILES:
-            if (checkpoint_dir / name).is_file():
-                with atomic_path(out_dir / name) as partial:
-                    shutil.copyfile(checkpoint_dir / name, partial)
-    if not in_place or not (out_dir / CONFIG).is_file():
-        write_text(out_dir / CONFIG, json.dumps(hf_config, indent=2) + "\n")
+    """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
+    made = {} if CONFIG in source.side_files else {CONFIG: json.dumps(hf_config, indent=2) + "\n"}
     if source.tokenizer_json is not None:
-        write_text(out_dir / "tokenizer.json", source.tokenizer_json)
-    return [name for name in (CONFIG, *SIDE_FILES) if (out_dir / name).is_file()]
+        made["tokenizer.json"] = source.tokenizer_json
+    for name in SIDE_FILES:
+        if name not in source.side_files:
+            (out_dir / name).unlink(missing_ok=True)
+    # What follows, if it is interrupted, contradicts no entry.
+    if out_dir.resolve() == checkpoint_dir.resolve():
+        update_manifest(out_dir, {})
+    else:
+        (out_dir / MANIFEST).unlink(missing_ok=True)
+        for name in source.side_files:
+            if name == CONFIG:
+                write_text(out_dir / name, json.dumps(hf_config, indent=2) + "\n")
+                continue
+            with atomic_path(out_dir / name) as partial:
+                shutil.copyfile(checkpoint_dir / name, partial)
+    for name, text in made.items():
+        write_text(out_dir / name, text)
+    return list(made)
 
 
 def main() -> None:

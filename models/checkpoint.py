@@ -22,12 +22,12 @@ from models.packed_linear import pack_linears, pack_model
 from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.quantize import check_scheme, quantize_head, quantize_linears
+from models.side_files import CONFIG
 from models.source_weights import DTYPES
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 from models.tokenizer import TOKENIZER_FILES
 
 WEIGHTS = "model.pth"
-CONFIG = "config.json"
 LOAD_FORMATS = ("pth", "dummy")
 DUMMY_STD = 0.02
 

@@ -11,7 +11,8 @@ from typing import Any
 import huggingface_hub
 
 from kv_cache.errors import CheckpointError
-from models.manifest import describe, update_manifest
+from models.manifest import describe, read_manifest, update_manifest
+from models.tokenizer import TOKENIZER_FILES
 
 SIDE_PATTERNS = ("config.json", "generation_config.json", "tokenizer.*", "tokenizer_config.json")
 WEIGHT_PATTERNS = (
@@ -31,15 +32,18 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     """Fetch weights, config and tokenizer into `out_dir` and write its manifest.json.
 
     Safetensors are preferred to .bin, and both to GGUF. Files already there are kept, partial ones resumed.
-    Raises CheckpointError if the repository cannot be had or a file arrives damaged.
+    Raises CheckpointError if the repository cannot be had, a file arrives damaged, or `out_dir` holds another one.
     """
     try:
         info = huggingface_hub.HfApi(token=token).model_info(repo_id, files_metadata=True)
         names = select_files(sibling.rfilename for sibling in info.siblings or ())
+        _refuse_mixing(repo_id, out_dir, names)
         if names:
             huggingface_hub.snapshot_download(
                 repo_id, revision=info.sha, local_dir=out_dir, allow_patterns=names, token=token
             )
+    except CheckpointError:
+        raise
     except Exception as error:  # its HTTP library, and so the class of its errors, differs between releases
         raise _explain(repo_id, error) from error
     if not names:
@@ -63,6 +67,25 @@ def select_files(names: Iterable[str]) -> list[str]:
             wanted = (*patterns, *SIDE_PATTERNS)
             return [name for name in top_level if any(fnmatch.fnmatch(name, pattern) for pattern in wanted)]
     return []
+
+
+def _refuse_mixing(repo_id: str, out_dir: Path, names: Sequence[str]) -> None:
+    """Weights or a tokenizer of another checkpoint would be taken for this one's."""
+    listed = read_manifest(out_dir)["files"]
+    patterns = [pattern for group in WEIGHT_PATTERNS for pattern in group] + ["config.json", *TOKENIZER_FILES]
+    others = [
+        name
+        for name, entry in listed.items()
+        if name not in names and not entry.get("generated") and any(fnmatch.fnmatch(name, p) for p in patterns)
+    ]
+    if names and others:
+        raise CheckpointError(
+            "the folder holds another checkpoint",
+            where=str(out_dir),
+            seen=f"{', '.join(others)}, which {repo_id} does not have",
+            required="a folder of its own for each checkpoint",
+            fix="choose another one with --out_dir",
+        )
 
 
 def _compare(out_dir: Path, entries: Mapping[str, Any], siblings: Sequence[Any]) -> None:

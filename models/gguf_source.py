@@ -15,8 +15,9 @@ from kv_cache.errors import CheckpointError
 from models.config import ModelConfig
 from models.gguf_reader import GGUFFile, GGUFTensor, read_gguf
 from models.gguf_tokenizer import tokenizer_json
+from models.side_files import CONFIG, own_side_files
 from models.source_weights import Source, SourceTensor, read_hf_config
-from models.tokenizer import find_tokenizer
+from models.tokenizer import TOKENIZER_FILES
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 NAMES = {
@@ -39,11 +40,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 def open_gguf(path: Path) -> Source:
     """Open a GGUF file. A config.json or a tokenizer beside it takes the place of the one in its metadata.
 
-    Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling.
+    Unless a conversion generated it: such a one is made again. Raises CheckpointError for a damaged file or an
+    unsupported architecture, tokenizer or rope scaling.
     """
+    side_files = own_side_files(path.parent, [path])
     file = read_gguf(path)
     architecture = _architecture(file)
-    if (path.parent / "config.json").is_file():
+    if CONFIG in side_files:
         hf_config, config = read_hf_config(path.parent)
     elif ROPE_FACTORS in file.tensors:
         raise CheckpointError(
@@ -61,8 +64,9 @@ def open_gguf(path: Path) -> Source:
         if name != ROPE_FACTORS:
             read = _half_split(tensor, config) if architecture == "llama" else tensor.read
             tensors[_hf_name(name)] = SourceTensor(tensor.shape, torch.float32, path, read)
-    tokenizer = None if find_tokenizer(path.parent) else tokenizer_json(path, file.metadata)
-    return Source((path,), tensors, hf_config, config, tokenizer)
+    beside = not set(TOKENIZER_FILES).isdisjoint(side_files)
+    tokenizer = None if beside else tokenizer_json(path, file.metadata)
+    return Source((path,), tensors, hf_config, config, side_files, tokenizer)
 
 
 def _architecture(file: GGUFFile) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kv_cache.errors import CheckpointError
 from models.archive import check_archive
 from models.config import ModelConfig
+from models.side_files import own_side_files
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -37,19 +38,25 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Source:
-    """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config."""
+    """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config.
+
+    `side_files` are the config.json, tokenizer and the like that the folder has for these weights. What is not among
+    them is made from the weight file's metadata: `hf_config`, and `tokenizer_json` if the file carries one.
+    """
 
     files: tuple[Path, ...]
     tensors: dict[str, SourceTensor]
     hf_config: dict[str, Any]
     config: ModelConfig
-    tokenizer_json: str | None = None  # only when the weight file itself carries the tokenizer
+    side_files: tuple[str, ...]
+    tokenizer_json: str | None = None
 
 
 def open_source(folder: Path) -> Source:
     """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order.
 
-    Reads headers only. Raises CheckpointError naming the file that is missing, truncated or garbled.
+    Reads headers, and what it takes to compare the files with the folder's manifest. Raises CheckpointError naming
+    the file that is missing, truncated, garbled, or of another model.
     """
     if not folder.is_dir():
         raise _broken("the checkpoint folder is missing", folder, "no such folder", "a downloaded checkpoint")
@@ -59,9 +66,10 @@ def open_source(folder: Path) -> Source:
     ):
         files, weight_map = _find_shards(folder, stem, suffix)
         if files:
+            side_files = own_side_files(folder, files)
             tensors = _merge(files, weight_map, open_shard)
             hf_config, config = read_hf_config(folder)
-            return Source(files, tensors, hf_config, config)
+            return Source(files, tensors, hf_config, config, side_files)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
         from models.gguf_source import open_gguf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -81,15 +81,15 @@ class SentencePieceTokenizer:
         return [self._backend.id_to_piece(index) for index in range(self.vocab_size)]
 
 
-def find_tokenizer(checkpoint_dir: str | Path) -> Path | None:
-    """The tokenizer file of a checkpoint folder, tokenizer.json first; None if there is none."""
-    paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES)
+def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
+    """The tokenizer file among `names` in a checkpoint folder, tokenizer.json first; None if there is none."""
+    paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
     return next((path for path in paths if path.is_file()), None)
 
 
-def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint folder. Raises CheckpointError if it is missing or damaged."""
-    path = find_tokenizer(checkpoint_dir)
+def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Tokenizer:
+    """Load the tokenizer of a checkpoint folder, one of `names`. Raises CheckpointError if it is missing or damaged."""
+    path = find_tokenizer(checkpoint_dir, names)
     if path is None:
         raise CheckpointError(
             "the tokenizer is missing",

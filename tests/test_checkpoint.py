@@ -199,7 +199,8 @@ def test_second_conversion_reuses_the_first(converted: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("change", ["force", "dtype", "weights"])
 def test_another_conversion_replaces_the_first(converted: Path, change: str) -> None:
     before = (converted / "model.pth").stat().st_ino
-    if change == "weights":
+    if change == "weights":  # with a config.json and tokenizer that are theirs as far as anyone can tell
+        (converted / "manifest.json").unlink()
         write_weights(converted, hf_weights(ModelConfig.from_hf(HF_CONFIG), seed=1), "sharded safetensors")
     convert(converted, converted, force=change == "force", dtype="float16" if change == "dtype" else None)
     assert (converted / "model.pth").stat().st_ino != before
@@ -255,6 +256,7 @@ SOURCE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: truncate(d / "config.json", 0.5), "config.json"),
     "config of another model": (lambda d: write_side_files(d, num_hidden_layers=4), "model.layers.3"),
+    "config of a billion layers": (lambda d: write_side_files(d, num_hidden_layers=10**9), "1000000000 layers"),
     "config with fewer layers": (lambda d: write_side_files(d, num_hidden_layers=2), "model.layers.2"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),

@@ -103,6 +103,17 @@ def test_repository_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         download_repo("owner/name", tmp_path)
 
 
+def test_another_repository_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights or its tokenizer would be taken for those of the first; the same one again is no other."""
+    FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}", "tokenizer.model": b"t"})
+    download_repo("owner/first", tmp_path)
+    download_repo("owner/first", tmp_path)
+    hub = FakeHub(monkeypatch, {"model-1.safetensors": b"v", "config.json": b"[]", "tokenizer.json": b"{}"})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, tokenizer\.model, which owner/second"):
+        download_repo("owner/second", tmp_path)
+    assert hub.calls == [] and (tmp_path / "config.json").read_bytes() == b"{}"
+
+
 class HttpError(OSError):
     def __init__(self, status: int) -> None:
         super().__init__(f"{status} Client Error")

@@ -1,0 +1,153 @@
+"""Weights that take the place of others in a folder: never with the config.json or the tokenizer of those before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_checkpoint import hf_weights, write_side_files, write_weights
+from test_gguf import write_gguf
+
+from convert_hf_checkpoint import convert
+from kv_cache.errors import CheckpointError
+from models.checkpoint import load_model, read_checkpoint
+from models.manifest import describe, update_manifest
+from models.source_weights import open_source
+from models.tokenizer import load_tokenizer
+
+TEXT = "the 1234"
+OTHER = {
+    "pre": "gpt-2",
+    "tied": False,
+    "metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+}
+
+
+def contents(folder: Path) -> tuple[object, ...]:
+    config, weights = read_checkpoint(folder)
+    return config, weights["norm.weight"].sum(), load_tokenizer(folder).encode(TEXT)
+
+
+@pytest.mark.parametrize("how", ["in place", "under another name", "elsewhere"])
+def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how: str) -> None:
+    folder, fresh = tmp_path / "model", tmp_path / "fresh"
+    out = tmp_path / "out" if how == "elsewhere" else folder
+    write_gguf(folder)
+    convert(folder, out)
+    first = contents(out)
+    write_gguf(fresh, **OTHER)
+    convert(fresh, fresh)
+    assert first[0] != contents(fresh)[0] and first[2] != contents(fresh)[2]
+    (folder / "tiny.gguf").unlink()
+    shutil.copyfile(fresh / "tiny.gguf", folder / ("other.gguf" if how == "under another name" else "tiny.gguf"))
+    convert(folder, out)
+    assert contents(out) == contents(fresh)
+
+
+def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "plain", pre="gpt-2")
+    convert(tmp_path / "plain", tmp_path / "plain")
+    folder = tmp_path / "own"
+    write_gguf(folder)
+    own = json.loads((tmp_path / "plain" / "config.json").read_text()) | {"rope_theta": 777.0}
+    (folder / "config.json").write_text(json.dumps(own))
+    shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
+    before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    for force in (False, True):
+        convert(folder, folder, force=force)
+        assert {name: (folder / name).read_bytes() for name in before} == before
+    assert read_checkpoint(folder)[0].rope_theta == 777.0
+    write_gguf(folder, tied=False)
+    with pytest.raises(CheckpointError, match=r"config\.json and tokenizer\.json of other weights"):
+        convert(folder, folder)
+
+
+def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:
+    write_gguf(tmp_path)
+    convert(tmp_path, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("50000.0", "60000.0"))
+    with pytest.raises(CheckpointError, match=r"config\.json[\s\S]*folder of its own"):
+        convert(tmp_path, tmp_path, force=True)
+    assert "60000.0" in path.read_text()
+    path.unlink()
+    convert(tmp_path, tmp_path, force=True)
+    assert "50000.0" in path.read_text()
+
+
+def replace_same_name(folder: Path) -> None:
+    write_weights(folder, hf_weights(open_source(folder).config, seed=1), "safetensors")
+
+
+def replace_by_another_name(folder: Path) -> None:
+    config = open_source(folder).config
+    (folder / "model.safetensors").unlink()
+    write_weights(folder, hf_weights(config, seed=1), "bin")
+
+
+@pytest.mark.parametrize("replace", [replace_same_name, replace_by_another_name])
+@pytest.mark.parametrize("manifest", ["of a download", "of a conversion"])
+def test_weights_under_the_config_of_others_are_refused(
+    tmp_path: Path, replace: Callable[[Path], None], manifest: str
+) -> None:
+    write_weights(tmp_path, hf_weights(write_side_files(tmp_path)), "safetensors")
+    if manifest == "of a download":
+        update_manifest(tmp_path, describe(tmp_path, sorted(path.name for path in tmp_path.iterdir())))
+    else:
+        convert(tmp_path, tmp_path)
+    replace(tmp_path)
+    with pytest.raises(CheckpointError, match=r"folder of its own|folder of their own"):
+        convert(tmp_path, tmp_path)
+
+
+def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path)
+    convert(tmp_path, tmp_path)
+    config = read_checkpoint(tmp_path)[0]
+    (tmp_path / "tiny.gguf").unlink()
+    write_weights(tmp_path, hf_weights(config), "safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors with the config\.json and tokenizer\.json of other"):
+        convert(tmp_path, tmp_path)
+
+
+def test_weights_in_a_folder_that_others_were_converted_to_are_refused(tmp_path: Path) -> None:
+    """Their config.json and tokenizer were overwritten."""
+    for seed, name in enumerate(("first", "second")):
+        folder = tmp_path / name
+        write_weights(folder, hf_weights(write_side_files(folder), seed), "safetensors")
+        update_manifest(folder, describe(folder, ["config.json", "model.safetensors"]))
+    convert(tmp_path / "first", tmp_path / "second")
+    load_model(tmp_path / "second")
+    with pytest.raises(CheckpointError, match=r"config\.json and tokenizer\.json of other weights"):
+        convert(tmp_path / "second", tmp_path / "second")
+
+
+def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = write_weights(tmp_path, hf_weights(write_side_files(tmp_path)), "safetensors")
+    convert(tmp_path, tmp_path)
+    os.utime(path)
+    convert(tmp_path, tmp_path)
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_nothing_of_an_earlier_source_stays_elsewhere(tmp_path: Path) -> None:
+    first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "out"
+    for folder, extra in ((first, "generation_config.json"), (second, "tokenizer_config.json")):
+        write_weights(folder, hf_weights(write_side_files(folder)), "safetensors")
+        (folder / extra).write_text("{}")
+        convert(folder, out)
+        assert {path.name for path in out.iterdir()} == {
+            "model.pth",
+            "config.json",
+            "tokenizer.json",
+            "manifest.json",
+            extra,
+        }
+    (second / "tokenizer.json").write_text((second / "tokenizer.json").read_text().replace('"a"', '"A"'))
+    convert(second, out)
+    assert load_tokenizer(out).pieces()[0] == "A"
+    load_model(out)
