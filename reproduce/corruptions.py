@@ -1,0 +1,203 @@
+"""What damaged checkpoints come to: each kind of damage to each file of a tiny random model, converted and loaded.
+
+    python reproduce/corruptions.py [--repeats 6] [--seed 0] [--output reproduction/corruptions.jsonl]
+
+A case is refused (by the errors that a user is meant to see), accepted with the very weights, configuration and
+tokenizer of before ("harmless"), accepted with others ("wrong"), or it crashes. With a manifest nothing that was
+changed may be accepted; without one, nothing with wrong values but flipped or zeroed tensor data. Nothing may crash.
+The exit code is 1 if that does not hold.
+
+Some damage cannot be seen without a manifest and is tried with one only: values and names of keys in config.json,
+tokenizer.json or a GGUF's metadata that still make sense (another rope_theta, another token). Nor is a whole
+checkpoint of another model damage. The last line on stdout is the table as one JSON object.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from convert_hf_checkpoint import convert
+from engine.arguments import Parser
+from engine.provenance import append_record, provenance, require_appendable
+from engine.say import say
+from kv_cache.errors import UserError, exit_on_user_error
+from models import ModelConfig, load_model
+from models.default_model import ROOT
+from models.manifest import MANIFEST
+from models.tokenizer import load_tokenizer
+from reproduce.corrupting.damage import EDITS, damage
+from reproduce.corrupting.folders import HF_CONFIG, OTHER, make_folders
+
+TEXT = "Some text, and that is to be tokenised."
+OUTCOMES = ("refused", "harmless", "wrong", "crashed")
+DATA_KINDS = ("flip in data", "zero in data", "NaN or infinity")
+ANYWHERE = ("flip elsewhere", "zero elsewhere", "insert", "delete")
+ENDS = ("truncate", "append", "drop")
+MAY_BE_WRONG = DATA_KINDS[:2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of damage to one file of a folder that `make_folders` made; `number` tells repeats apart."""
+
+    folder: str
+    file: str
+    kind: str
+    manifest: bool
+    number: int
+
+    @property
+    def label(self) -> str:
+        """The file, and what it lies beside."""
+        return f"{self.folder}: {self.file}"
+
+
+def all_cases(repeats: int) -> Iterator[Case]:
+    """Every kind of damage to every file, `repeats` times at other places; every edit of JSON once."""
+    weights = [("safetensors", "model.safetensors"), ("sharded", "model-00001-of-00002.safetensors")]
+    weights += [("bin", "pytorch_model.bin"), ("gguf", "tiny.gguf"), ("converted", "model.pth")]
+    texts = [("sharded", "model.safetensors.index.json")]
+    texts += [(folder, file) for folder in ("safetensors", "converted") for file in EDITS if "index" not in file]
+    for folder, file in weights + texts:
+        for manifest in (True, False):
+            if file == MANIFEST and not manifest:
+                continue
+            is_fact = file == "tokenizer.json" or (folder, file) == ("safetensors", "config.json")
+            kinds = [*ENDS, *(() if is_fact and not manifest else ANYWHERE)]
+            if manifest or not (is_fact or folder == "gguf"):  # a GGUF is a whole model
+                kinds.append("swap")
+            if (folder, file) in weights:
+                kinds += DATA_KINDS
+            if file == MANIFEST:
+                kinds.remove("drop")
+            for kind in kinds:
+                for number in range(1 if kind in ("drop", "swap") else repeats):
+                    yield Case(folder, file, kind, manifest, number)
+            for number in range(len(EDITS.get(file, ()))):
+                yield Case(folder, file, "edit", manifest, number)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All of a checkpoint that a run uses."""
+
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    tokens: list[Any]
+
+    def equals(self, other: Loaded) -> bool:
+        ours, theirs = self.weights, other.weights
+        same = (self.config, self.tokens, ours.keys()) == (other.config, other.tokens, theirs.keys())
+        return same and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def use(folder: Path) -> Loaded:
+    """Convert what is to be converted, and load it."""
+    if folder.name != "converted":
+        convert(folder, folder / "out")
+        folder = folder / "out"
+    model, tokenizer = load_model(folder, prepack=False), load_tokenizer(folder)
+    return Loaded(model.config, dict(model.state_dict()), [tokenizer.encode(TEXT), tokenizer.pieces()])
+
+
+def outcome(case: Case, made: Path, wanted: Loaded, seed: int) -> str:
+    """`refused`, `harmless`, `wrong`, or `crashed` with the exception."""
+    rng = random.Random(f"{seed} {case}")
+    with tempfile.TemporaryDirectory() as scratch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        folder = Path(scratch) / case.folder
+        shutil.copytree(made / "model" / case.folder, folder)
+        other = made / "other" / case.folder / case.file
+        damage(folder / case.file, case.kind, other, case.number, case.manifest, rng)
+        if not case.manifest:
+            (folder / MANIFEST).unlink()
+        try:
+            return "harmless" if use(folder).equals(wanted) else "wrong"
+        except UserError:
+            return "refused"
+        except BaseException as error:  # a panic of the tokenizers package is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return f"crashed: {type(error).__name__}: {error}"
+
+
+def is_allowed(case: Case, seen: str) -> bool:
+    if case.manifest:
+        return seen == "refused"
+    return seen in ("refused", "harmless") or (seen == "wrong" and case.kind in MAY_BE_WRONG)
+
+
+def run(cases: Sequence[Case], seed: int) -> list[tuple[Case, str]]:
+    """What each case came to."""
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            make_folders(made / "model", HF_CONFIG)
+            make_folders(made / "other", OTHER)
+            wanted = {}
+            for name in {case.folder for case in cases}:
+                shutil.copytree(made / "model" / name, made / "whole" / name)
+                wanted[name] = use(made / "whole" / name)
+        return [(case, outcome(case, made, wanted[case.folder], seed)) for case in cases]
+
+
+def tabulate(results: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
+    """Counts of each outcome by file, kind and manifest."""
+    counts: dict[tuple[str, str, bool], Counter[str]] = {}
+    for case, seen in results:
+        counts.setdefault((case.label, case.kind, case.manifest), Counter())[seen.partition(":")[0]] += 1
+    return [
+        {
+            "file": file,
+            "kind": kind,
+            "manifest": manifest,
+            "cases": seen.total(),
+            **{name: seen[name] for name in OUTCOMES},
+        }
+        for (file, kind, manifest), seen in counts.items()
+    ]
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=6, help="cases of each kind for each file")
+    parser.add_argument("--seed", type=int, default=0, help="of the places and bits")
+    parser.add_argument("--output", default=str(ROOT / "reproduction" / "corruptions.jsonl"), help="for the record")
+    args = parser.parse_args()
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    require_appendable(args.output)
+    started = time.monotonic()
+    results = run(list(all_cases(args.repeats)), args.seed)
+    rows = tabulate(results)
+    columns = ("cases", *OUTCOMES)
+    say(f"{'file':<46}{'kind':<17}{'manifest':>8}" + "".join(f"{name:>10}" for name in columns))
+    for row in rows:
+        numbers = "".join(f"{row[name] or '-':>10}" for name in columns)
+        say(f"{row['file']:<46}{row['kind']:<17}{'yes' if row['manifest'] else 'no':>8}{numbers}")
+    broken = [f"{case}: {seen}" for case, seen in results if not is_allowed(case, seen)]
+    for line in broken:
+        say(f"must not be: {line}")
+    record = {"benchmark": "corruptions", "cases": len(results), "seed": args.seed, "must_not_be": len(broken)}
+    record |= {"seconds": round(time.monotonic() - started, 1), "table": rows, **provenance()}
+    append_record(args.output, record)
+    print(json.dumps(record), flush=True)
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
