@@ -33,6 +33,8 @@ ADAPTIVE = ("test_adaptive.py",)
 COSTS = ("test_cost_model.py",)
 POINTWISE_CPP = ("test_pointwise_cpp.py",)
 CAPTURED = ("test_captured_rounds.py",)
+SIDE_FILES = ("test_side_files.py",)
+FILE_SUMS = ("test_file_sums.py",)
 
 VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
@@ -853,5 +855,34 @@ MUTANTS = (
         "if largest >= vocab_size",
         "if largest > vocab_size",
         ("test_benchmarks.py",),
+    ),
+    # Checkpoints
+    Mutant(
+        "what was made from a GGUF that is gone is the user's own",
+        "models/side_files.py",
+        'if listed.get(name, {}).get("generated")}',
+        "if name not in listed}",
+        SIDE_FILES,
+    ),
+    Mutant(
+        "weights go with the config.json of those before",
+        "models/side_files.py",
+        "set() if all(known) else others",
+        "set() if any(listed) else others",
+        SIDE_FILES,
+    ),
+    Mutant(
+        "a file whose time of change was put back is the same version",
+        "models/file_sums.py",
+        "stat.st_mtime_ns, stat.st_ctime_ns)))",
+        "stat.st_mtime_ns)))",
+        FILE_SUMS,
+    ),
+    Mutant(
+        "bytes beyond the last tensor of a GGUF are nothing to it",
+        "models/gguf_reader.py",
+        "if len(reader.data) != end:",
+        "if len(reader.data) < end:",
+        ("test_gguf.py",),
     ),
 )
