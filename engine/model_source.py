@@ -85,8 +85,8 @@ class ModelSource:
 
 
 def find_model(path: str, load_format: str, name: str | None, flag: str, verify: bool = False) -> ModelSource:
-    """The model that `flag` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are there,
-    and whole.
+    """The model that `flag` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are
+    there, and whole.
 
     A path to random weights need not exist: its folder's name is then that of a published configuration.
     Errors: CheckpointError, ConfigError.

@@ -79,7 +79,8 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The configuration of one part: its heads, feed-forward units and token ids; `dim` is that of the whole."""
+    """The configuration of one part: its heads, feed-forward units and token ids; `dim` is that of the whole. It has no
+    end tokens, which are ids of the whole."""
     first, end = shard.span(config.n_kv_head)
     units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
     return replace(
@@ -88,6 +89,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         n_kv_head=end - first,
         ffn_dim=units[1] - units[0],
         vocab_size=ids[1] - ids[0],
+        eos_tokens=(),
     )
 
 
@@ -171,7 +173,7 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
     head = model.output or _tied_head(weight)
     model.output = VocabParallelHead(head, vocab_widths(config.vocab_size, shard.count), exchange)
     model.tok_embeddings = VocabParallelEmbedding(weight, shard.span(config.vocab_size), exchange)
-    model.config = replace(model.config, vocab_size=config.vocab_size)
+    model.config = replace(model.config, vocab_size=config.vocab_size, eos_tokens=config.eos_tokens)
 
 
 def _tied_head(weight: Tensor) -> nn.Module:

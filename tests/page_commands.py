@@ -44,7 +44,7 @@ STUBS = {
 }
 # Programs without a plan of memory and ranks: only their flags are read.
 UNPLANNED = (
-    "reproduce/plot.py",
+    *("reproduce/plot.py", "reproduce/corruptions.py"),
     *("download.py", "convert_hf_checkpoint.py", "tests/mutants.py"),
     *("reproduce/gpu.py", "reproduce/kernel_report.py", "reproduce/two_ranks.py", "reproduce/rank_death.py"),
     *("reproduce/performance_page.py", "reproduce/published_page.py"),

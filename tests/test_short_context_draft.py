@@ -70,8 +70,8 @@ class OneBlock:
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, None]:
         return positions, None
 
-    def write(self, layer: int, slots: None, keys: Tensor, values: Tensor) -> None:
-        self._block = KV(keys, values)
+    def write(self, layer: int, slots: None, new: Tensor) -> None:
+        self._block = KV(new[:, :, 0], new[:, :, 1])
 
     def read(self, layer: int) -> KV:
         return self._block
