@@ -17,7 +17,7 @@ from engine.distributed import is_leader
 from engine.drafters import Drafter
 from engine.measure_costs import measure_costs, rounds_in_turn
 from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
-from engine.provenance import append_record
+from engine.provenance import append_or_put_off
 from engine.requests import Request
 from engine.say import say
 from engine.setup import Setup, make_drafters
@@ -186,10 +186,11 @@ class _DecodeProgress:
         self.bar.update(n_tokens)
 
     def finished(self, request: Request) -> None:
-        if self.setup.ranks.leads:
+        path = self.setup.args.save_rows
+        if path is not None and self.setup.ranks.leads:
             row = {"run": self.setup.run, "pass": self.phase, "row": request.index}
             row |= {"finish_reason": request.finish_reason, "tokens": request.tokens}
-            append_record(self.setup.args.save_rows, row)
+            append_or_put_off(path, row, self.setup.put_off)
 
 
 def _bar(name: str, total: int) -> tqdm:

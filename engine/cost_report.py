@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from engine.acceptance import AcceptanceRate
 from engine.cost_model import CostGrid, tokens_per_round
 from engine.flag_names import flags_named
 from engine.measure_grid import ACCEPTANCE_GAMMA, Draft, measure_acceptance, measure_grid, prepare_largest
-from engine.provenance import append_record, provenance
+from engine.provenance import provenance, publish
 from engine.report import settings_record
 from kv_cache.errors import ConfigError, exit_on_user_error
 
@@ -105,14 +104,11 @@ def _main() -> None:
         "best": best,
         **provenance(),
     }
-    append_record(args.output, record)  # first: whoever reads what is printed may leave
-    print(f"\n{cost_table(grid)}\n")
+    tables = [f"\n{cost_table(grid)}"]
     if args.alpha is None:
-        print(f"{acceptance_table(drafts, acceptances)}\n")
-    for draft in grid.drafts:
-        print(f"{heat_map(grid, draft, acceptances, args.gammas)}\n")
-    print(f"{best_table(best)}\n")
-    print(json.dumps(record), flush=True)
+        tables.append(acceptance_table(drafts, acceptances))
+    tables += [heat_map(grid, draft, acceptances, args.gammas) for draft in grid.drafts]
+    publish(args.output, record, *(f"{table}\n" for table in [*tables, best_table(best)]))
 
 
 def check(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.notes import notes
 from engine.pacing import Choice
-from engine.provenance import append_record, provenance
+from engine.provenance import provenance, publish
 from engine.say import dtype_name
 from engine.settings import AUTO, DraftSettings
 from engine.setup import Setup
@@ -310,27 +310,30 @@ def drafting_budget(setup: Setup, choice: Choice) -> int | None:
 
 
 def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
-    """Append the record to --output; print the texts asked for, the table, and last the record. One rank does."""
+    """Print the texts asked for, the table, and last the record; append it to --output. One rank does.
+
+    Errors: ConfigError if either failed, or what the run put off.
+    """
     record = make_record(benchmark, setup, passes)
     if not setup.ranks.leads:
         return
-    append_record(setup.args.output, record)  # before any reader of what is printed can leave
     args, output = setup.args, passes.speculative or passes.baseline
     assert output is not None
+    texts = []
     if setup.tokenizer or args.printoutput:  # random weights have no tokenizer: their rows are shown as ids
         shown = output.tokens if args.printoutput else output.tokens[:1]
         for row, tokens in enumerate(shown):
             text = setup.tokenizer.decode(tokens) if setup.tokenizer else tokens
-            print(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
-    print(
+            texts.append(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
+    headline = (
         f"\n  {record['model']}, {record['device']}, {record['dtype']}"
         f"{_storage(setup)}{_splitting(setup)}{_drafting(setup)}: "
         f"{args.B} rows at a time, "
         f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
     )
-    print("\n".join([table(record), *(f"  {note}" for note in notes(record, setup.draft))]) + "\n")
-    print(json.dumps(record), flush=True)
+    said = "\n".join([table(record), *(f"  {note}" for note in notes(record, setup.draft))]) + "\n"
+    publish(args.output, record, *texts, headline, said, put_off=setup.put_off)
 
 
 def _drafting(setup: Setup) -> str:

@@ -23,6 +23,7 @@ from engine.runner import ModelRunner, RemoteRunner
 from engine.say import dtype_name, say
 from engine.settings import GREEDY, DraftSettings, Sampling
 from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
+from kv_cache.errors import UserError
 from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.llama import attention_spec, select_layers
@@ -37,7 +38,8 @@ class Setup:
 
     On a rank that has no part of a standalone draft, `draft_model` is None. `startup_bytes`: what the process
     held of its device's memory before anything was loaded, on a CPU mostly Python and PyTorch themselves.
-    `run`: what the record and the saved rows of this run have in common.
+    `run`: what the record and the saved rows of this run have in common. `put_off`: errors that a run outlives,
+    and ends with.
     """
 
     args: argparse.Namespace
@@ -56,6 +58,7 @@ class Setup:
     dataset: str | None = None
     startup_bytes: int = 0
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    put_off: list[UserError] = field(default_factory=list)
 
     @property
     def ranks(self) -> Ranks:

@@ -1,7 +1,8 @@
-"""Output whose reader may leave before its end, as in `... | head`."""
+"""Output whose reader may leave before its end, as in `... | head`, or that has no place for a character."""
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
@@ -18,7 +19,10 @@ def readers_may_leave() -> Iterator[None]:
     """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE.
 
     An exit code that it had already chosen stays, and a pipe of its own that breaks is an error like any other.
+    What stdout's encoding does not have is escaped, as on stderr.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         _flush(STDOUT)
@@ -35,7 +39,7 @@ def readers_may_leave() -> Iterator[None]:
 
 def tell(message: str) -> None:
     """Say it on stderr, if anybody still reads there."""
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         print(message, file=sys.stderr, flush=True)
     _let_go(STDERR)
 
@@ -47,15 +51,16 @@ def _flush(fd: int) -> None:
 
 
 def _let_go(fd: int) -> bool:
-    """Write out what is buffered; whether the reader has left. Then the rest goes nowhere: Python flushes once more
-    when it ends, and would complain and exit with 120.
+    """Write out what is buffered; whether the reader has left. Then, or where nothing can be written for another
+    reason, the rest goes nowhere: Python flushes once more when it ends, and would complain and exit with 120.
     """
+    has_left, has_failed = False, False
     try:
         _flush(fd)
         has_left = _has_lost_its_reader(fd)
     except OSError as error:
-        has_left = isinstance(error, BrokenPipeError)
-    if has_left:
+        has_left, has_failed = isinstance(error, BrokenPipeError), True
+    if has_left or has_failed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, fd)
         os.close(nowhere)

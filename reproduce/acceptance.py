@@ -9,7 +9,6 @@ share of distinct 4-grams says how much a text repeats itself. The record is the
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import common.interrupts
 from engine import arguments, benchmark, report, settings
 from engine.data import make_prompts
 from engine.flag_names import flags_named
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import provenance, publish, require_appendable
 from engine.say import say
 from engine.setup import Setup, make_drafter, prepare
 from engine.stats import Counts, total
@@ -97,8 +96,7 @@ def main() -> None:
         "rows": rows,
         **provenance(),
     }
-    append_record(args.output, record)
-    print(json.dumps(record), flush=True)
+    publish(args.output, record)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -19,7 +19,6 @@ near-tie of another kind. Ends with code 0 if the certificate holds, 1 if not, 2
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ import torch
 from engine import GenerateOutput, arguments, benchmark, report, settings
 from engine.certificate import Calibration, Certificate, calibrate, certify, replay
 from engine.data import make_prompts
-from engine.provenance import append_record, provenance
+from engine.provenance import provenance, publish
 from engine.say import dtype_name, say
 from engine.setup import Setup, make_drafter
 from engine.setup import prepare as prepare_setup
@@ -224,10 +223,8 @@ def main() -> None:
     strict = certify(seen, calibration.gap_change / 2) if params.greedy else None
 
     record = make_record(setup, output, calibration, result, strict)
-    append_record(args.output, record)  # first: whoever reads what is printed may leave
-    print(f"\n  {record['model']}, {record['device']}, {record['dtype']}, {record['verification']}\n")
-    print(table(record) + "\n")
-    print(json.dumps(record), flush=True)
+    headline = f"\n  {record['model']}, {record['device']}, {record['dtype']}, {record['verification']}\n"
+    publish(args.output, record, headline, table(record) + "\n")
     if not record["holds"]:
         sys.exit(1)
 

@@ -9,7 +9,6 @@ differ at near-ties: reproduce/certify.py tells those from errors.
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +31,11 @@ from engine import (
 )
 from engine.drafters import Drafter
 from engine.flag_names import flags_named
-from engine.provenance import append_record, provenance
+from engine.provenance import append_or_put_off, provenance, publish
 from engine.say import dtype_name, say
 from engine.setup import Setup, prepare
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError, exit_on_user_error
+from kv_cache.errors import ConfigError, UserError, exit_on_user_error
 
 SHORTER_BY = 37  # tokens, from each row to the next
 MAX_GAMMA, N_SINK = 5, 4
@@ -178,18 +177,19 @@ def main() -> None:
     setup = dataclasses.replace(setup, prompts=prompts)
     say("plain decoding")
     baseline = decode(setup, setup.runner, None, list(range(len(prompts))))
+    put_off: list[UserError] = []
     lines, records = ["| way | identical rows | acceptance | tokens per round |", "|---|---|---|---|"], []
     for way in ways(setup, baseline, args.budgets):
         record = run_way(setup, way, baseline)
-        append_record(args.output, record)
+        append_or_put_off(args.output, record, put_off)
         records.append(record)
         same, rate = f"{record['identical_sequences']} of {record['sequences']}", record["acceptance_rate"]
         shown = "-" if rate is None else rate
         lines.append(f"| {way.name} | {same} | {shown} | {record['mean_accepted_length']} |")
         say(f"{way.name}: {same} rows identical")
-    print("\n".join(lines))
     differing = sum(record["sequences"] - record["identical_sequences"] for record in records)
-    print(json.dumps({"benchmark": "coupled_identity", "ways": len(records), "rows_that_differ": differing}))
+    summary = {"benchmark": "coupled_identity", "ways": len(records), "rows_that_differ": differing}
+    publish(None, summary, *lines, put_off=put_off)
     sys.exit(1 if differing else 0)
 
 

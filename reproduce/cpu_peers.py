@@ -11,7 +11,6 @@ which as another model may write another text. Needs requirements-dev.txt.
 import argparse
 import copy
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import common.interrupts
 import torch
 
 from engine import arguments, benchmark, generate, report
-from engine.provenance import append_record, provenance
+from engine.provenance import provenance, publish
 from engine.runner import ModelRunner
 from engine.setup import Setup, prepare
 from kv_cache.errors import exit_on_user_error
@@ -159,8 +158,7 @@ def main() -> None:
         **provenance(),
     }
     record = report.rounded(record)
-    append_record(args.output, record)
-    print(json.dumps(record), flush=True)
+    publish(args.output, record)
 
 
 if __name__ == "__main__":

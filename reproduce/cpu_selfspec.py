@@ -22,7 +22,7 @@ import common.interrupts
 
 from engine import arguments, benchmark, report, settings
 from engine.noise import Source, compiled_source, in_passes
-from engine.provenance import append_record, provenance
+from engine.provenance import append_or_put_off, provenance, publish
 from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
 from kv_cache.errors import ConfigError, exit_on_user_error
@@ -167,11 +167,11 @@ def main() -> None:
             passes = benchmark.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
             record = report.make_record("cpu_selfspec", own, passes)
             records[cell].append(record)
-            append_record(args.output, record)
-    summaries = [report.rounded(summarise(kept)) for kept in records.values()]
-    for summary in summaries:
-        append_record(args.output, summary)
-    print("\n".join(map(json.dumps, summaries)), flush=True)
+            append_or_put_off(args.output, record, setup.put_off)
+    *others, last = [report.rounded(summarise(kept)) for kept in records.values()]
+    for summary in others:
+        append_or_put_off(args.output, summary, setup.put_off)
+    publish(args.output, last, *map(json.dumps, others), put_off=setup.put_off)
 
 
 if __name__ == "__main__":

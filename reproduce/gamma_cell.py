@@ -12,7 +12,6 @@ cost_model_error.py compares it with what the cost model predicts.
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
 from engine.flag_names import flags_named
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import provenance, publish, require_appendable
 from engine.settings import DraftSettings
 from engine.setup import Setup, make_drafters, prepare
 from engine.stats import total
@@ -121,8 +120,7 @@ def main() -> None:
         "rows": [_row(way, runs[way.name], runs[plain.name]) for way in ways],
         **provenance(),
     }
-    append_record(args.output, record)
-    print(json.dumps(record), flush=True)
+    publish(args.output, record)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -30,8 +30,8 @@ import common.interrupts
 import torch
 
 from engine.arguments import Parser
-from engine.provenance import append_record, provenance, require_appendable
-from kv_cache.errors import ConfigError, exit_on_user_error
+from engine.provenance import append_or_put_off, provenance, require_appendable
+from kv_cache.errors import ConfigError, UserError, exit_on_user_error
 from reproduce.gpu_parts.cells import DONE, ERROR, SKIPPED, Options
 from reproduce.gpu_parts.worker import PARTS, RESTART
 
@@ -157,6 +157,7 @@ def main() -> None:
     args: argparse.Namespace = parser.parse_args()
     options = resolve_options(args.device, args.quick)
     require_appendable(args.output)
+    put_off: list[UserError] = []
     run, lock, ends = f"{time.time():.0f}-{os.getpid()}", threading.Lock(), Counter[str]()
 
     if args.time_limit < 0:
@@ -170,7 +171,7 @@ def main() -> None:
 
     def keep(record: dict) -> None:
         with lock:
-            append_record(args.output, record | {"gpu_run": run, "quick": args.quick})
+            append_or_put_off(args.output, record | {"gpu_run": run, "quick": args.quick}, put_off)
             ends[record["status"]] += 1
             why = (record.get("error") or record.get("reason") or "").partition("\n")[0]
             print(f"{record['status']:>8}  {record['part']}  {record['cell']}  {why}".rstrip(), flush=True)
@@ -179,6 +180,8 @@ def main() -> None:
     run_parts(args.parts, options, args.time_limit, keep)
     counted = ", ".join(f"{count} {status}" for status, count in sorted(ends.items()))
     print(f"{counted or 'no cells'} in {time.time() - started:.0f} s")
+    if put_off:
+        raise put_off[0]
     if set(ends) - {DONE, SKIPPED}:
         sys.exit(1)
 

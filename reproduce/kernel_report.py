@@ -22,7 +22,7 @@ import common.interrupts
 import torch
 
 from engine.arguments import Parser
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import provenance, publish, require_appendable
 from engine.say import say
 from kv_cache.entries import KV, LARGEST
 from kv_cache.errors import ConfigError, exit_on_user_error
@@ -225,9 +225,8 @@ def main() -> None:
         "kernels": [asdict(report) for report in reports],
         **provenance(),
     }
-    append_record(args.output, record)  # first: whoever reads what is printed may leave
-    print("\n".join(lines))
-    print(f"{len(reports)} variants, at most {record['max_registers']} registers, {len(found)} problems")
+    summary = f"{len(reports)} variants, at most {record['max_registers']} registers, {len(found)} problems"
+    publish(args.output, record, *lines, summary)
     if found:
         print("\n".join(found), file=sys.stderr)
         sys.exit(1)

@@ -28,7 +28,7 @@ import common.interrupts
 import psutil
 
 from engine.arguments import Parser
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import is_torn, provenance, publish, read_lines, require_appendable
 from kv_cache.errors import ConfigError, UserError, exit_on_user_error
 from models.default_model import ROOT
 from reproduce.sweeping.cells import Cell
@@ -126,9 +126,14 @@ def write_grid(cells: Sequence[Cell], path: Path) -> None:
     path.write_text("\n".join(tables))
 
 
+def rows_in(output: Path) -> list[dict]:
+    """The file's rows; what kills left of others is none."""
+    return [row for _, row in read_lines(output)]
+
+
 def lines_in(output: Path) -> list[bytes]:
-    """The lines of a file, the last one of which is empty unless it was torn."""
-    return output.read_bytes().split(b"\n") if output.exists() else [b""]
+    """The lines of a file; torn ones are those that a kill cut off."""
+    return output.read_bytes().split(b"\n")
 
 
 def size_of(path: Path) -> int:
@@ -147,7 +152,7 @@ def wait_for_moment(runner: Runner, moment: str, cells: Sequence[Cell], output: 
         until = time.monotonic() + rng.uniform(0, ANYWHERE_SECONDS)
         return runner.wait_for(lambda: time.monotonic() > until, 0.0005)
     # Not the first row: the log of its cell may be that of a runner that was killed.
-    n_rows = len(lines_in(output)) - 1 + rng.randint(1, 2)
+    n_rows = len(rows_in(output)) + rng.randint(1, 2)
     if n_rows >= len(cells):
         return runner.wait_for(lambda: False, 0.001)
     log = logs_of(output) / f"{cells[n_rows].key}.log"
@@ -193,12 +198,12 @@ def disturbed_sweep(
         if spent or not wait_for_moment(runner, moment, cells, output, rng):
             runner.wait_for(runner.is_over, 0.01)
             require_success(runner, output)
+            tally.torn_rows += sum(map(is_torn, lines_in(output)))
             return
         size = size_of(output)
         runner.kill()
         tally.kills[moment] += 1
         note_survivors(cells, tally)
-        tally.torn_rows += lines_in(output)[-1] != b""
         tally.unwritten += moment == "before the row" and size_of(output) == size
 
 
@@ -216,14 +221,13 @@ def require_success(runner: Runner, output: Path) -> None:
 
 def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[str, int]:
     """Rows that are not there, there twice, or other than those of the undisturbed run."""
-    *lines, rest = lines_in(output)
-    rows, expected = [json.loads(line) for line in lines], [json.loads(line) for line in lines_in(undisturbed)[:-1]]
+    rows = rows_in(output)
     counts = Counter(row["key"] for row in rows)
-    same = {row["key"]: comparable(row) for row in expected}
+    same = {row["key"]: comparable(row) for row in rows_in(undisturbed)}
     return {
         "lost": sum(cell.key not in counts for cell in cells),
         "twice": sum(count > 1 for count in counts.values()),
-        "changed": sum(comparable(row) != same.get(row["key"]) for row in rows) + (rest != b""),
+        "changed": sum(comparable(row) != same.get(row["key"]) for row in rows) + is_torn(lines_in(output)[-1]),
         "out_of_order": [row["key"] for row in rows] != [cell.key for cell in cells],
     }
 
@@ -280,12 +284,11 @@ def main() -> None:
         write_grid(cells, grid)
         seen = disturb(cells, args.kills, rng, Path(folder), start_command(grid), progress=True)
     record = {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}
-    append_record(args.output, record)  # first: whoever reads what is printed may leave
-    print(
+    summary = (
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"
     )
-    print(json.dumps(record), flush=True)
+    publish(args.output, record, summary)
     if not is_sound(seen):
         sys.exit(1)
 

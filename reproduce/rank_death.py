@@ -22,7 +22,7 @@ import common.interrupts
 import psutil
 
 from engine.arguments import Parser
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import provenance, publish, require_appendable
 from engine.say import say
 from kv_cache.errors import UserError, exit_on_user_error
 
@@ -93,8 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seen = kill_and_watch(args.rank, Path(folder))
     record = {"benchmark": "rank_death", "run": RUN, "ranks": 2, **seen, **provenance()}
-    append_record(args.output, record)
-    print(json.dumps(record), flush=True)
+    publish(args.output, record)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ POINTWISE_CPP = ("test_pointwise_cpp.py",)
 CAPTURED = ("test_captured_rounds.py",)
 SIDE_FILES = ("test_side_files.py",)
 FILE_SUMS = ("test_file_sums.py",)
+RECORDS = ("test_provenance.py",)
 
 VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
@@ -45,6 +46,7 @@ STANDALONE = "engine/drafters/standalone.py"
 STREAMING = "kv_cache/streaming.py"
 SNAPKV = "kv_cache/snapkv.py"
 SHARDS = "models/tensor_parallel.py"
+PROVENANCE = "engine/provenance.py"
 
 MUTANTS = (
     # Randomness
@@ -884,5 +886,20 @@ MUTANTS = (
         "if len(reader.data) != end:",
         "if len(reader.data) < end:",
         ("test_gguf.py",),
+    ),
+    # Records
+    Mutant(
+        "a record goes on the line that a killed run left unfinished",
+        PROVENANCE,
+        'b"" if file.read() == b"\\n" else b"\\n"',
+        'b""',
+        RECORDS,
+    ),
+    Mutant(
+        "a record that nobody reads is not appended",
+        PROVENANCE,
+        "    finally:\n        append_record(path, record)",
+        "    append_record(path, record)",
+        RECORDS,
     ),
 )

@@ -7,7 +7,6 @@ fail without one, or if a bug no longer fits the source.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ import common.interrupts
 from mutant_table import MUTANTS, Mutant
 
 from engine.arguments import Parser
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import provenance, publish, require_appendable
 from engine.say import say
 from kv_cache.errors import ConfigError, exit_on_user_error
 
@@ -128,10 +127,7 @@ def main() -> None:
             bugs.append({"bug": mutant.bug, "file": mutant.file, "killed_by": result.killed_by})
     survivors = sum(bug["killed_by"] is None for bug in bugs)
     record = {"benchmark": "mutants", "killed": len(bugs) - survivors, "of": len(bugs), "bugs": bugs, **provenance()}
-    append_record(args.output, record)  # first: whoever reads what is printed may leave
-    print("\n".join(lines))
-    print(f"\n{record['killed']} of {record['of']} bugs killed\n")
-    print(json.dumps(record))
+    publish(args.output, record, *lines, f"\n{record['killed']} of {record['of']} bugs killed\n")
     sys.exit(1 if survivors else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import math
 import os
@@ -121,51 +122,58 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert json.loads(appended) == run.record
 
 
-def test_selfspec_without_baseline_over_a_full_draft_cache(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+def test_selfspec_without_baseline_over_a_full_draft_cache(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = {"--model": checkpoint, "--dataset": books / "book1.txt", "--model_name": "org/a-name"}
     flags = ["--no_baseline", "--draft_policy", "full", "--dtype", "float64"]
-    run = run_script("selfspec", flat(paths | SIZES | {"--gamma": GAMMA}) + flags, tmp_path)
+    record = run_here("selfspec", flat(paths | SIZES | {"--gamma": GAMMA}) + flags, monkeypatch, capsys)
     nulls = {"seed", "identical_sequences", *OF_BASELINE, *OF_SPEEDUP, *OF_PHASES}
-    check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
-    assert run.record["model"] == "org/a-name"
-    assert run.record["acceptance_rate"] == 1.0
-    assert run.record["acceptance_per_position"] == [1.0] * GAMMA
-    assert run.record["draft_budget"] == PREFIX_LEN + GEN_LEN + GAMMA + 1
-    assert run.record["tokens_generated"] == 2 * GEN_LEN
+    check_record(record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
+    assert record["model"] == "org/a-name"
+    assert record["acceptance_rate"] == 1.0
+    assert record["acceptance_per_position"] == [1.0] * GAMMA
+    assert record["draft_budget"] == PREFIX_LEN + GEN_LEN + GAMMA + 1
+    assert record["tokens_generated"] == 2 * GEN_LEN
 
 
-def test_selfspec_with_gamma_zero(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+def test_selfspec_with_gamma_zero(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = {"--model": checkpoint, "--dataset": books}
     flags = ["--gamma", "0", "--benchmark", "--dtype", "float64"]
-    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
-    check_record(
-        run.record, benchmark="selfspec", n_prompts=2, gamma=0, nulls={"seed", "acceptance_rate", "draft_step_ms"}
-    )
-    assert run.record["mean_accepted_length"] == 1.0
-    assert run.record["acceptance_per_position"] == []
-    assert run.record["drafted"] == 0
-    assert run.record["identical_sequences"] == 2
+    record = run_here("selfspec", flat(paths | SIZES | DRAFT) + flags, monkeypatch, capsys)
+    check_record(record, benchmark="selfspec", n_prompts=2, gamma=0, nulls={"seed", "acceptance_rate", "draft_step_ms"})
+    assert record["mean_accepted_length"] == 1.0
+    assert record["acceptance_per_position"] == []
+    assert record["drafted"] == 0
+    assert record["identical_sequences"] == 2
 
 
-def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
+def test_selfspec_on_random_weights(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The costs are real, what depends on the text is null. No weights, tokenizer or data set are read."""
     (tmp_path / "only").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "only")
     paths = {"--model": "only/model.pth", "--load_format": "dummy"}
-    run = run_script("selfspec", [*flat(paths | SIZES | DRAFT), "--benchmark"], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    record = run_here("selfspec", [*flat(paths | SIZES | DRAFT), "--benchmark"], monkeypatch, capsys)
     nulls = {"seed", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_REAL_WEIGHTS}
-    check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
-    assert run.record["load_format"] == "dummy"
-    assert run.record["dtype"] == "float32"
+    check_record(record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
+    assert record["load_format"] == "dummy"
+    assert record["dtype"] == "float32"
 
 
-def test_selfspec_stops_rows_at_their_end(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+def test_selfspec_stops_rows_at_their_end(
+    checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = {"--model": checkpoint, "--dataset": books}
     flags = ["--num_prompts", "6", "--stop_at_eos", "--dtype", "float64"]
-    run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
-    check_record(run.record, benchmark="selfspec", n_prompts=6, gamma=GAMMA, nulls={"seed", *OF_PHASES})
-    assert run.record["identical_sequences"] == 6
-    assert 6 < run.record["tokens_generated"] < 6 * GEN_LEN
+    record = run_here("selfspec", flat(paths | SIZES | DRAFT) + flags, monkeypatch, capsys)
+    check_record(record, benchmark="selfspec", n_prompts=6, gamma=GAMMA, nulls={"seed", *OF_PHASES})
+    assert record["identical_sequences"] == 6
+    assert 6 < record["tokens_generated"] < 6 * GEN_LEN
 
 
 def run_here(
@@ -304,6 +312,8 @@ BAD_INPUT = {
     "unknown device": Bad("--device tpu", ("--device", "tpu", "--device auto")),
     "no such data set": Bad("--dataset nowhere.txt", ("nowhere.txt", "no such file")),
     "results in a missing folder": Bad("--output missing/results.jsonl", ("--output", "missing/results.jsonl")),
+    "results in a device": Bad("--save_rows /dev/full", ("--save_rows", "/dev/full", "a pipe or a device")),
+    "results in a checkpoint": Bad("--output ../checkpoint/model.pth", ("--output", "lines of JSON")),
     "results in a folder's place": Bad("--output .", ("--output", "seen:     .")),
     "no such preset": Bad("--load_format dummy --model_name org/unknown", ("org/unknown", "meta-llama/Llama-2-7b-hf")),
     "ranks that do not run": Bad("--rank_group 0 1", ("--rank_group", "seen:     0 1", "--nproc_per_node=2")),
@@ -386,6 +396,31 @@ def refusal(
     message = printed.err[printed.err.index("error: ") :]
     assert not names_the_alias_alone(message)
     return message
+
+
+def test_a_full_disk_loses_nothing_of_a_run(
+    checkpoint: Path,
+    books: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows and record are printed, the record last; one warning while it runs, and one error at its end."""
+
+    def full_disk(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    paths = {"--model": checkpoint, "--dataset": books, "--save_rows": tmp_path / "r", "--output": tmp_path / "o"}
+    with pytest.raises(SystemExit) as ending:
+        run_here("baseline", flat(paths | SIZES), monkeypatch, capsys)
+    assert ending.value.code == 2
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [json.loads(line)["row"] for line in lines if line.startswith('{"run"')] == [0, 1]
+    assert json.loads(lines[-1])["benchmark"] == "baseline"
+    assert len(re.findall("^warning: a record could not be appended", printed.err, re.MULTILINE)) == 1
+    assert len(re.findall("^error: a record could not be appended", printed.err, re.MULTILINE)) == 1
 
 
 @pytest.mark.parametrize("what", OTHER_DRAFTS)

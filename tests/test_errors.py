@@ -41,14 +41,16 @@ REFUSAL = b"error: too small\n  where:    --B\n  seen:     0\n  required: 1 or m
 UNREAD_CODE = 141
 
 
-def run(body: str, *, how: str = ALONE, leave: str = "", lines: int = 0) -> tuple[int, bytes, bytes]:
-    """The exit code of a program with that `main`, and what it printed.
+def run(
+    body: str, *, how: str = ALONE, leave: str = "", lines: int = 0, encoding: str = "utf-8"
+) -> tuple[int, bytes, bytes]:
+    """The exit code of a program with that `main`, and what it printed in that encoding.
 
     leave: of `stdout` or `stderr` only so many lines are read, and then nobody reads it any more.
     """
     program = PROGRAM.format(how=how, body=indent(body, "    "))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    environment |= FIRST_OF_TWO if how == ON_RANKS else {}
+    environment |= {"PYTHONIOENCODING": encoding} | (FIRST_OF_TWO if how == ON_RANKS else {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, **pipes) as started:
         streams = {"stdout": started.stdout, "stderr": started.stderr}
@@ -122,3 +124,14 @@ def test_a_reader_may_leave_while_he_is_told_of_an_error():
     late = f"class Late(ConfigError):\n    def __str__(self):\n        {saying}\n"
     raised = "raise Late('', where='', seen='', required='', fix='')"
     assert run(f"{late}print(1)\n{raised}", leave="stderr", lines=1) == (2, b"1\n", b"wait\n")
+
+
+def test_what_stdout_cannot_encode_is_escaped():
+    body = r"print('caf\u00e9 \u20ac \ud800')"
+    assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")
+    assert run(body, encoding="utf-8") == (0, "caf\u00e9 \u20ac ".encode() + rb"\ud800" + b"\n", b"")
+
+
+def test_a_user_error_stays_one_where_nothing_can_be_printed():
+    to_full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint(1)\n"
+    assert run(f"{to_full}{REFUSE}") == (2, b"", REFUSAL)

@@ -64,7 +64,7 @@ def test_check_fails_on_a_stale_page(tmp_path, monkeypatch, capsys):
     assert run() == 0 and "91 %" in stale.read_text()
 
 
-@pytest.mark.parametrize("damage", ['{"benchmark": "gpu', "[]", "\x00", b"\xff{}".decode("latin-1")])
+@pytest.mark.parametrize("damage", ['{"benchmark": gpu}', "[]", "\x00", b"\xff{}".decode("latin-1")])
 def test_a_damaged_line_is_named(tmp_path, damage):
     cell = json.dumps(ORIGIN | bandwidth_cell("triton", 0.91))
     file = tmp_path / "gpu.jsonl"
@@ -73,13 +73,15 @@ def test_a_damaged_line_is_named(tmp_path, damage):
         page(tmp_path)
 
 
-def test_an_empty_line_and_a_torn_last_one_are_no_records(tmp_path):
+def test_an_empty_line_and_a_torn_one_are_no_records(tmp_path):
     whole, next_one = (json.dumps(ORIGIN | bandwidth_cell(name, 0.91)) for name in ("triton", "torch"))
     file = tmp_path / "gpu.jsonl"
     file.write_text(f"{whole}\n")
     of_one = page(tmp_path)
     file.write_text(f"{whole}\n \n{next_one[:-1]}")
     assert page(tmp_path) == of_one and "torch |" not in of_one
+    file.write_text(f"{next_one[:-1]}\n{whole}\n")
+    assert page(tmp_path) == of_one
     file.write_text(f"{whole}\n \n{next_one}")
     assert "torch |" in page(tmp_path)
 

@@ -1,57 +1,62 @@
-"""Records survive kill -9: no whole line is lost, none is there twice, and a torn one is dropped."""
+"""Records survive kill -9 and failing outputs, and nothing that was there before them is changed."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
-import subprocess
+import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from engine.provenance import append_record
+from engine.provenance import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
+from kv_cache.errors import ConfigError, UserError
 
-ROOT = Path(__file__).resolve().parents[1]
 N_RECORDS = 400
-RESUME = f"""
-import sys
-from engine.provenance import append_record
-path, done = sys.argv[1], int(sys.argv[2])
-print("ready", flush=True)
-for number in range(done, {N_RECORDS}):
-    append_record(path, {{"number": number, "text": "x" * 2000}})
-"""
 
 
-def whole_lines(path: Path) -> list[dict]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def records(path: Path) -> list[dict]:
+    return [record for _, record in read_lines(path)]
+
+
+def write_the_rest(path: Path) -> int:
+    """Begin to append the records that are not there, in a process of its own; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for number in range(len(records(path)), N_RECORDS):
+            append_record(str(path), {"number": number, "text": "x" * 2000})
+    finally:
+        os._exit(0)
 
 
 def test_resuming_after_kill_9_loses_no_record_and_repeats_none(tmp_path):
     path, rng, kills = tmp_path / "results.jsonl", random.Random(0), 0
-    while len(whole_lines(path)) < N_RECORDS:
-        command = [sys.executable, "-c", RESUME, str(path), str(len(whole_lines(path)))]
-        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-        child.stdout.readline()
+    while len(records(path)) < N_RECORDS:
+        pid = write_the_rest(path)
         if kills < 4:
             time.sleep(rng.uniform(0.0, 0.02))
-            child.kill()
+            os.kill(pid, signal.SIGKILL)
             kills += 1
-        child.wait()
-        child.stdout.close()
-    assert kills and [record["number"] for record in whole_lines(path)] == list(range(N_RECORDS))
+        os.waitpid(pid, 0)
+    assert kills and [record["number"] for record in records(path)] == list(range(N_RECORDS))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 14])
-def test_a_torn_line_is_dropped_and_the_lines_before_it_stay(tmp_path, cut):
+def test_behind_a_torn_line_a_new_one_begins(tmp_path, cut):
     path = tmp_path / "results.jsonl"
     append_record(str(path), {"a": 1})
-    path.write_bytes(path.read_bytes() + b'{"b": 2, "c": 3}'[:cut])
+    torn = b'{"b": 2, "c": 3}'[:cut]
+    path.write_bytes(path.read_bytes() + torn)
     append_record(str(path), {"d": 4})
-    assert path.read_text() == '{"a": 1}\n{"d": 4}\n'
+    assert path.read_bytes() == b'{"a": 1}\n' + torn + b'\n{"d": 4}\n'
+    assert list(read_lines(path)) == [(1, {"a": 1}), (3, {"d": 4})]
 
 
 def test_a_whole_line_without_its_newline_is_kept(tmp_path):
@@ -59,3 +64,102 @@ def test_a_whole_line_without_its_newline_is_kept(tmp_path):
     path.write_text('{"a": 1}')
     append_record(str(path), {"d": 4})
     assert path.read_text() == '{"a": 1}\n{"d": 4}\n'
+
+
+def test_every_beginning_of_a_record_is_known_as_torn():
+    record = {"text": '} "quoted" {{ \\', "nested": {"empty": {}, "x": [{"y": -1.5e-7}]}, "\u20ac": None}
+    whole = json.dumps(record).encode()
+    assert all(is_torn(whole[:cut]) for cut in range(1, len(whole)))
+    for damaged in (whole, b"", b"[]", b"time,speedup", b"{1}", whole[1:], whole.replace(b":", b";")):
+        assert not is_torn(damaged)
+
+
+FOREIGN = {
+    "csv": b"time,speedup\n1,2\n3,4",
+    "png": b"\x89PNG\r\n\x1a\n\0",
+    "text": b"\n  notes",
+    "zeros": b"\0" * 9,
+    "list": b"[1]",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_of_another_kind_is_refused_and_never_changed(tmp_path, kind):
+    path = tmp_path / "results"
+    path.write_bytes(FOREIGN[kind])
+    append_record(str(path), {"a": 1})  # as to a file that was replaced since it was looked at
+    assert path.read_bytes() == FOREIGN[kind] + b'\n{"a": 1}\n'
+    with pytest.raises(ConfigError, match=r"(?s)--save_rows.*lines of JSON"):
+        require_appendable(str(path), "save_rows")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b'{"a": 1}\n', b'\n{"torn', b'{\n  "a": 1\n}'])
+def test_what_is_empty_or_begins_like_a_record_is_appended_to(tmp_path, content):
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(content)
+    require_appendable(str(path))
+    append_record(str(path), {"b": 2})
+    assert path.read_bytes().startswith(content) and records(path)[-1] == {"b": 2}
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "fifo")  # which nobody reads: opening it would wait for ever
+    for path in (str(tmp_path / "fifo"), "/dev/full", "/dev/null", "/dev/zero"):
+        with pytest.raises(ConfigError, match=f"(?s)pipe or a device.*{path}"):
+            require_appendable(path)
+
+
+def test_appending_looks_at_the_ends_of_a_file_alone(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with path.open("wb") as file:
+        file.write(b"{")
+        file.truncate(50_000_000)
+    tracemalloc.start()
+    require_appendable(str(path))
+    append_record(str(path), {"a": 1})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    assert path.stat().st_size == 50_000_000 + len(b'\n{"a": 1}\n')
+
+
+class Output(io.StringIO):
+    """A stdout that fails when it is written out."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def flush(self) -> None:
+        raise self.error
+
+
+def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
+    with pytest.raises(ConfigError, match=r"(?s)could not be appended.*/dev/full.*No space left"):
+        publish("/dev/full", {"a": "\ud800"}, "a table")
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "a table" and json.loads(last) == {"a": "\ud800"}
+
+
+@pytest.mark.parametrize(
+    "error,raised", [(BrokenPipeError("left"), BrokenPipeError), (OSError(28, "No space left"), ConfigError)]
+)
+def test_a_record_that_cannot_be_printed_is_appended(tmp_path, monkeypatch, error, raised):
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(sys, "stdout", Output(error))
+    with pytest.raises(raised):
+        publish(str(path), {"a": 1}, "a table")
+    assert records(path) == [{"a": 1}]
+
+
+def test_a_run_outlives_what_it_cannot_append_and_ends_with_the_first_error(tmp_path, capsys):
+    put_off: list[UserError] = []
+    for number in range(3):
+        append_or_put_off("/dev/full", {"row": number}, put_off)
+    said = capsys.readouterr()
+    assert [json.loads(line) for line in said.out.splitlines()] == [{"row": number} for number in range(3)]
+    assert said.err.count("could not be appended") == 1
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(UserError) as raised:
+        publish(str(path), {"a": 1}, put_off=put_off)
+    assert raised.value is put_off[0] and records(path) == [{"a": 1}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.provenance import append_record
+from engine.provenance import append_record, read_lines
 from kv_cache.errors import ConfigError, exit_on_user_error
 from models.default_model import ROOT
 from reproduce import kill_sweep, sweep
@@ -378,10 +379,34 @@ def test_a_row_that_was_torn_anywhere_is_written_anew(script, output, monkeypatc
         ran.clear()
         assert len(run_cells(cells, output)) == 3
         assert ran == (["3"] if is_whole else ["2", "3"])
-        assert [row["key"] for row in lines_of(output)] == [cell.key for cell in cells]
+        assert [row["key"] for _, row in read_lines(output)] == [cell.key for cell in cells]
 
 
-@pytest.mark.parametrize("damage", ['{"key": "a', "[]", '{"key": "a"}', '{"key": "a", "status": "done"}'])
+def test_rows_torn_in_the_middle_are_no_rows(script, output, monkeypatch):
+    """What two killed runners left between rows: their cells run once, the others not again."""
+    cells = grid(str(script), {}, {"n": [1, 2, 3]})
+    first, *others = (json.dumps(row_of(cell)) for cell in cells)
+    output.write_text("\n".join([first, *(row[:-9] for row in others), ""]))
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "run_child", lambda argv, *rest: ran.append(argv[-1]) or Outcome(None, 0.1, {}))
+    assert len(run_cells(cells, output)) == len(run_cells(cells, output)) == 3
+    assert ran == ["2", "3"]
+
+
+def test_a_row_that_cannot_be_written_is_printed(script, output, monkeypatch, capsys):
+    (cell,) = cells_that(script, "record")
+    monkeypatch.setattr(runner, "run_child", lambda *rest: Outcome(None, 0.1, {"a": 1}))
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(ConfigError, match="could not be appended"):
+        run_cells([cell], output)
+    assert json.loads(capsys.readouterr().out)["record"] == {"a": 1}
+
+
+def full_disk(fd: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("damage", ['{"key": a}', "[]", '{"key": "a"}', '{"key": "a", "status": "done"}'])
 def test_a_damaged_line_in_the_middle_is_named(script, output, damage):
     (cell,) = cells_that(script, "record")
     output.write_text(f"{json.dumps(row_of(cell))}\n{damage}\n{json.dumps(row_of(cell))}\n")
@@ -446,6 +471,7 @@ def test_the_comparison_of_rows_notices_what_is_wrong(tmp_path):
     assert found([rows[1], rows[0], rows[2]]) == {"out_of_order": 1}
     assert found([rows[0] | {"status": "failed"}, *rows[1:]]) == {"changed": 1}
     assert found(rows, '{"key') == {"changed": 1}
+    assert found(rows[:1], f'{{"key\n{json.dumps(rows[1])}\n{json.dumps(rows[2])}\n') == {}
 
 
 # The command line
@@ -508,7 +534,7 @@ def test_values_on_the_command_line():
         ("--script {script} --axis n=1,2 --output {folder}/o --only n=3", "n=1|2"),
         ("--script {script} --output {folder}", "a folder cannot be appended to"),
         ("--script {script} --output {folder}/none/o", "cannot be written"),
-        ("--script {script} --output {script}", "not a row of a sweep"),
+        ("--script {script} --output {script}", "has something else in it"),
         ("--script {script} --output {folder}/o --timeout 0", "no cell can end in this time"),
         ("--script {script} --output {folder}/o --timeout x", "command line cannot be read"),
         ("--script none.py --output {folder}/o", "script is not there"),

@@ -1,13 +1,14 @@
 """Runs the cells that have no row yet, one at a time, and appends a row of each as it ends.
 
 The rows are lines of JSON, keyed by a hash of what was run. Wherever the runner is killed, the next one goes on
-behind the last whole row: a row is written at once and forced to disk, a torn last line is dropped, and a lock,
-which a killed runner's last child keeps until it is gone, too, lets one runner at a time write.
+behind the last row: a row is written at once and forced to disk, a torn one is none, and a lock, which a killed
+runner's last child keeps until it is gone, too, lets one runner at a time write.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sys
 import time
@@ -30,7 +31,7 @@ LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
-    """The rows of a sweep by key; of several rows the last counts. A torn last line is none.
+    """The rows of a sweep by key; of several rows the last counts. A torn line is none.
 
     Errors: ConfigError naming a line that is no row.
     """
@@ -112,14 +113,9 @@ def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[s
 def _append(output: Path, row: dict[str, Any]) -> None:
     try:
         append_record(str(output), row)
-    except OSError as error:
-        raise UserError(
-            "a row could not be written",
-            where=str(output),
-            seen=error,
-            required="room on the disk",
-            fix="make room and run the same command again; rows that are there stay, this cell runs anew",
-        ) from None
+    except UserError:  # the same command goes on with this cell, but what it took hours to measure may be wanted
+        print(json.dumps(row), flush=True)
+        raise
 
 
 def _check_timeout(timeout_s: float | None) -> None:
