@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
 from engine.adaptive import Adaptive
+from engine.contention import usage_so_far
 from engine.cost_model import Costs
 from engine.decoding import GenerateOutput, generate
 from engine.distributed import is_leader
@@ -151,10 +152,11 @@ def decode(
     timer: PhaseTimer | None = None,
     pacing: Pacing | None = None,
 ) -> GenerateOutput:
-    """One pass over the prompts from the prefilled state, with a progress bar.
+    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched.
 
     Raises UserError naming row and position if any row's logits were not finite.
     """
+    before = usage_so_far()
     with _bar(name, len(setup.prompts) * setup.args.gen_len) as bar:
         output = generate(
             setup.runner,
@@ -169,7 +171,7 @@ def decode(
             phase=timer,
         )
     output.require_finite(name)
-    return output
+    return replace(output, usage=usage_so_far().since(before))
 
 
 @dataclass(frozen=True)

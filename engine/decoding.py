@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.contention import Usage
 from engine.drafters import Drafter
 from engine.modes import Drafts, Rows, resolve_mode, start_round
 from engine.pacing import Choice, Fixed, Pacing
@@ -36,13 +37,15 @@ class Progress(Protocol):
 class GenerateOutput:
     """`tokens[i]`: the new tokens of prompt i, a stop token included. `errors[i]`: why it ended early, or None.
 
-    `finish_reasons[i]` is None where a pacing ended the decode before the prompt was done.
+    `finish_reasons[i]` is None where a pacing ended the decode before the prompt was done. `usage`: of the
+    processors, where that was watched.
     """
 
     tokens: list[list[int]]
     finish_reasons: list[FinishReason]
     errors: list[str | None]
     stats: Stats
+    usage: Usage | None = None
 
     def require_finite(self, where: str) -> None:
         """Raise UserError naming rows and positions if any row ended because its logits were not finite."""

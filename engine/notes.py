@@ -12,7 +12,7 @@ FEW_ROUNDS = 8
 
 def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
     """One sentence for each thing that the record of a run would be misread without; mostly none."""
-    found = []
+    found = _contended(record)
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not record["choices"] or draft is None:
@@ -29,6 +29,17 @@ def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
     elif compared and n_rounds < FEW_ROUNDS:
         found.append(f"{n_rounds} rounds with all rows busy are too few for a speedup; a longer --gen_len has more")
     return found
+
+
+def _contended(record: dict[str, Any]) -> list[str]:
+    busy = [
+        f"{seen['other_processors'] + seen['stolen_processors']:.1f} during {name}"
+        for name, seen in record["contention"].items()
+        if seen["contended"]
+    ]
+    if not busy:
+        return []
+    return [f"other work kept processors busy, {', '.join(busy)}: no time or speedup here is to be trusted"]
 
 
 def _room(draft: DraftSettings) -> str:

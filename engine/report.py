@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.benchmark import Passes
+from engine.contention import contention
 from engine.cost_model import Costs
 from engine.decoding import GenerateOutput
 from engine.notes import notes
@@ -186,6 +187,7 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         "choices": _choices(setup, speculative) if speculative else None,
         "measured_costs": costs_record(setup, passes.costs),
         "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
+        "contention": _contention(setup, passes),
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "startup_memory_bytes_per_rank": setup.ranks.gathered(setup.startup_bytes),
@@ -271,6 +273,15 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, f
     ]
     draft_ms, verify_ms, other_ms = (1e3 * median(column) for column in zip(*seconds, strict=True))
     return dict(zip(names, (draft_ms if drafted else None, verify_ms, other_ms), strict=True))
+
+
+def _contention(setup: Setup, passes: Passes) -> dict[str, dict[str, Any]]:
+    """Of each pass; every rank has to call this."""
+    timed = passes.timed[1] if passes.timed else None
+    named = {"baseline": passes.baseline, "speculation": passes.speculative, "phase times": timed}
+    usages = {name: setup.ranks.gathered(output.usage) for name, output in named.items() if output and output.usage}
+    on_cpu = setup.runner.device.type == "cpu"
+    return {name: contention([*filter(None, ranks)], on_cpu) for name, ranks in usages.items()}
 
 
 def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:

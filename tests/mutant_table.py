@@ -902,4 +902,11 @@ MUTANTS = (
         "    append_record(path, record)",
         RECORDS,
     ),
+    Mutant(
+        "ranks are other work to each other",
+        "engine/contention.py",
+        "sum(other.own for other in ranks if other.host == rank.host)",
+        "rank.own",
+        ("test_contention.py",),
+    ),
 )

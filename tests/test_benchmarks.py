@@ -117,6 +117,8 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert 0 < run.record["accepted"] < run.record["drafted"], "some drafts are meant to be right, some wrong"
     rows = [line for line in run.lines if line.startswith("row ")]
     assert [line.partition(":")[0] for line in rows] == [f"row {row}" for row in range(5)]
+    assert list(run.record["contention"]) == ["baseline", "speculation", "phase times"]
+    assert all(seen["cpu_share"] > 0 for seen in run.record["contention"].values())
     earlier, appended = results.read_text().splitlines()
     assert earlier == '{"an": "earlier record"}'
     assert json.loads(appended) == run.record

@@ -21,13 +21,18 @@ def record(*rounds_by_gamma: tuple[int, int], speedup: float | None = 1.2, gen_l
         "speedup": speedup,
         "steady_rounds": steady_rounds,
         "measured_costs_seconds": None,
+        "contention": {"baseline": beside(0.1), "speculation": beside(0.0, contended=None)},
     }
+
+
+def beside(others: float, stolen: float = 0.0, contended: bool | None = False) -> dict[str, Any]:
+    return {"cpu_share": 0.9, "other_processors": others, "stolen_processors": stolen, "contended": contended}
 
 
 def test_a_run_with_a_result_says_nothing():
     assert notes(record((3, 20)), AUTO) == notes(record((0, 60), (3, 1)), AUTO) == []
     assert notes(record((3, 20)), DraftSettings("self", gamma=3, capacity=512)) == []
-    plain_decoding = {"gen_len": 64, "choices": None, "speedup": None, "steady_rounds": 63}
+    plain_decoding = {"gen_len": 64, "choices": None, "speedup": None, "steady_rounds": 63, "contention": {}}
     assert notes(plain_decoding, None) == []
 
 
@@ -72,3 +77,15 @@ def test_a_gamma_that_was_chosen_among_few_says_why(draft, says):
     assert says in said
     fixed = DraftSettings("self", 3, False, "streaming", 8, n_sink=4)
     assert notes(record((2, 20)), fixed) == []
+
+
+def test_a_busy_machine_is_named_with_the_passes_that_it_disturbed():
+    busy = {
+        "baseline": beside(3.0, 0.12, contended=True),
+        "speculation": beside(0.1),
+        "phase times": beside(0.5, 0, True),
+    }
+    (said,) = notes(record((3, 20)) | {"contention": busy}, AUTO)
+    assert "3.1 during baseline, 0.5 during phase times" in said and "no time or speedup" in said
+    plain_decoding = {"gen_len": 64, "choices": None, "contention": busy}
+    assert notes(plain_decoding, None) == [said]
