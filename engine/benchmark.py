@@ -188,10 +188,11 @@ class _DecodeProgress:
         self.bar.update(n_tokens)
 
     def finished(self, request: Request) -> None:
-        path = self.setup.args.save_rows
+        path, tokenizer = self.setup.args.save_rows, self.setup.tokenizer
         if path is not None and self.setup.ranks.leads:
             row = {"run": self.setup.run, "pass": self.phase, "row": request.index}
             row |= {"finish_reason": request.finish_reason, "tokens": request.tokens}
+            row |= {"text": tokenizer.decode(request.tokens) if tokenizer else None}
             append_or_put_off(path, row, self.setup.put_off)
 
 

@@ -24,6 +24,9 @@ from engine.settings import AUTO, DraftSettings
 from engine.setup import Setup
 from engine.timing import PhaseTimer
 
+# Tokens of a prompt that --printoutput shows.
+PROMPT_END = 32
+
 
 def tokens_per_second(output: GenerateOutput) -> float | None:
     """Emitted tokens per second over the rounds in which every slot was busy."""
@@ -98,6 +101,12 @@ def table(record: dict[str, Any]) -> str:
         (f"tokens per round (of {_most_tokens(record)})", one, _number(record["mean_accepted_length"], 2)),
         ("identical rows", "-", _identical(record)),
     ]
+    if record["verify_step_ms"] is not None:
+        rows += [
+            ("ms per draft step", "-", _number(record["draft_step_ms"])),
+            ("ms per verification", "-", _number(record["verify_step_ms"])),
+            ("ms of a round's rest", "-", _number(record["other_ms_per_round"])),
+        ]
     if AUTO in (record["gamma"], record["draft_budget"]):
         rows.append(("rounds by choice", "", _chosen(record)))
     if record["benchmark"] == "baseline":
@@ -328,23 +337,41 @@ def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
     record = make_record(benchmark, setup, passes)
     if not setup.ranks.leads:
         return
-    args, output = setup.args, passes.speculative or passes.baseline
-    assert output is not None
-    texts = []
-    if setup.tokenizer or args.printoutput:  # random weights have no tokenizer: their rows are shown as ids
-        shown = output.tokens if args.printoutput else output.tokens[:1]
-        for row, tokens in enumerate(shown):
-            text = setup.tokenizer.decode(tokens) if setup.tokenizer else tokens
-            texts.append(f"row {row}: {text!r}" if args.printoutput else f"  row 0 goes on: {text!r}")
+    args = setup.args
     headline = (
         f"\n  {record['model']}, {record['device']}, {record['dtype']}"
         f"{_storage(setup)}{_splitting(setup)}{_drafting(setup)}: "
         f"{args.B} rows at a time, "
-        f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; "
+        f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; {_sampling(record)}; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
     )
     said = "\n".join([table(record), *(f"  {note}" for note in notes(record, setup.draft))]) + "\n"
-    publish(args.output, record, *texts, headline, said, put_off=setup.put_off)
+    publish(args.output, record, *_texts(setup, passes), headline, said, put_off=setup.put_off)
+
+
+def _texts(setup: Setup, passes: Passes) -> list[str]:
+    """How the first row goes on; with --printoutput of every row how its prompt ends, and how it goes on."""
+    output = passes.speculative or passes.baseline
+    assert output is not None
+
+    def shown(tokens: list[int]) -> str:  # random weights have no tokenizer: their rows are shown as ids
+        return repr(setup.tokenizer.decode(tokens) if setup.tokenizer else tokens)
+
+    if not setup.args.printoutput:
+        return [f"  row 0 goes on: {shown(output.tokens[0])}"] if setup.tokenizer else []
+    return [
+        line
+        for row, (prompt, tokens) in enumerate(zip(setup.prompts, output.tokens, strict=True))
+        for line in (f"prompt {row} ends: {shown(prompt[-PROMPT_END:])}", f"row {row}: {shown(tokens)}")
+    ]
+
+
+def _sampling(record: dict[str, Any]) -> str:
+    """The verification mode, and what it samples by."""
+    if not record["temperature"]:
+        return record["verification"]
+    filters = "".join(f", {name} {record[name]}" for name, off in (("top_k", 0), ("top_p", 1.0)) if record[name] != off)
+    return f"{record['verification']} at temperature {record['temperature']}{filters}, seed {record['seed']}"
 
 
 def _drafting(setup: Setup) -> str:

@@ -105,7 +105,8 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     """More prompts than slots, phase times, printed rows, a results file that already has a line."""
     results = tmp_path / "results.jsonl"
     results.write_text('{"an": "earlier record"}\n')
-    paths = {"--model": checkpoint / "model.pth", "--dataset": books, "--output": results}
+    saved = tmp_path / "rows.jsonl"
+    paths = {"--model": checkpoint / "model.pth", "--dataset": books, "--output": results, "--save_rows": saved}
     flags = ["--num_prompts", "5", "--dtype", "float64", "--benchmark", "--printoutput"]
     run = run_script("selfspec", flat(paths | SIZES | DRAFT) + flags, tmp_path)
     check_record(run.record, benchmark="selfspec", n_prompts=5, gamma=GAMMA, nulls={"seed"})
@@ -117,11 +118,35 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert 0 < run.record["accepted"] < run.record["drafted"], "some drafts are meant to be right, some wrong"
     rows = [line for line in run.lines if line.startswith("row ")]
     assert [line.partition(":")[0] for line in rows] == [f"row {row}" for row in range(5)]
+    prompts = [line for line in run.lines if line.startswith("prompt ")]
+    assert [line.partition(":")[0] for line in prompts] == [f"prompt {row} ends" for row in range(5)]
+    text = "".join(book.read_text() for book in sorted(books.iterdir()))
+    ends = [ast.literal_eval(line.partition(": ")[2]) for line in prompts]
+    assert all(20 < len(end) < PREFIX_LEN and end in text for end in ends), "a token is a byte"
+    assert_same_texts(rows, saved)
+    (headline,) = (line for line in run.lines if "prefill" in line)
+    assert "; greedy; " in headline
+    phases = {line[:30].strip(): line.split()[-1] for line in run.lines if line.startswith("  ms ")}
+    assert phases == {
+        "ms per step / round": f"{run.record['round_ms']:.1f}",
+        "ms per draft step": f"{run.record['draft_step_ms']:.1f}",
+        "ms per verification": f"{run.record['verify_step_ms']:.1f}",
+        "ms of a round's rest": f"{run.record['other_ms_per_round']:.1f}",
+    }
     assert list(run.record["contention"]) == ["baseline", "speculation", "phase times"]
     assert all(seen["cpu_share"] > 0 for seen in run.record["contention"].values())
     earlier, appended = results.read_text().splitlines()
     assert earlier == '{"an": "earlier record"}'
     assert json.loads(appended) == run.record
+
+
+def assert_same_texts(printed: list[str], saved: Path) -> None:
+    """Of every pass, the rows that were saved have the texts that were printed."""
+    rows = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [*rows[0]] == ["run", "pass", "row", "finish_reason", "tokens", "text"]
+    texts = {f"row {number}": ast.literal_eval(text) for number, text in (line[4:].split(": ", 1) for line in printed)}
+    for name in ("baseline", "speculation", "phase times"):
+        assert {f"row {row['row']}": row["text"] for row in rows if row["pass"] == name} == texts
 
 
 def test_selfspec_without_baseline_over_a_full_draft_cache(
@@ -158,13 +183,17 @@ def test_selfspec_on_random_weights(
     """The costs are real, what depends on the text is null. No weights, tokenizer or data set are read."""
     (tmp_path / "only").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "only")
-    paths = {"--model": "only/model.pth", "--load_format": "dummy"}
+    paths = {"--model": "only/model.pth", "--load_format": "dummy", "--save_rows": "rows.jsonl"}
     monkeypatch.chdir(tmp_path)
-    record = run_here("selfspec", [*flat(paths | SIZES | DRAFT), "--benchmark"], monkeypatch, capsys)
+    flags = ["--benchmark", "--printoutput"]
+    run = printed_here("selfspec", flat(paths | SIZES | DRAFT) + flags, monkeypatch, capsys)
     nulls = {"seed", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_REAL_WEIGHTS}
-    check_record(record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
-    assert record["load_format"] == "dummy"
-    assert record["dtype"] == "float32"
+    check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
+    assert run.record["load_format"] == "dummy"
+    assert run.record["dtype"] == "float32"
+    assert all(json.loads(line)["text"] is None for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    (shown,) = (line for line in run.lines if line.startswith("prompt 1 ends: "))
+    assert len(ast.literal_eval(shown.partition(": ")[2])) == 32, "token ids, since random weights have no text"
 
 
 def test_selfspec_stops_rows_at_their_end(
@@ -178,15 +207,21 @@ def test_selfspec_stops_rows_at_their_end(
     assert 6 < record["tokens_generated"] < 6 * GEN_LEN
 
 
-def run_here(
+def printed_here(
     script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> dict[str, Any]:
-    """Run a script in this process; its record."""
+) -> Run:
+    """Run a script in this process; what it printed."""
     path = ROOT / "tests" / f"{script}_benchmark.py"
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))
     runpy.run_path(str(path), run_name="__main__")
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    *lines, last = capsys.readouterr().out.splitlines()
+    return Run(lines, json.loads(last))
+
+
+def run_here(*arguments: Any) -> dict[str, Any]:
+    """Run a script in this process; its record."""
+    return printed_here(*arguments).record
 
 
 def test_coupled_samples_are_the_same_from_every_command(
@@ -195,7 +230,9 @@ def test_coupled_samples_are_the_same_from_every_command(
     """Plain decoding, two kinds of self-speculation, n-grams and an oracle: one digest; another seed, another."""
     sampling = "--temperature 1.5 --top_k 40 --seed 7 --verification coupled --dtype float64 --num_prompts 5"
     common = flat({"--model": checkpoint, "--dataset": books} | SIZES) + sampling.split()
-    plain = run_here("baseline", common, monkeypatch, capsys)
+    printed = printed_here("baseline", common, monkeypatch, capsys)
+    assert any("; coupled at temperature 1.5, top_k 40, seed 7; " in line for line in printed.lines)
+    plain = printed.record
     assert (plain["verification"], plain["seed"], plain["top_k"], plain["draft"]) == ("coupled", 7, 40, None)
     assert plain["distinct_4gram_fraction"] > 0.9, "samples are meant to vary"
     accepted = {}

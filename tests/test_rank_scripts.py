@@ -380,7 +380,7 @@ def read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     assert text == "" or text.endswith("\n")
     rows = [json.loads(line) for line in text.splitlines()]
     assert len({row.pop("run") for row in rows}) == 1, "rows of one run say which"
-    assert all(set(row) == {"pass", "row", "finish_reason", "tokens"} for row in rows)
+    assert all(set(row) == {"pass", "row", "finish_reason", "tokens", "text"} for row in rows)
     assert len({(row["pass"], row["row"]) for row in rows}) == len(rows), "a row twice"
     return {(row["pass"], row["row"]): row for row in rows}
 
