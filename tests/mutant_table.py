@@ -323,7 +323,7 @@ MUTANTS = (
     Mutant(
         "the certificate trusts any calibration",
         "engine/certificate.py",
-        "return self.flips <= MAX_FLIP_SHARE[self.dtype] * self.positions",
+        "return self.flips <= self.max_flip_share * self.positions",
         "return True",
         ("test_certificate.py",),
     ),
