@@ -3,14 +3,14 @@
 Nothing here speculates or imports what does. Tokens come in from outside, and every reference score is that
 of plain decoding: the forward over the prompt gives a row's first token, 1-token forwards give the rest.
 
-Write z for the logits of a 1-token forward and z' for those of a (gamma + 1)-token forward of the same text.
+Write z for the logits of 1-token forwards and z' for those of (gamma + 1)-token forwards of the same text.
 If, a shift of all logits aside, no entry of z' is further than eps from z, an argmax b of z' that is not the
 argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and every emitted token is held to 2 eps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,14 @@ from engine.noise import Stream, gumbel
 from engine.runner import ModelRunner
 from engine.sampling import Law, SamplingParams, greedy
 from kv_cache import KVCache
+from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError, UserError
 from models import Transformer
 
 # Of calibrated positions, by the model's dtype; well above what the default model shows (docs/lossless.md).
 MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
+# The same of a float32 model whose KV cache has such entries.
+MAX_FLIP_SHARE |= dict.fromkeys(LARGEST, 0.02)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Calibration:
     because no choice feels that shift; median: the median over positions of the largest at each. gap_change: the
     most that another token gained on a 1-token forward's choice, of those that so near a forward could prefer.
     flips: positions where the two have another argmax, which is what low precision does without speculation.
+    max_flip_share: of the positions, what rounding explains.
     """
 
     eps: float
@@ -42,13 +46,13 @@ class Calibration:
     gap_change: float
     flips: int
     positions: int
-    dtype: torch.dtype
+    max_flip_share: float
 
     @property
     def trusted(self) -> bool:
         """False if the two disagree more often than rounding explains: then a forward of several tokens is
         wrong, eps measures that error, and a bound of 2 eps would excuse anything."""
-        return self.flips <= MAX_FLIP_SHARE[self.dtype] * self.positions
+        return self.flips <= self.max_flip_share * self.positions
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,9 @@ def calibrate(
 ) -> Calibration:
     """Compare forwards of `block` tokens with 1-token forwards at the same positions of the same text.
 
-    Each block runs twice from one cache: at once, then after a rollback token by token, which is what the next
-    block finds. So eps does not grow with the text, as two caches that drift apart would let it.
+    The whole text runs twice behind the prompts, each time over the entries that its own forwards have left, as
+    speculation and its reference do: one unit in the last place makes another entry of 8 bits, and those add up.
+    The logits of the first time, `[B, n, V]`, are kept for the second.
 
     Args:
         cache: empty or not, its rows are filled anew; as many rows as prompts.
@@ -108,29 +113,33 @@ def calibrate(
     longest = max(map(len, prompts))
     worst = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
     gained, flipped = torch.zeros_like(worst), torch.zeros_like(worst, dtype=torch.bool)
-    for start in range(0, n_tokens, block):
-        tokens = forced[:, start : start + block]
-        positions = lengths[:, None] + start + torch.arange(block, device=cache.device)
-        at_once = runner.step(tokens, positions, longest + start + block)
-        cache.rollback(positions[:, 0])
-        for i in range(block):
-            one = slice(i, i + 1)
-            single = runner.step(tokens[:, one], positions[:, one], longest + start + i + 1)[:, 0].to(worst.dtype)
-            difference = at_once[:, i].to(worst.dtype) - single
-            worst[:, start + i] = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
-            choice = greedy(single)[:, None]
-            too_far = single.gather(1, choice) - single > 2 * worst[:, start + i, None]
-            gain = difference - difference.gather(1, choice)
-            gained[:, start + i] = gain.masked_fill(too_far, 0).amax(dim=-1)
-            flipped[:, start + i] = choice[:, 0] != greedy(at_once[:, i])
+
+    def forced_logits(width: int) -> Iterator[Tensor]:
+        """Behind the prompts, the logits `[B, V]` of each position of the text, by forwards of `width` tokens."""
+        cache.rollback(lengths)
+        for start in range(0, n_tokens, width):
+            positions = lengths[:, None] + start + torch.arange(width, device=cache.device)
+            yield from runner.step(forced[:, start : start + width], positions, longest + start + width).unbind(1)
+
+    at_once = list(forced_logits(block))
+    for i, logits in enumerate(forced_logits(1)):
+        single = logits.to(worst.dtype)
+        difference = at_once[i].to(worst.dtype) - single
+        worst[:, i] = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
+        choice = greedy(single)[:, None]
+        too_far = single.gather(1, choice) - single > 2 * worst[:, i, None]
+        gain = difference - difference.gather(1, choice)
+        gained[:, i] = gain.masked_fill(too_far, 0).amax(dim=-1)
+        flipped[:, i] = choice[:, 0] != greedy(at_once[i])
     _require_finite(worst, lengths, "calibration")
+    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
     return Calibration(
         eps=float(worst.max()),
         median=float(worst.median()),
         gap_change=float(gained.max()),
         flips=int(flipped.sum()),
         positions=worst.numel(),
-        dtype=model.dtype,
+        max_flip_share=MAX_FLIP_SHARE[cache.keys.dtype if in_8_bits else model.dtype],
     )
 
 

@@ -2,9 +2,10 @@
 
     python reproduce/certify.py --dtype bfloat16 --tokens 20000 --output reproduce/results/certify.jsonl
 
-1. Calibrate: along the book's own text, without any speculation, how far are the logits of a forward of
-   gamma + 1 tokens from those of 1-token forwards? eps is the largest difference. If the two choose differently
-   more often than rounding explains, forwards of several tokens are wrong, and the certificate fails.
+1. Calibrate: along the book's own text, without any speculation, how far are the logits of forwards of
+   gamma + 1 tokens from those of 1-token forwards, each over the cache that they have written themselves? eps is
+   the largest difference. If the two choose differently more often than rounding explains, forwards of several
+   tokens are wrong, and the certificate fails.
 2. Run: self-speculation over rows of different lengths, --tokens in all.
 3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and judges each. A token
    that is not its choice is a flip; one that it scores more than 2 eps below its choice is a flip outside
@@ -33,39 +34,29 @@ from engine import GenerateOutput, arguments, benchmark, report, settings
 from engine.certificate import Calibration, Certificate, calibrate, certify, replay
 from engine.data import make_prompts
 from engine.provenance import provenance, publish
-from engine.say import dtype_name, say
+from engine.say import say
 from engine.setup import Setup, make_drafter
 from engine.setup import prepare as prepare_setup
 from kv_cache.errors import ConfigError, exit_on_user_error
 from models import ModelConfig
-from models.attention import BACKENDS
-
-DTYPES = ("auto", *settings.DTYPES)
-DRAFT_DTYPES = ("same", *DTYPES)
 
 
 def parse() -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__.splitlines()[0], formatter_class=arguments.HelpFormatter)
+    arguments.add_model_arguments(parser)
     add = parser.add_argument
-    # Without a default here, it is the benchmarks' own.
-    add("--model", default=argparse.SUPPRESS, help="converted checkpoint (default: the built-in model)")
-    add("--model_name", help="name for the record")
-    arguments.add_dataset_argument(parser)
     add("--tokens", type=int, default=2000, help="tokens to certify, over all rows")
     add("--B", type=int, default=8, help="rows decoded together")
     add("--prefix_len", type=int, default=1000, help="prompt tokens of the longest row")
     add("--gamma", type=int, default=3, help="tokens drafted per round")
     budget = {"dest": "streamingllm_budget", "metavar": "DRAFT_BUDGET", "type": int, "default": 256}
-    add("--draft_budget", "--streamingllm_budget", **budget, help="the draft's KV entries per row, sinks included")
-    add("--n_sink", type=int, default=4, help="attention sinks among them")
-    add("--draft_dtype", default="auto", help=", ".join(DRAFT_DTYPES))
+    add("--draft_budget", "--streamingllm_budget", **budget, help="the draft's KV entries per row")
+    add("--draft_policy", choices=["streaming", "snapkv"], default="streaming", help="what the draft's cache keeps")
     add("--temperature", type=float, default=0.0, help="0: greedy; higher: the coupled mode")
     add("--seed", type=int, default=0, help="of the coupled mode's noise")
     add("--calibration_positions", type=int, default=256, help="forced tokens per row that measure eps")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", help=", ".join(DTYPES) + "; auto: float32 on a CPU, bfloat16 on a GPU")
-    add("--attention", choices=BACKENDS, default="auto", help="attention backend")
-    add("--output", help="append the JSON record to this file")
+    arguments.add_variant_arguments(parser)
+    parser.set_defaults(top_k=0, top_p=1.0)
     return parser.parse_args()
 
 
@@ -76,24 +67,20 @@ def check(args: argparse.Namespace) -> None:
     settings.require_at_least("gamma", args.gamma, 1)  # at gamma 0 there is nothing to certify
     settings.require_at_least("calibration_positions", args.calibration_positions, 1)
     settings.require_at_least("prefix_len", args.prefix_len, args.B + 1)  # rows differ; each has a BOS and some text
-    for flag, value, choices in (("dtype", args.dtype, DTYPES), ("draft_dtype", args.draft_dtype, DRAFT_DTYPES)):
-        if value not in choices:
-            required = f"one of {', '.join(choices)}"
-            raise ConfigError(f"unknown {flag}", where=f"--{flag}", seen=value, required=required, fix="use auto")
+    if args.load_format == "dummy":
+        raise ConfigError(
+            "random weights certify nothing",
+            where="--load_format",
+            seen="dummy",
+            required="a trained model",
+            fix="leave out --load_format",
+        )
 
 
 def prepare(args: argparse.Namespace, gen_len: int, n_forced: int) -> tuple[Setup, list[list[int]]]:
-    """The set-up of a run of `gen_len` tokens a row, and a text per row: its prompt and `n_forced` tokens more.
-
-    The one place that knows how the benchmarks are wired; their flags that a certificate lacks keep their defaults.
-    """
-    flags = argparse.ArgumentParser()
-    arguments.add_common_arguments(flags)
-    arguments.add_sampling_arguments(flags)
-    arguments.add_draft_arguments(flags)
+    """The set-up of a run of `gen_len` tokens a row, and a text per row: its prompt and `n_forced` tokens more."""
     verification = "greedy" if args.temperature == 0 else "coupled"
-    given = argparse.Namespace(**vars(args), gen_len=max(gen_len, n_forced), verification=verification)
-    wired = flags.parse_args([], namespace=given)
+    wired = argparse.Namespace(**vars(args), gen_len=max(gen_len, n_forced), verification=verification)
     require_context(wired)
     setup = prepare_setup(wired, settings.sampling_settings(wired), settings.draft_settings(wired))
     assert setup.tokenizer is not None
@@ -133,8 +120,7 @@ def make_record(
     result: Certificate,
     strict: Certificate | None,
 ) -> dict:
-    args, sampling, draft, counts = setup.args, setup.sampling, setup.draft, output.stats.counts
-    assert draft is not None and draft.dtype is not None
+    args, counts = setup.args, output.stats.counts
     record = {
         "benchmark": "certify",
         "model": setup.name,
@@ -143,17 +129,7 @@ def make_record(
         "prefix_len": args.prefix_len,
         "shortest_prompt": min(map(len, setup.prompts)),
         "gen_len": args.gen_len,
-        "gamma": draft.gamma,
-        "draft_policy": draft.policy,
-        "draft_budget": draft.capacity,
-        "n_sink": draft.n_sink,
-        "draft_dtype": dtype_name(draft.dtype),
-        "verification": sampling.mode,
-        "temperature": sampling.params.temperature,
-        "seed": None if sampling.params.greedy else sampling.params.seed,
-        "device": str(setup.runner.device),
-        "dtype": dtype_name(setup.dtype),
-        "attention": setup.runner.model.backend.name,
+        **report.settings_record(setup),
         "eps": calibration.eps,
         "eps_median": calibration.median,
         "gap_change": calibration.gap_change,
@@ -223,7 +199,11 @@ def main() -> None:
     strict = certify(seen, calibration.gap_change / 2) if params.greedy else None
 
     record = make_record(setup, output, calibration, result, strict)
-    headline = f"\n  {record['model']}, {record['device']}, {record['dtype']}, {record['verification']}\n"
+    weights = f"{record['quantize']} weights, " if record["quantize"] else ""
+    headline = (
+        f"\n  {record['model']}, {record['device']}, {record['dtype']}, {weights}KV in {record['kv_dtype']}, "
+        f"{record['attention']} attention, {record['verification']}\n"
+    )
     publish(args.output, record, headline, table(record) + "\n")
     if not record["holds"]:
         sys.exit(1)

@@ -15,7 +15,6 @@ checkpoint of another model damage. The last line on stdout is the table as one 
 from __future__ import annotations
 
 import io
-import json
 import random
 import shutil
 import sys
@@ -36,7 +35,7 @@ import torch
 
 from convert_hf_checkpoint import convert
 from engine.arguments import Parser
-from engine.provenance import append_record, provenance, require_appendable
+from engine.provenance import provenance, publish, require_appendable
 from engine.say import say
 from kv_cache.errors import UserError, exit_on_user_error
 from models import ModelConfig, load_model
@@ -196,8 +195,7 @@ def main() -> None:
         say(f"must not be: {line}")
     record = {"benchmark": "corruptions", "cases": len(results), "seed": args.seed, "must_not_be": len(broken)}
     record |= {"seconds": round(time.monotonic() - started, 1), "table": rows, **provenance()}
-    append_record(args.output, record)
-    print(json.dumps(record), flush=True)
+    publish(args.output, record)
     sys.exit(bool(broken))
 
 

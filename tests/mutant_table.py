@@ -329,8 +329,15 @@ MUTANTS = (
     Mutant(
         "the certificate trusts any calibration",
         "engine/certificate.py",
-        "return self.flips <= MAX_FLIP_SHARE[self.dtype] * self.positions",
+        "return self.flips <= self.max_flip_share * self.positions",
         "return True",
+        ("test_certificate.py",),
+    ),
+    Mutant(
+        "the certificate compares forwards of one token with themselves",
+        "engine/certificate.py",
+        "at_once = list(forced_logits(block))",
+        "at_once = list(forced_logits(1))",
         ("test_certificate.py",),
     ),
     # Caches and model
@@ -389,6 +396,20 @@ MUTANTS = (
         "to_all = std::min(to_all, queries[m])",
         "to_all = std::max(to_all, queries[m])",
         CPP,
+    ),
+    Mutant(
+        "the CPU kernel reads float8 with another bias",
+        "models/attention/cpp_kernel.cpp",
+        "0x1p120f",
+        "0x1p121f",
+        CPP,
+    ),
+    Mutant(
+        "8-bit entries share a scale over the block that they were written in",
+        "kv_cache/entries.py",
+        "scale = (x.abs().amax(dim=-1) / LARGEST[dtype])",
+        "scale = (x.abs().amax(dim=(1, -1), keepdim=True)[..., 0].expand(x.shape[:-1]) / LARGEST[dtype])",
+        ("test_llama_scenarios.py",),
     ),
     Mutant(
         "8-bit values are copied without their scales",

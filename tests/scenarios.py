@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from guesses import KINDS, Guesses
 from policies import POLICIES, Size
 from witness import cut
@@ -25,6 +26,8 @@ class World(Protocol):
     """A model and the plainest way to continue a prompt with it."""
 
     model: Any
+    # Of the entries of every cache.
+    kv_dtype: torch.dtype
     # Beside the drafters that work in every world.
     drafters: tuple[str, ...]
 
@@ -83,9 +86,8 @@ class Scenario:
         """The outputs with the prompts in that order; a repeated run finds rows that still hold their prompt."""
         room = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         room += self.gamma + 1 + self.spare_room
-        model = world.model
-        cache = FullKVCache(model.config, n_slots, room, dtype=model.dtype)
-        runner = ModelRunner(model, cache, self.prefill_chunk)
+        cache = FullKVCache(world.model.config, n_slots, room, dtype=world.kv_dtype)
+        runner = ModelRunner(world.model, cache, self.prefill_chunk)
         paced = self.drafter == PACED
         drafter = None if paced else self._drafter(self.drafter, runner, room, futures)
         pacing = self._random_pacing(world, runner, room, futures) if paced else None
@@ -114,7 +116,7 @@ class Scenario:
         return RandomPacing([self._drafter(kind, runner, room, futures) for kind in kinds], self.gamma, rng)
 
     def _drafter(self, kind: str, runner: ModelRunner, room: int, futures: list[list[int]]):
-        config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.model.dtype
+        config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.cache.keys.dtype
         if kind == "none":
             return None
         if kind == "ngram":

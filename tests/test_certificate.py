@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,15 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from torch import Tensor
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.certificate import Calibration, Certificate, Replay, calibrate, certify, replay
+from engine.certificate import MAX_FLIP_SHARE, Calibration, Certificate, Replay, calibrate, certify, replay
 from engine.noise import Stream, gumbel
-from kv_cache import StreamingKVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache.entries import LARGEST
 from kv_cache.errors import ConfigError, UserError
 from models import Transformer
+from models.attention import select_backend
+from models.llama import attention_spec
+from models.quantize import quantize_head, quantize_linears
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
@@ -55,10 +60,11 @@ def speculate(
     prompts: list[list[int]],
     sampling: SamplingParams,
     runner_class: type[ModelRunner] = ModelRunner,
+    cache: FullKVCache | None = None,
 ) -> Tensor:
     """Self-speculation's tokens `[B, N_NEW]`; rows differ in length and in how many drafts they accept."""
-    runner = runner_class(model, full_cache(model, len(prompts)))
-    draft_cache = StreamingKVCache(model.config, len(prompts), budget=14, n_sink=2, dtype=model.dtype)
+    runner = runner_class(model, cache or full_cache(model, len(prompts)))
+    draft_cache = StreamingKVCache(model.config, len(prompts), budget=14, n_sink=2, dtype=runner.cache.keys.dtype)
     mode = "greedy" if sampling.greedy else "coupled"
     drafter = SelfSpeculation(runner, draft_cache, GAMMA)
     out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=sampling, verification=mode)
@@ -67,9 +73,13 @@ def speculate(
     return torch.tensor(out.tokens)
 
 
-def calibration_of(model: Transformer, prompts: list[list[int]]) -> Calibration:
-    forced = torch.tensor(random_prompts([N_FORCED] * len(prompts), seed=1))
-    return calibrate(model, full_cache(model, len(prompts)), prompts, forced, GAMMA + 1)
+def forced_text(prompts: list[list[int]]) -> Tensor:
+    return torch.tensor(random_prompts([N_FORCED] * len(prompts), seed=1))
+
+
+def calibration_of(model: Transformer, prompts: list[list[int]], cache: FullKVCache | None = None) -> Calibration:
+    cache = cache or full_cache(model, len(prompts))
+    return calibrate(model, cache, prompts, forced_text(prompts), GAMMA + 1)
 
 
 def certificate_of(
@@ -255,6 +265,78 @@ class Shift(Transformer):
         return logits
 
 
+class OtherKeys(FullKVCache):
+    """Keys of a block are off by up to one in ten thousand, as other kernels would have made them."""
+
+    def write(self, layer, slots, new):
+        if slots.shape[1] == GAMMA + 1:
+            generator = torch.Generator().manual_seed(layer + int(slots.sum()))
+            keys, values = new.unbind(2)
+            keys = keys * (1 + 1e-4 * (2 * torch.rand(keys.shape, generator=generator) - 1))
+            new = torch.stack((keys, values), dim=2)
+        super().write(layer, slots, new)
+
+
+def test_eps_is_that_of_two_caches_each_written_its_own_way(prompts):
+    """As those of speculation and its reference: what the blocks before have stored counts, too."""
+    model, lengths = tiny_model(), torch.tensor(LENGTHS)
+    cache, forced = OtherKeys(TINY, len(prompts), 128, dtype=torch.int8), forced_text(prompts)
+
+    def logits(width: int) -> Tensor:
+        runner = ModelRunner(model, cache)
+        for row, prompt in enumerate(prompts):
+            runner.prefill_row(row, prompt)
+        starts = [lengths[:, None] + torch.arange(start, start + width) for start in range(0, N_FORCED, width)]
+        steps = zip(forced.split(width, dim=1), starts, strict=True)
+        return torch.cat([runner.step(tokens, positions, cache.capacity) for tokens, positions in steps], dim=1)
+
+    difference = logits(GAMMA + 1) - logits(1)
+    largest = ((difference.amax(-1) - difference.amin(-1)) / 2).max()
+    assert calibration_of(model, prompts, cache).eps == pytest.approx(float(largest))
+
+
+class StaleScales(FullKVCache):
+    """A slot that is written again keeps the scale of the draft that it held: a bug that needs a rejection."""
+
+    def write(self, layer, slots, new):
+        scales = self.scales[layer]
+        before = scales[:, self._rows, :, slots]
+        super().write(layer, slots, new)
+        scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(prompts, kv_dtype):
+    model = tiny_model(dtype=torch.float32)
+
+    def cache(kind: type[FullKVCache]) -> FullKVCache:
+        return kind(TINY, len(prompts), 128, dtype=kv_dtype)
+
+    calibration = calibration_of(model, prompts, cache(OtherKeys))
+    assert calibration.trusted
+    for kind, holds in ((FullKVCache, True), (OtherKeys, True), (StaleScales, False)):
+        emitted = speculate(model, prompts, GREEDY, cache=cache(kind))
+        assert certify(replay(model, cache(FullKVCache), prompts, emitted), calibration.eps).holds == holds
+
+
+WIDE = replace(TINY, vocab_size=64, dim=64, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=96)
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *LARGEST])
+def test_cpp_attention_and_int8_weights_give_the_same_bits_in_blocks(kv_dtype):
+    model, prompts = tiny_model(WIDE, dtype=torch.float32), random_prompts(LENGTHS)
+    quantize_linears(model, "int8")
+    quantize_head(model)
+    model.backend, why = select_backend("auto", "cpu", attention_spec(WIDE, model.dtype), kv_dtype)
+    if model.backend.name != "cpp":
+        pytest.skip(why)
+    for rows in (prompts, prompts[:1]):
+        calibration = calibration_of(model, rows, full_cache(model, len(rows), kv_dtype=kv_dtype))
+        assert (calibration.eps, calibration.flips, calibration.trusted) == (0, 0, True)
+    assert calibration.max_flip_share == MAX_FLIP_SHARE[kv_dtype]
+
+
 def test_a_shift_of_all_logits_does_not_count(prompts):
     model = tiny_model()
     model.__class__ = Shift
@@ -383,6 +465,18 @@ def test_the_script_certifies_the_coupled_mode(paths, tmp_path, monkeypatch, cap
     assert held_to == [pytest.approx(record["eps"] / 0.7, rel=1e-4, abs=0)]
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")
+def test_the_script_certifies_a_target_in_few_bits(paths, tmp_path, monkeypatch, capsys):
+    stored = {"--kv_dtype": "fp8", "--quantize": "int4", "--attention": "torch", "--dtype": "float64"}
+    assert run_here(paths | SIZES | stored, tmp_path, monkeypatch) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert any("int4 weights, KV in float8_e4m3fn, torch attention" in line for line in lines)
+    asked = {"kv_dtype": "float8_e4m3fn", "quantize": "int4", "attention": "torch", "dtype": "float64", "holds": True}
+    asked |= {"draft_kv_dtype": "float8_e4m3fn", "draft_weights": "int4", "calibration_flips": 0, "flips": 0}
+    record = json.loads(last)
+    assert {key: record[key] for key in asked} == asked
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_the_script_ends_with_code_1_where_the_certificate_fails(paths, tmp_path, monkeypatch, capsys, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
@@ -413,6 +507,7 @@ BAD_INPUT = {
     "budget without a window": ({"--streamingllm_budget": 4}, ("--draft_budget", "budget 4, n_sink 4")),
     "longer than the text": ({"--prefix_len": 190, "--tokens": 9}, ("3 distinct prompts of 222",)),
     "records in a missing folder": ({"--output": "missing/records.jsonl"}, ("--output", "missing")),
+    "random weights": ({"--load_format": "dummy"}, ("--load_format", "dummy", "a trained model")),
     "no such checkpoint": ({"--model": "nowhere/model.pth"}, ("nowhere", "convert_hf_checkpoint.py")),
 }
 

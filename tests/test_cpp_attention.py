@@ -9,8 +9,9 @@ import torch
 from attention_cases import Case, FakeSlots, make_case
 
 from kv_cache import KV
+from kv_cache.entries import LARGEST
 from models.attention import AttentionSpec, TorchAttention, cpp_build, select_backend
-from models.attention.cpp_backend import PART, CppAttention
+from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 
 SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 
@@ -18,7 +19,7 @@ SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 @pytest.fixture(scope="module")
 def backend() -> CppAttention:
     try:
-        return CppAttention(TorchAttention())
+        return CppAttention()
     except cpp_build.BuildError as error:
         pytest.skip(str(error))
 
@@ -32,7 +33,7 @@ def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_w
     torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_of_every_storage(backend, storage, dtype):
     """Long enough for several parts; the reference reads the same stored entries."""
@@ -41,7 +42,7 @@ def test_entries_of_every_storage(backend, storage, dtype):
     torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", ENTRIES)
 def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, storage):
     case = make_case([PART + 130, 40, 700], 4, storage=storage, capacity=PART + 400)
     whole = case.run(backend)
@@ -58,15 +59,25 @@ def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, stor
             assert torch.equal(alone[0, 0], whole[row, token])
 
 
+def test_every_finite_float8_is_read_as_pytorch_reads_it(backend):
+    """Subnormals too: one token that sees one slot gets that slot's values, to the bit."""
+    codes = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    values = torch.cat([codes, codes[:2]]).view(4, 1, 1, 64)
+    ones = torch.ones(4, 1, 1)
+    spec = AttentionSpec(1, 1, 64, None, torch.float32)
+    slots = torch.zeros(4, 1, dtype=torch.int64)
+    case = Case(spec, torch.randn(4, 1, 1, 64), KV(values, values, ones, ones), slots, FakeSlots(slots))
+    assert torch.equal(case.run(backend), values.float())
+
+
 @pytest.mark.parametrize("n_token", [1, 16, 17, 33])
-def test_8_bit_entries_are_never_dequantised(backend, n_token):
-    case = make_case([40, 33], n_token, storage=torch.int8)
+@pytest.mark.parametrize("storage", LARGEST)
+def test_8_bit_entries_are_never_dequantised(backend, n_token, storage):
+    case = make_case([40, 33], n_token, storage=storage)
     assert not case.dequantizes(backend) and not backend.dequantizes(n_token)
 
 
-def test_what_the_kernel_does_not_have_runs_on_its_fallback(backend):
-    entries = make_case([40, 33], 4, storage=torch.float8_e4m3fn)
-    torch.testing.assert_close(entries.run(backend).double(), entries.reference(), rtol=0, atol=5e-6)
+def test_a_model_that_the_kernel_does_not_have_runs_on_torch(backend):
     odd = AttentionSpec(6, 2, 80, None, torch.float32)
     chosen, why = select_backend("auto", "cpu", odd)
     assert isinstance(chosen, TorchAttention) and "head_dim 80" in why
@@ -110,10 +121,9 @@ def test_the_default_dtype_of_pytorch_does_not_matter(backend):
         torch.set_default_dtype(torch.float32)
 
 
-def test_entries_that_the_kernel_does_not_read_are_told_beforehand(backend):
-    chosen, why = select_backend("auto", "cpu", SPEC, torch.float8_e4m3fn)
-    assert isinstance(chosen, TorchAttention) and "float8" in why
-    assert select_backend("auto", "cpu", SPEC, torch.int8).backend.name == "cpp"
+@pytest.mark.parametrize("entries", [None, *ENTRIES])
+def test_auto_is_the_kernel_whatever_the_entries_are(backend, entries):
+    assert select_backend("auto", "cpu", SPEC, entries).backend.name == "cpp"
 
 
 def test_a_build_is_shared_and_never_seen_half_done(backend, monkeypatch, tmp_path):

@@ -6,8 +6,11 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from scenarios import run_scenarios
 from tiny import TINY, continue_by_recomputing, tiny_model
+
+from kv_cache.entries import LARGEST
 
 SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "60"))
 SHAPES = {
@@ -21,14 +24,23 @@ SHAPES = {
 class LlamaWorld:
     drafters = ("snapkv", "standalone, snapkv")
 
-    def __init__(self, shape: str) -> None:
+    def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])
+        self.kv_dtype = kv_dtype
 
     def continue_plainly(self, prompt, n_tokens, sampling, request):
-        return continue_by_recomputing(self.model, prompt, n_tokens, sampling, request)
+        return continue_by_recomputing(self.model, prompt, n_tokens, sampling, request, self.kv_dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_speculation_equals_recomputation(shape: str, record_property) -> None:
     seeds = range(list(SHAPES).index(shape), SCENARIOS, len(SHAPES))
     run_scenarios(LlamaWorld(shape), seeds, "float64 Llama", record_property)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("shape", ["three queries a group, tied", "sliding window"])
+def test_speculation_equals_recomputation_with_entries_of_8_bits(shape, kv_dtype, record_property) -> None:
+    """Entries of 8 bits are the target's own: what is plain decoding with them comes out, to the last token."""
+    name = f"float64 Llama, {str(kv_dtype).removeprefix('torch.')} KV,"
+    run_scenarios(LlamaWorld(shape, kv_dtype), range(SCENARIOS // 10), name, record_property)

@@ -14,6 +14,7 @@ BATCHES = 40
 
 class WitnessWorld:
     model = WitnessModel()
+    kv_dtype = model.dtype
     drafters = ()
     continue_plainly = staticmethod(continue_plainly)
 

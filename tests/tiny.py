@@ -28,8 +28,11 @@ def random_prompts(lengths: list[int], vocab_size: int = TINY.vocab_size, seed: 
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-def full_cache(model: Transformer, max_batch: int, max_len: int = 128) -> FullKVCache:
-    return FullKVCache(model.config, max_batch, max_len, dtype=model.tok_embeddings.weight.dtype)
+def full_cache(
+    model: Transformer, max_batch: int, max_len: int = 128, kv_dtype: torch.dtype | None = None
+) -> FullKVCache:
+    """An empty cache; entries are in the model's dtype if not in another."""
+    return FullKVCache(model.config, max_batch, max_len, dtype=kv_dtype or model.dtype)
 
 
 def continue_by_recomputing(
@@ -38,6 +41,7 @@ def continue_by_recomputing(
     n_tokens: int,
     sampling: SamplingParams | None = None,
     request: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[int]:
     """Decoding that runs the whole sequence anew, in an empty cache, for every token.
 
@@ -47,7 +51,7 @@ def continue_by_recomputing(
     law, seed, noise_of = Law.of([sampling]), torch.tensor(sampling.seed), torch.tensor(request)
     tokens = list(prompt)
     for _ in range(n_tokens):
-        cache = full_cache(model, 1, len(tokens))
+        cache = full_cache(model, 1, len(tokens), kv_dtype)
         logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], cache)[:, -1]
         scores = logits
         if not sampling.greedy:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
-from models.attention.base import AttentionBackend, AttentionSpec, Slots
+from models.attention.base import AttentionSpec, Slots
 from models.attention.cpp_build import load_kernel
 
 HEAD_DIMS = (64, 128)
-ENTRIES = (torch.float32, torch.bfloat16, torch.int8)
+# By the number that the kernel knows them by: all that a model in float32 or bfloat16 may have in a cache.
+ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 # Slots per task. A constant, not a share of the capacity: sums over a row's slots are then cut in the same
 # places whatever the batch, the block or the capacity is, and come out the same to the last bit.
 PART = 1024
@@ -34,19 +32,15 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`.
-
-    otherwise: what the fallback prepares, asked for if the entries turn out to be of another kind.
-    """
+    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`."""
 
     newest: Tensor
     oldest: Tensor
     slots: Tensor
-    otherwise: Callable[[], Any]
 
 
 class CppAttention:
-    """Blocks of any length run in the kernel; `fallback` runs caches whose entries it cannot read.
+    """Blocks of any length over entries of any kind in ENTRIES.
 
     A row's result does not depend, to the last bit, on the other rows, on the other tokens of the block, or on
     the capacity. Errors: BuildError if the kernel cannot be built here.
@@ -54,9 +48,8 @@ class CppAttention:
 
     name = "cpp"
 
-    def __init__(self, fallback: AttentionBackend) -> None:
+    def __init__(self) -> None:
         self._kernel = load_kernel()
-        self._fallback = fallback
 
     def dequantizes(self, n_token: int) -> bool:
         return False
@@ -66,12 +59,9 @@ class CppAttention:
         oldest = torch.zeros_like(newest)
         if spec.sliding_window is not None:
             oldest = (newest - spec.sliding_window + 1).clamp(min=0)
-        otherwise = functools.cache(lambda: self._fallback.prepare(spec, queries, slots))
-        return Prepared(newest, oldest, slots.positions.contiguous(), otherwise)
+        return Prepared(newest, oldest, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
-        if kv.keys.dtype not in ENTRIES:
-            return self._fallback.attend(q, kv, prepared.otherwise())
         batch, n_token, n_head, head_dim = q.shape
         n_slot, n_kv_head = kv.keys.shape[1:3]
         group = n_head // n_kv_head
@@ -84,7 +74,7 @@ class CppAttention:
         failed = self._kernel.foretoken_attend(
             _layout(kv, n_row),
             ctypes.c_int64(head_dim),
-            ctypes.c_int64(kv.keys.element_size()),
+            ctypes.c_int64(ENTRIES.index(kv.keys.dtype)),
             *map(_pointer, (packed, kv.keys, kv.values, kv.key_scales, kv.value_scales)),
             *map(_pointer, (prepared.slots, prepared.newest, prepared.oldest, partials, out)),
             ctypes.c_int(torch.get_num_threads()),

@@ -31,9 +31,11 @@ typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef int8_t bvec __attribute__((vector_size(W)));
+typedef uint8_t ubvec __attribute__((vector_size(W)));
 typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4)));
 
 struct bfloat16 { uint16_t bits; };
+struct float8 { uint8_t bits; };  // e4m3fn
 
 inline vec broadcast(float x) { return x - vec{}; }
 inline vec load(const float* p) { return *reinterpret_cast<const unaligned_vec*>(p); }
@@ -47,6 +49,13 @@ inline vec load(const int8_t* p) {
     bvec bytes;
     std::memcpy(&bytes, p, sizeof bytes);
     return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+}
+// Exponent and mantissa move to where float32 has them, subnormals too; 2^120 mends the bias (127 for 7).
+inline vec load(const float8* p) {
+    ubvec bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    const uvec bits = __builtin_convertvector(bytes, uvec);
+    return (vec)((bits & 0x80) << 24 | (bits & 0x7f) << 20) * broadcast(0x1p120f);
 }
 inline vec larger(vec a, vec b) { return a > b ? a : b; }
 
@@ -300,8 +309,8 @@ int attend_any(int64_t head_dim, Args... args) {
 
 }  // namespace
 
-// Bytes per entry say what entries are: 4 float, 2 bfloat16, 1 int8 with scales. Returns 0, or 1 if it cannot.
-extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entry_bytes, const float* q,
+// Entries are 0 float, 1 bfloat16, 2 int8 or 3 float8, the last two with scales. Returns 0, or 1 if it cannot.
+extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
                                 const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* queries,
                                 const int64_t* oldest, float* workspace, float* out, int n_thread) {
@@ -311,7 +320,8 @@ extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t
         return attend_any<decltype(entry)>(head_dim, at, q, keys, values, key_scales, value_scales, slots, queries,
                                            oldest, workspace, out, n_thread);
     };
-    if (entry_bytes == 4) return with(float{});
-    if (entry_bytes == 2) return with(bfloat16{});
-    return entry_bytes == 1 ? with(int8_t{}) : 1;
+    if (entries == 0) return with(float{});
+    if (entries == 1) return with(bfloat16{});
+    if (entries == 2) return with(int8_t{});
+    return entries == 3 ? with(float8{}) : 1;
 }

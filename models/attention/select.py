@@ -70,10 +70,8 @@ def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Sel
         raise _Unavailable("it is for CPUs")
     if reason := cpp_backend.unsupported(spec):
         return Selection(TorchAttention(), f"cpp does not have {reason}")
-    if entries not in cpp_backend.ENTRIES:
-        return Selection(TorchAttention(), f"cpp does not read {entries} entries")
     try:
-        return Selection(cpp_backend.CppAttention(TorchAttention()), "built for this CPU")
+        return Selection(cpp_backend.CppAttention(), "built for this CPU")
     except BuildError as error:
         raise _Unavailable(str(error)) from None
 
