@@ -27,11 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import common.interrupts
 
 import torch
+from checkpoint_damage import EDITS, damage
+from checkpoint_folders import HF_CONFIG, OTHER, make_folders
 
 from convert_hf_checkpoint import convert
 from engine.arguments import Parser
@@ -39,11 +42,8 @@ from engine.provenance import provenance, publish, require_appendable
 from engine.say import say
 from kv_cache.errors import UserError, exit_on_user_error
 from models import ModelConfig, load_model
-from models.default_model import ROOT
 from models.manifest import MANIFEST
 from models.tokenizer import load_tokenizer
-from reproduce.corrupting.damage import EDITS, damage
-from reproduce.corrupting.folders import HF_CONFIG, OTHER, make_folders
 
 TEXT = "Some text, and that is to be tokenised."
 OUTCOMES = ("refused", "harmless", "wrong", "crashed")

@@ -13,9 +13,9 @@ from typing import Any
 
 import gguf
 import torch
+from checkpoint_folders import HF_CONFIG, VOCABULARY
 
 from models.manifest import MANIFEST
-from reproduce.corrupting.folders import HF_CONFIG, VOCABULARY
 
 Spans = list[tuple[int, int]]
 NOT_FINITE = (math.nan, math.inf, -math.inf)
