@@ -81,6 +81,8 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The configuration of one part: its heads, feed-forward units and token ids; `dim` is that of the whole. It has no
     end tokens, which are ids of the whole."""
+    if shard.count == 1:
+        return config
     first, end = shard.span(config.n_kv_head)
     units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
     return replace(
