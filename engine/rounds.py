@@ -43,6 +43,7 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -56,7 +57,7 @@ class CudaGraphs:
         return graph.replay, outputs
 
     def close(self) -> None:
-        self._stream.synchronize()
+        torch.cuda.synchronize(self._device)  # they are replayed on other streams than their own
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -141,6 +142,8 @@ class Captured:
         try:
             return self._graphs.capture(part)
         except RuntimeError as error:
+            if "captur" not in str(error):  # memory, or another rank
+                raise
             raise ConfigError(
                 "a part of a round cannot be captured as a CUDA graph",
                 where=f"{name}",

@@ -27,7 +27,8 @@ class FakeCuda:
         self.is_invalid = False
         self.n_destroyed = 0
         for name, value in (
-            ("Stream", FakeStream),
+            ("Stream", lambda device: object()),
+            ("synchronize", lambda device: None),
             ("graph_pool_handle", lambda: f"pool {len(self.graphs_of_pool)}"),
             ("CUDAGraph", lambda: FakeGraph(self)),
             ("graph", self.graph),
@@ -52,14 +53,6 @@ class FakeCuda:
             self.capturing = None
         assert not self.is_invalid, "the capture is invalid: a graph was destroyed meanwhile"
         graph.recorder.undo()
-
-
-class FakeStream:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def synchronize(self) -> None:
-        return
 
 
 class FakeGraph:

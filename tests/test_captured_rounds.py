@@ -160,11 +160,18 @@ def test_what_cannot_be_captured_is_one_error():
     """Capturing is the default on a GPU: whatever does not bear it has to say how to do without."""
 
     class Unfit(RecordedGraphs):
+        error = "operation not permitted when stream is capturing"
+
         def capture(self, part):
-            raise RuntimeError("operation not permitted when stream is capturing\n(more)")
+            raise RuntimeError(self.error)
+
+    class Lost(Unfit):
+        error = "Connection closed by peer"
 
     with pytest.raises(ConfigError, match="--no_cuda_graphs"):
         run("none", "greedy", Unfit)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        run("none", "greedy", Lost)
 
 
 def test_graphs_go_with_their_runner_and_with_their_drafter():
