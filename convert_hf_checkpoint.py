@@ -38,8 +38,9 @@ def convert(
     """Write model.pth, config.json, the tokenizer and manifest.json to `out_dir`; return the model.pth.
 
     `dtype` None keeps that of the source (float32 for GGUF). Everything is checked before anything is
-    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`. Of an
-    earlier one of other weights nothing stays.
+    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which
+    also takes config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights
+    nothing stays; what no conversion wrote is never touched.
     """
     if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
         raise ConfigError(
@@ -49,8 +50,9 @@ def convert(
             required="another folder than --checkpoint_dir",
             fix="add --out_dir FOLDER",
         )
-    read_manifest(out_dir)
-    source = open_source(checkpoint_dir)
+    if out_dir.resolve() != checkpoint_dir.resolve():
+        _require_no_source(out_dir)
+    source = open_source(checkpoint_dir, side_files_are_theirs=force)
     matched, config = drop_layers(
         match_tensors(checkpoint_dir, source.tensors, source.config), source.config, layers_to_drop
     )
@@ -79,6 +81,23 @@ def convert(
     update_manifest(out_dir, entries, converted_from=recipe)
     print(f"wrote {out_dir / WEIGHTS}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return out_dir / WEIGHTS
+
+
+def _require_no_source(out_dir: Path) -> None:
+    """Raise CheckpointError if the folder holds a checkpoint, or parts of one, that no conversion wrote."""
+    manifest = read_manifest(out_dir)
+    suffixes = (".safetensors", ".bin", ".gguf")
+    found = [path.name for path in out_dir.glob("*") if path.suffix in suffixes]
+    if "converted_from" not in manifest:
+        found += [name for name in SIDE_FILES if (out_dir / name).is_file()]
+    if found:
+        raise CheckpointError(
+            "the folder holds another checkpoint",
+            where=f"--out_dir {out_dir}",
+            seen=", ".join(sorted(found)[:4]),
+            required="a new folder, or one of an earlier conversion",
+            fix="choose another folder with --out_dir",
+        )
 
 
 def _shallower(hf_config: dict[str, Any], config: ModelConfig, dropped: tuple[int, ...]) -> dict[str, Any]:
@@ -125,14 +144,15 @@ def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_co
     made = {} if CONFIG in source.side_files else {CONFIG: json.dumps(hf_config, indent=2) + "\n"}
     if source.tokenizer_json is not None:
         made["tokenizer.json"] = source.tokenizer_json
-    for name in SIDE_FILES:
-        if name not in source.side_files:
-            (out_dir / name).unlink(missing_ok=True)
+    written = {*read_manifest(out_dir)["files"], CONFIG, *TOKENIZER_FILES}
+    for name in written.intersection(SIDE_FILES).difference(source.side_files):
+        (out_dir / name).unlink(missing_ok=True)
     # What follows, if it is interrupted, contradicts no entry.
     if out_dir.resolve() == checkpoint_dir.resolve():
         update_manifest(out_dir, {})
     else:
         (out_dir / MANIFEST).unlink(missing_ok=True)
+        update_manifest(out_dir, {}, converted_from={})
         for name in source.side_files:
             if name == CONFIG:
                 write_text(out_dir / name, json.dumps(hf_config, indent=2) + "\n")
@@ -150,7 +170,10 @@ def main() -> None:
     parser.add_argument("--out_dir", type=Path, help="folder for model.pth (default: --checkpoint_dir)")
     parser.add_argument("--drop_layers", default="", help="layers to leave out, such as 3,7,13-15")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the source, float32 for GGUF")
-    parser.add_argument("--force", action="store_true", help="convert again even if model.pth is up to date")
+    force = (
+        "convert again even if model.pth is up to date; also weights that were saved again beside the same config.json"
+    )
+    parser.add_argument("--force", action="store_true", help=force)
     args = parser.parse_args()
     if args.checkpoint_dir.is_file():
         raise ConfigError(

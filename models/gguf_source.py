@@ -37,13 +37,13 @@ NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def open_gguf(path: Path) -> Source:
+def open_gguf(path: Path, side_files_are_theirs: bool = False) -> Source:
     """Open a GGUF file. A config.json or a tokenizer beside it takes the place of the one in its metadata.
 
     Unless a conversion generated it: such a one is made again. Raises CheckpointError for a damaged file or an
     unsupported architecture, tokenizer or rope scaling.
     """
-    side_files = own_side_files(path.parent, [path])
+    side_files = own_side_files(path.parent, [path], side_files_are_theirs)
     file = read_gguf(path)
     architecture = _architecture(file)
     if CONFIG in side_files:

@@ -52,7 +52,7 @@ class Source:
     tokenizer_json: str | None = None
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
     """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order.
 
     Reads headers, and what it takes to compare the files with the folder's manifest. Raises CheckpointError naming
@@ -66,7 +66,7 @@ def open_source(folder: Path) -> Source:
     ):
         files, weight_map = _find_shards(folder, stem, suffix)
         if files:
-            side_files = own_side_files(folder, files)
+            side_files = own_side_files(folder, files, side_files_are_theirs)
             tensors = _merge(files, weight_map, open_shard)
             hf_config, config = read_hf_config(folder)
             return Source(files, tensors, hf_config, config, side_files)
@@ -74,7 +74,7 @@ def open_source(folder: Path) -> Source:
     if len(ggufs) == 1:
         from models.gguf_source import open_gguf
 
-        return open_gguf(ggufs[0])
+        return open_gguf(ggufs[0], side_files_are_theirs)
     raise _broken(
         "no single set of weights in the folder",
         folder,

@@ -48,7 +48,7 @@ def make_folders(folder: Path, hf_config: dict[str, Any]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     for name in ("safetensors", "sharded", "bin", "gguf", "converted"):
         (folder / name).mkdir(parents=True)
-        if name != "gguf":
+        if name not in ("gguf", "converted"):
             (folder / name / "config.json").write_text(json.dumps(hf_config, indent=2))
             tokenizer.save(str(folder / name / "tokenizer.json"))
     save_file(weights, folder / "safetensors" / "model.safetensors")

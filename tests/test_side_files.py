@@ -102,6 +102,10 @@ def test_weights_under_the_config_of_others_are_refused(
     replace(tmp_path)
     with pytest.raises(CheckpointError, match=r"folder of its own|folder of their own"):
         convert(tmp_path, tmp_path)
+    if manifest == "of a conversion":  # such as of a checkpoint that is trained on
+        convert(tmp_path, tmp_path, force=True)
+        load_model(tmp_path)
+        convert(tmp_path, tmp_path)
 
 
 def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path) -> None:
@@ -114,16 +118,22 @@ def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path
         convert(tmp_path, tmp_path)
 
 
-def test_weights_in_a_folder_that_others_were_converted_to_are_refused(tmp_path: Path) -> None:
-    """Their config.json and tokenizer were overwritten."""
-    for seed, name in enumerate(("first", "second")):
-        folder = tmp_path / name
-        write_weights(folder, hf_weights(write_side_files(folder), seed), "safetensors")
-        update_manifest(folder, describe(folder, ["config.json", "model.safetensors"]))
-    convert(tmp_path / "first", tmp_path / "second")
-    load_model(tmp_path / "second")
-    with pytest.raises(CheckpointError, match=r"config\.json and tokenizer\.json of other weights"):
-        convert(tmp_path / "second", tmp_path / "second")
+@pytest.mark.parametrize("there", ["model.safetensors", "tokenizer_config.json"])
+def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str) -> None:
+    """Another checkpoint, or what somebody put there for one."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_weights(source, hf_weights(write_side_files(source)), "safetensors")
+    out.mkdir()
+    (out / there).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"another checkpoint[\\s\\S]*{there}"):
+        convert(source, out, force=True)
+    assert [path.name for path in out.iterdir()] == [there]
+    (out / there).unlink()
+    convert(source, out)
+    (out / "chat_template.json").write_text("{}")
+    (out / "special_tokens_map.json").write_text("{}")
+    convert(source, out, force=True)
+    assert (out / "chat_template.json").exists() and (out / "special_tokens_map.json").exists()
 
 
 def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
