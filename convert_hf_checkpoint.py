@@ -170,9 +170,7 @@ def main() -> None:
     parser.add_argument("--out_dir", type=Path, help="folder for model.pth (default: --checkpoint_dir)")
     parser.add_argument("--drop_layers", default="", help="layers to leave out, such as 3,7,13-15")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the source, float32 for GGUF")
-    force = (
-        "convert again even if model.pth is up to date; also weights that were saved again beside the same config.json"
-    )
+    force = "convert again even if model.pth is up to date; also weights that were saved again beside their config.json"
     parser.add_argument("--force", action="store_true", help=force)
     args = parser.parse_args()
     if args.checkpoint_dir.is_file():

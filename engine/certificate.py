@@ -96,7 +96,7 @@ def calibrate(
 
     The whole text runs twice behind the prompts, each time over the entries that its own forwards have left, as
     speculation and its reference do: one unit in the last place makes another entry of 8 bits, and those add up.
-    The logits of the first time, `[B, n, V]`, are kept for the second.
+    The logits of the first time, `[B, n, V]`, are kept for the second, in the host's memory.
 
     Args:
         cache: empty or not, its rows are filled anew; as many rows as prompts.
@@ -121,16 +121,17 @@ def calibrate(
             positions = lengths[:, None] + start + torch.arange(width, device=cache.device)
             yield from runner.step(forced[:, start : start + width], positions, longest + start + width).unbind(1)
 
-    at_once = list(forced_logits(block))
+    at_once = [logits.cpu() for logits in forced_logits(block)]
     for i, logits in enumerate(forced_logits(1)):
         single = logits.to(worst.dtype)
-        difference = at_once[i].to(worst.dtype) - single
+        blocks = at_once[i].to(cache.device)
+        difference = blocks.to(worst.dtype) - single
         worst[:, i] = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
         choice = greedy(single)[:, None]
         too_far = single.gather(1, choice) - single > 2 * worst[:, i, None]
         gain = difference - difference.gather(1, choice)
         gained[:, i] = gain.masked_fill(too_far, 0).amax(dim=-1)
-        flipped[:, i] = choice[:, 0] != greedy(at_once[i])
+        flipped[:, i] = choice[:, 0] != greedy(blocks)
     _require_finite(worst, lengths, "calibration")
     in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
     return Calibration(

@@ -35,7 +35,11 @@ _TOLD = "foretoken/user_error"
 
 def run_on_ranks(main: Callable[[], None]) -> None:
     """Run `main` on this rank. Exit codes: 2 for a user error, 3 for a lost rank, 141 for a reader of the output that
-    left, 1 for a bug."""
+    left, 1 for a bug.
+
+    Garbage is collected before a communicator goes: while a CUDA graph with a collective is alive, that never ends
+    (pytorch #115388).
+    """
     if world_size() == 1:
         exit_on_user_error(main)
         return
@@ -44,6 +48,7 @@ def run_on_ranks(main: Callable[[], None]) -> None:
             main()
     except UserError as error:
         _tell_user_error(error)
+        gc.collect()
         sys.exit(USER_ERROR_CODE)
     except KeyboardInterrupt:
         if is_leader():
@@ -58,7 +63,7 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     except Exception as error:
         _tell_torchrun(error)
         raise
-    gc.collect()  # while a captured collective is alive, destroying its communicator never ends (pytorch #115388)
+    gc.collect()
     dist.destroy_process_group()
 
 

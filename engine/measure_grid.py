@@ -34,8 +34,8 @@ def prepare_largest(
 ) -> Setup:
     """The models, and a cache for the largest batch and context; every draft is checked before anything is loaded.
 
-    Memory is planned for the caches of all budgets at once, which a cell of the grid holds, and for selecting
-    entries where a policy does.
+    Memory is planned for the caches of all budgets at once, which a cell of the grid holds, for what is captured of all
+    gammas, and for selecting entries where a policy does.
     """
     resolved = [
         settings.draft_settings(settings.with_flags(args, settings.variant_flags(args, *draft, gamma)))
@@ -45,9 +45,8 @@ def prepare_largest(
     largest = max(resolved, key=lambda draft: (draft.policy == "snapkv", draft.capacity))
     budgets = tuple(sorted({budget for _, budget in drafts}))
     sizes = {"B": max(batches), "prefix_len": max(contexts), "gen_len": max(ROOM, args.gen_len), "gamma": gamma}
-    return prepare(
-        settings.with_flags(args, sizes), settings.sampling_settings(args), replace(largest, budgets=budgets)
-    )
+    most = replace(largest, budgets=budgets, auto_gamma=True)
+    return prepare(settings.with_flags(args, sizes), settings.sampling_settings(args), most)
 
 
 def measure_grid(

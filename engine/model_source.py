@@ -130,7 +130,7 @@ def _require_weights(path: Path) -> None:
     """Errors: CheckpointError if they are missing, not of the size in the manifest, or end early."""
     seen = None if path.is_file() else "no such file"
     if seen is None:
-        check_files(path.parent, (path.name, CONFIG), verify=False)
+        check_files(path.parent, (path.name, CONFIG), sizes_only=True)
         seen = None if zipfile.is_zipfile(path) else "no zip archive, or not to its end"
     if seen is not None:
         raise CheckpointError(

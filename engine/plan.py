@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,8 @@ from models.tensor_parallel import Shard, check_count, shard_config
 
 # Seconds: ranks start further apart than the least, and the most is what their libraries can count to.
 RANK_TIMEOUTS = (1, 1_000_000)
+# They are lists of Python's numbers, some 40 bytes each.
+MOST_PROMPT_TOKENS = 2**31
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings |
     require_at_least("num_prompts", n_prompts, args.B)
     for flag in ("output", "save_rows"):
         require_appendable(getattr(args, flag), flag)
-    if args.save_rows is not None and args.save_rows == args.output:
+    if args.save_rows and args.output and os.path.realpath(args.save_rows) == os.path.realpath(args.output):
         raise ConfigError(
             "rows and records would be mixed",
             where="--save_rows and --output",
@@ -165,8 +168,17 @@ def _rank_groups(
 
 
 def require_room(plan: Plan) -> None:
-    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit."""
+    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit, or ConfigError for the
+    prompts."""
     require_memory(memory_plan(plan), plan.args.B, room(plan), plan.device)
+    if plan.n_prompts * plan.args.prefix_len > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            "there are too many prompt tokens to hold",
+            where="--num_prompts (--B, if not given) and --prefix_len",
+            seen=f"{plan.n_prompts} x {plan.args.prefix_len}",
+            required=f"<= {MOST_PROMPT_TOKENS} tokens",
+            fix="ask for fewer prompts",
+        )
 
 
 def room(plan: Plan) -> int:
@@ -265,6 +277,8 @@ def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
     args, draft, source = plan.args, plan.draft, plan.draft_source
     said = []
+    if not plan.target.has_text and (args.verify or args.dataset != AUTO):
+        said.append("random weights read neither a checkpoint nor a text: --verify and --dataset have no effect")
     if draft and draft.policy in ("streaming", "snapkv") and draft.capacity >= args.prefix_len + args.gen_len:
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:

@@ -85,7 +85,7 @@ def require_appendable(path: str | None, flag: str = "output") -> None:
             fix=f"create {parent}, or choose another file",
         )
     begin = _begin(path) if exists else b""
-    if begin and not begin.startswith(b"{"):
+    if not begin.startswith(b'{"') and begin not in (b"", b"{"):
         raise ConfigError(
             "the file has something else in it",
             where=f"--{flag}",
@@ -96,8 +96,9 @@ def require_appendable(path: str | None, flag: str = "output") -> None:
 
 
 def _begin(path: str) -> bytes:
+    """What a file begins with, blanks aside; a file that begins with very many is none of ours."""
     with open(path, "rb") as file:
-        return file.read(4096).lstrip()
+        return file.read(1 << 16).lstrip() or file.read(1)
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:

@@ -222,7 +222,9 @@ def load_model(
             if load_format == "pth":
                 tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
                 if not is_finite(tensor):
-                    raise _other_model("NaN or infinite weights", Path(path), f"{name} in {dtype}", "finite numbers")
+                    raise _other_model(
+                        "NaN or infinite weights", Path(path), f"{name} in {dtype}", "finite numbers, as in float32"
+                    )
             weights[name.removeprefix(f"{module}.")] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):

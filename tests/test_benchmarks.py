@@ -356,6 +356,10 @@ BAD_INPUT = {
     "results in a folder's place": Bad("--output .", ("--output", "seen:     .")),
     "no such preset": Bad("--load_format dummy --model_name org/unknown", ("org/unknown", "meta-llama/Llama-2-7b-hf")),
     "ranks that do not run": Bad("--rank_group 0 1", ("--rank_group", "seen:     0 1", "--nproc_per_node=2")),
+    "prompts without number": Bad(
+        "--num_prompts 1000000000000", ("--num_prompts", "1000000000000 x 60", "fewer prompts")
+    ),
+    "rows among records": Bad("--output same.jsonl --save_rows ./same.jsonl", ("--save_rows", "two files")),
     "no time for a rank": Bad("--rank_timeout 0.001", ("--rank_timeout", "seen:     0.001", "1 to 1000000 seconds")),
     "a time that is no number": Bad("--rank_timeout nan", ("--rank_timeout", "seen:     nan")),
     "more ranks than KV heads": Bad("", ("2 KV heads, 3 ranks", "1 to 2 ranks"), None, (("WORLD_SIZE", "3"),)),
