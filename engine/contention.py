@@ -1,81 +1,73 @@
-"""Whether a pass had the processors to itself: what it used of them, and what others did meanwhile."""
+"""Whether a pass had the processors that its threads were ready to use."""
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-# In less time single interruptions decide, and the steps of the system's counters: 0.01 s of each processor.
+# In less time single interruptions decide.
 LEAST_SECONDS = 2.0
-# What others may take of the processors that the threads need: about this much leaves no trace among the differences
-# of quiet runs. Steps take half as long again beside a little more, and many times as long beside one busy loop,
-# since all threads wait for the one that it stops.
-QUIET_PROCESSORS = 0.4
-_BUSY = ("user", "nice", "system", "irq", "softirq")
+# Threads that wait at a time, on average, and processors that the hypervisor took; quiet passes stay below it.
+QUIET = 0.4
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of a while, by the clock; and processor time: this process's, that of all processes of the machine, and
-    what its hypervisor gave to others."""
+    """Seconds of a while, by the clock; and processor seconds: those that this process had, those that its threads
+    were ready for and did not get (None where the system does not tell), those that the hypervisor gave to others."""
 
-    host: str
     threads: int
     seconds: float
-    own: float
-    everyone: float
+    had: float
+    waited: float | None
     stolen: float
 
     def since(self, before: Usage) -> Usage:
+        waited = None if self.waited is None or before.waited is None else self.waited - before.waited
         return Usage(
-            self.host,
             self.threads,
             self.seconds - before.seconds,
-            self.own - before.own,
-            self.everyone - before.everyone,
+            self.had - before.had,
+            waited,
             self.stolen - before.stolen,
         )
 
 
 def usage_so_far() -> Usage:
     """Since moments that stay the same: only differences mean something."""
-    times = psutil.cpu_times()
-    everyone = sum(getattr(times, name, 0.0) for name in _BUSY)
-    stolen = getattr(times, "steal", 0.0)
-    threads = torch.get_num_threads()
-    return Usage(platform.node(), threads, time.perf_counter(), time.process_time(), everyone, stolen)
+    stolen = getattr(psutil.cpu_times(), "steal", 0.0)
+    return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), _waited(), stolen)
 
 
-def contention(ranks: Sequence[Usage], on_cpu: bool) -> dict[str, Any]:
+def _waited(threads: Path = Path("/proc/self/task")) -> float | None:
+    """What Linux counts of every thread: other work, a processor shared with another thread, or a quota's end."""
+    seconds = []
+    for thread in threads.glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # a thread that has just ended
+            seconds.append(int(thread.read_text().split()[1]) / 1e9)
+    return sum(seconds) if seconds else None
+
+
+def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
     """What the ranks' usage in one pass says, of the rank that was worst off.
 
-    `cpu_share`: processor time per thread and second, and `contended`: whether others had processors that the threads
-    needed, are of passes on CPUs; the second is None where the pass was too short to tell. `other_processors` and
-    `stolen_processors`: how many others kept busy, on average.
+    `cpu_share`: processor time per thread and second. `threads_waiting`, `stolen_processors`: on average.
+    `contended`: None where the pass was too short, or the system cannot tell.
     """
-    other = max(_others(rank, ranks) for rank in ranks)
     stolen = max(rank.stolen / rank.seconds for rank in ranks)
+    waited = [rank.waited / rank.seconds for rank in ranks if rank.waited is not None]
+    waiting = max(waited) if len(waited) == len(ranks) else None
     long_enough = min(rank.seconds for rank in ranks) >= LEAST_SECONDS
     return {
-        "cpu_share": min(rank.own / (rank.seconds * rank.threads) for rank in ranks) if on_cpu else None,
-        "other_processors": other,
+        "cpu_share": min(rank.had / (rank.seconds * rank.threads) for rank in ranks),
+        "threads_waiting": waiting,
         "stolen_processors": stolen,
-        "contended": other + stolen > _spare(ranks) + QUIET_PROCESSORS if on_cpu and long_enough else None,
+        "contended": waiting + stolen > QUIET if waiting is not None and long_enough else None,
     }
-
-
-def _others(rank: Usage, ranks: Sequence[Usage]) -> float:
-    ours = sum(other.own for other in ranks if other.host == rank.host)
-    return max(0.0, (rank.everyone - ours) / rank.seconds)
-
-
-def _spare(ranks: Sequence[Usage]) -> int:
-    """The processors that the threads of no rank need, on the host with the most threads."""
-    threads = [sum(rank.threads for rank in ranks if rank.host == host) for host in {rank.host for rank in ranks}]
-    return max(0, (psutil.cpu_count(logical=False) or psutil.cpu_count() or 1) - max(threads))

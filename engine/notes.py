@@ -33,13 +33,13 @@ def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
 
 def _contended(record: dict[str, Any]) -> list[str]:
     busy = [
-        f"{seen['other_processors'] + seen['stolen_processors']:.1f} during {name}"
+        f"{seen['threads_waiting'] + seen['stolen_processors']:.1f} during {name}"
         for name, seen in record["contention"].items()
         if seen["contended"]
     ]
     if not busy:
         return []
-    return [f"other work kept processors busy, {', '.join(busy)}: no time or speedup here is to be trusted"]
+    return [f"threads waited for processors, {', '.join(busy)}: no time or speedup here is to be trusted"]
 
 
 def _room(draft: DraftSettings) -> str:

@@ -289,8 +289,7 @@ def _contention(setup: Setup, passes: Passes) -> dict[str, dict[str, Any]]:
     timed = passes.timed[1] if passes.timed else None
     named = {"baseline": passes.baseline, "speculation": passes.speculative, "phase times": timed}
     usages = {name: setup.ranks.gathered(output.usage) for name, output in named.items() if output and output.usage}
-    on_cpu = setup.runner.device.type == "cpu"
-    return {name: contention([*filter(None, ranks)], on_cpu) for name, ranks in usages.items()}
+    return {name: contention([*filter(None, ranks)]) for name, ranks in usages.items()}
 
 
 def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:

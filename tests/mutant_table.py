@@ -336,8 +336,8 @@ MUTANTS = (
     Mutant(
         "the certificate compares forwards of one token with themselves",
         "engine/certificate.py",
-        "at_once = list(forced_logits(block))",
-        "at_once = list(forced_logits(1))",
+        "for logits in forced_logits(block)]",
+        "for logits in forced_logits(1)]",
         ("test_certificate.py",),
     ),
     # Caches and model
@@ -924,10 +924,10 @@ MUTANTS = (
         RECORDS,
     ),
     Mutant(
-        "ranks are other work to each other",
+        "of several ranks the first says whether they waited",
         "engine/contention.py",
-        "sum(other.own for other in ranks if other.host == rank.host)",
-        "rank.own",
+        "waiting = max(waited) if",
+        "waiting = waited[0] if",
         ("test_contention.py",),
     ),
 )

@@ -25,8 +25,8 @@ def record(*rounds_by_gamma: tuple[int, int], speedup: float | None = 1.2, gen_l
     }
 
 
-def beside(others: float, stolen: float = 0.0, contended: bool | None = False) -> dict[str, Any]:
-    return {"cpu_share": 0.9, "other_processors": others, "stolen_processors": stolen, "contended": contended}
+def beside(waiting: float, stolen: float = 0.0, contended: bool | None = False) -> dict[str, Any]:
+    return {"cpu_share": 0.9, "threads_waiting": waiting, "stolen_processors": stolen, "contended": contended}
 
 
 def test_a_run_with_a_result_says_nothing():
