@@ -10,7 +10,7 @@ import pytest
 from engine import contention as module
 from engine.contention import LEAST_SECONDS, QUIET, Usage, contention, usage_so_far
 
-CALM = Usage(threads=2, seconds=10.0, had=19.0, waited=0.5, stolen=0.1)
+CALM = Usage(threads=2, seconds=10.0, had=19.0, waited=0.3, stolen=0.1)
 
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
@@ -33,7 +33,7 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     (tmp_path / "9" / "schedstat").write_text(f"5 {10**9} 1\n")
     between = usage_so_far().since(before)
     assert between == Usage(threads=2, seconds=10.0, had=16.0, waited=3.0, stolen=1.0)
-    expected = {"cpu_share": 0.8, "threads_waiting": 0.3, "stolen_processors": 0.1, "contended": False}
+    expected = {"cpu_share": 0.8, "threads_waiting": 0.3, "stolen_processors": 0.1, "contended": True}
     assert contention([between]) == pytest.approx(expected)
 
 
