@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -123,7 +124,7 @@ def _book_files(dataset: str, split: str) -> list[Path]:
         return _download_pg19(split)
     path = Path(dataset).expanduser()
     endings = ", ".join(READERS)
-    if path.is_dir():
+    if dataset and os.path.isdir(path):
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
         if not files:
             raise DataError(
@@ -134,11 +135,11 @@ def _book_files(dataset: str, split: str) -> list[Path]:
                 fix="name the folder that holds the files themselves",
             )
         return files
-    if not path.is_file() or path.suffix.lower() not in READERS:
+    if not os.path.isfile(path) or path.suffix.lower() not in READERS:
         raise DataError(
             "unknown dataset",
             where="dataset",
-            seen=f"{dataset} ({'another kind of file' if path.exists() else 'no such file or folder'})",
+            seen=f"{dataset[:80]} ({'another kind of file' if os.path.isfile(path) else 'no such file or folder'})",
             required=f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files",
             fix="check the spelling and the working directory",
         )

@@ -234,6 +234,8 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
         required=f"<= {available / GIB:.2f} GiB available",
         fix=f"use --B {largest}, the largest batch that fits"
         if largest
+        else "use a narrower --dtype, --quantize, more ranks or a smaller model"
+        if plan.total(0) > available
         else "use a shorter --prefix_len"
         + (", or a smaller draft budget (--draft_budget)" if plan.draft_kv_per_row else ""),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,9 +94,9 @@ def find_model(path: str, load_format: str, name: str | None, flag: str, verify:
     """
     folder = _folder(path)
     is_default = _is_default(path)
-    if load_format == "dummy" and (name or not (folder / CONFIG).exists()):
+    if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
         return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
-    if Path(path).suffix.lower() in UNCONVERTED and not Path(path).is_dir():
+    if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
         raise CheckpointError(
             "a download is no converted checkpoint",
             where=flag,
@@ -111,7 +112,7 @@ def find_model(path: str, load_format: str, name: str | None, flag: str, verify:
             required="the converted default checkpoint",
             fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
         )
-    if not folder.is_dir() or not (Path(path).exists() or (folder / CONFIG).exists()):
+    if not os.path.isdir(folder) or not (os.path.exists(path) or os.path.exists(folder / CONFIG)):
         raise CheckpointError(
             "there is no such checkpoint",
             where=flag,
@@ -176,4 +177,4 @@ def _is_default(path: str) -> bool:
 
 
 def _folder(path: str) -> Path:
-    return Path(path) if Path(path).is_dir() else Path(path).parent
+    return Path(path) if os.path.isdir(path) else Path(path).parent

@@ -18,6 +18,8 @@ from engine.say import say
 from kv_cache.errors import ConfigError, UserError
 from models.default_model import ROOT
 
+LONGEST_NAME = 255  # of what file systems take, in bytes
+
 
 def provenance() -> dict[str, Any]:
     """Commit, machine and versions of a measurement."""
@@ -60,6 +62,22 @@ def require_appendable(path: str | None, flag: str = "output") -> None:
         return
     parent = Path(path).resolve().parent
     exists = os.path.exists(path)
+    if not path or len(os.fsencode(Path(path).name)) > LONGEST_NAME:
+        raise ConfigError(
+            "a file cannot be written",
+            where=f"--{flag}",
+            seen=path[:80] or "an empty name",
+            required=f"a name of 1 to {LONGEST_NAME} bytes",
+            fix="choose another file",
+        )
+    if exists and _is_stdout(path):
+        raise ConfigError(
+            "what is printed goes to the same file",
+            where=f"--{flag}",
+            seen=path,
+            required="a file of its own",
+            fix="name another file, or leave the flag out: the record is the last line that is printed",
+        )
     if os.path.isdir(path):
         raise ConfigError(
             "a folder cannot be appended to",
@@ -93,6 +111,12 @@ def require_appendable(path: str | None, flag: str = "output") -> None:
             required="lines of JSON, or a new file",
             fix="choose another file",
         )
+
+
+def _is_stdout(path: str) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(1))
+    return False
 
 
 def _begin(path: str) -> bytes:
@@ -188,7 +212,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if is_torn(line):
                 continue
             value = line.decode(errors="replace")

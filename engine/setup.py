@@ -85,7 +85,7 @@ def prepare(args: argparse.Namespace, sampling: Sampling = GREEDY, draft: DraftS
     target_ranks = model_ranks(ranks, plan.group)
     draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
     # Found now, and read when the prompts are cut.
-    books = load_books(plan.dataset) if plan.dataset and ranks.leads else iter(())
+    books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
     for remark in ranks.shared(lambda: remarks(plan)):
         say(f"note: {remark}")
     say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")

@@ -7,7 +7,8 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import Any, TextIO, cast
 
 STDOUT, STDERR = 1, 2
 # What a shell says of a program that SIGPIPE ended: 128 + 13.
@@ -19,12 +20,14 @@ def readers_may_leave() -> Iterator[None]:
     """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE.
 
     An exit code that it had already chosen stays, and a pipe of its own that breaks is an error like any other.
-    What stdout's encoding does not have is escaped, as on stderr.
+    What stdout's encoding does not have is escaped, as on stderr. What stderr has no room for is dropped: no remark and
+    no progress bar is worth a run.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        yield
+        with redirect_stderr(cast(TextIO, _Heedless())):
+            yield
         _flush(STDOUT)
         _flush(STDERR)
     except BrokenPipeError:
@@ -35,6 +38,35 @@ def readers_may_leave() -> Iterator[None]:
         _let_go(STDOUT)
         _let_go(STDERR)
         raise
+
+
+class _Heedless:
+    """stderr, or nothing where it is closed; it only fails if its reader has left."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        with _dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _dropping():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _dropping() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        _discard(STDERR)
 
 
 def tell(message: str) -> None:
@@ -61,10 +93,14 @@ def _let_go(fd: int) -> bool:
     except OSError as error:
         has_left, has_failed = isinstance(error, BrokenPipeError), True
     if has_left or has_failed:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, fd)
-        os.close(nowhere)
+        _discard(fd)
     return has_left
+
+
+def _discard(fd: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
 
 
 def _has_lost_its_reader(fd: int) -> bool:

@@ -31,6 +31,7 @@ SETTINGS = (
     *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
     *("attention", "compile", "tensor_parallel", "machine", "gpu", *AXES),
 )
+LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
 MEASURED = ("speedup", "decode_tokens_per_second")
 
 
@@ -42,7 +43,7 @@ def read_records(paths: Sequence[str]) -> list[Record]:
             raise _refuse("there is no such file of records", "RECORDS", path, "a file of JSON lines", "name another")
         for number, line in read_lines(path):
             record = line.get("record", line) if isinstance(line, dict) else line
-            if not isinstance(record, dict | None):
+            if not isinstance(record, dict) and not (record is None and isinstance(line, dict)):
                 where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
                 raise _refuse("a line is no record", where, str(line)[:80], "a JSON object", fix)
             records.append(record or {})
@@ -65,6 +66,7 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     lines: dict[str, dict[float, list[float]]] = {}
     for record in records:
         label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        label = label.replace("$", "\\$")  # which would begin a formula
         lines.setdefault(label, {}).setdefault(record[x], []).append(record[y])
     series = tuple(
         Series(label, list(points), list(map(median, points.values())), colour, marker=marker)
@@ -77,7 +79,7 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _refuse(what: str, where: str, seen: object, required: str, fix: str) -> ConfigError:

@@ -360,6 +360,9 @@ BAD_INPUT = {
         "--num_prompts 1000000000000", ("--num_prompts", "1000000000000 x 60", "fewer prompts")
     ),
     "rows among records": Bad("--output same.jsonl --save_rows ./same.jsonl", ("--save_rows", "two files")),
+    "a model of a long name": Bad("--model " + "x" * 300, ("--model", "no such checkpoint")),
+    "a text of a long name": Bad("--dataset " + "x" * 5000, ("dataset", "no such file")),
+    "a text without a name": Bad("--dataset=", ("dataset", "no such file")),
     "no time for a rank": Bad("--rank_timeout 0.001", ("--rank_timeout", "seen:     0.001", "1 to 1000000 seconds")),
     "a time that is no number": Bad("--rank_timeout nan", ("--rank_timeout", "seen:     nan")),
     "more ranks than KV heads": Bad("", ("2 KV heads, 3 ranks", "1 to 2 ranks"), None, (("WORLD_SIZE", "3"),)),
