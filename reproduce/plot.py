@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +32,7 @@ SETTINGS = (
     *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
     *("attention", "compile", "tensor_parallel", "machine", "gpu", *AXES),
 )
+LABEL_WIDTH = 48
 LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
 MEASURED = ("speedup", "decode_tokens_per_second")
 
@@ -61,12 +63,18 @@ def most_varied(records: Sequence[Record]) -> str:
 
 
 def panel(records: Sequence[Record], x: str, y: str) -> Panel:
-    """Median `y` over `x`, a line for each combination of the other settings that vary."""
-    varied = [name for name in SETTINGS if name != x and len({repr(record.get(name)) for record in records}) > 1]
+    """Median `y` over `x`, a line for each combination of the other settings that vary.
+
+    Lines are named by as many settings as tell them apart.
+    """
+    varied: list[str] = []
+    for name in SETTINGS:
+        if name != x and _n_combinations(records, [*varied, name]) > _n_combinations(records, varied):
+            varied.append(name)
     lines: dict[str, dict[float, list[float]]] = {}
     for record in records:
         label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
-        label = label.replace("$", "\\$")  # which would begin a formula
+        label = fill(label.replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
         lines.setdefault(label, {}).setdefault(record[x], []).append(record[y])
     series = tuple(
         Series(label, list(points), list(map(median, points.values())), colour, marker=marker)
@@ -76,6 +84,10 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     is_log = x in DOUBLED and min(record[x] for record in records) > 0
     reference = (1.0, "plain decoding") if y.endswith("speedup") else None
     return Panel(y, x, y, series, is_log_x=is_log, reference=reference)
+
+
+def _n_combinations(records: Sequence[Record], names: Sequence[str]) -> int:
+    return len({tuple(repr(record.get(name)) for name in names) for record in records})
 
 
 def _is_number(value: object) -> bool:
@@ -104,7 +116,8 @@ def main() -> None:
         required = f"numbers under {x} and one of {', '.join(args.y)}"
         raise _refuse("no record can be drawn", "RECORDS", f"{len(records)} records", required, "name others: --x, --y")
     for y, kept in drawn.items():
-        print(f"  {y} over {x}: {len(kept)} of {len(records)} records; the others lack a number")
+        lacking = "; the others lack a number" if len(kept) < len(records) else ""
+        print(f"  {y} over {x}: {len(kept)} of {len(records)} records{lacking}")
     name = Path(args.records[0]).stem
     for path in figures.save(Figure(name, panels), name, Path(args.figures)):
         print(f"  {path}")

@@ -113,7 +113,9 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with matplotlib.rc_context(STYLE):
         width, height = PANEL_INCHES
-        height += LEGEND_LINE_INCHES * max(len(panel.series) for panel in figure.panels)
+        height += LEGEND_LINE_INCHES * max(
+            sum(1 + series.label.count("\n") for series in panel.series) for panel in figure.panels
+        )
         canvas = Canvas(figsize=(width * len(figure.panels), height), layout="constrained")
         FigureCanvasAgg(canvas)
         canvas.suptitle(figure.title, fontsize=10)
