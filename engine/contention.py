@@ -20,24 +20,38 @@ LEAST_SECONDS = 2.0
 QUIET = 0.1
 
 
+# Seconds that a thread may wait whenever it is woken: 0.0001 or 0.0002 where a processor is idle, also of ranks that
+# wake each other thousands of times a second; 0.004 where another thread has it.
+WAKING = 0.0005
+
+
 @dataclass(frozen=True)
 class Usage:
     """Seconds of a while, by the clock; and processor seconds: those that this process had, those that its threads
-    were ready for and did not get (None where the system does not tell), those that the hypervisor gave to others."""
+    were ready for and did not get, in so many `turns` of theirs, and those that the hypervisor gave to others.
+
+    No turns: the system does not tell.
+    """
 
     threads: int
     seconds: float
     had: float
-    waited: float | None
+    waited: float
+    turns: int
     stolen: float
 
+    @property
+    def waiting(self) -> float | None:
+        """Threads that waited at a time, on average, but for being woken."""
+        return max(0.0, self.waited - WAKING * self.turns) / self.seconds if self.turns else None
+
     def since(self, before: Usage) -> Usage:
-        waited = None if self.waited is None or before.waited is None else self.waited - before.waited
         return Usage(
             self.threads,
             self.seconds - before.seconds,
             self.had - before.had,
-            waited,
+            self.waited - before.waited,
+            self.turns - before.turns,
             self.stolen - before.stolen,
         )
 
@@ -45,16 +59,17 @@ class Usage:
 def usage_so_far() -> Usage:
     """Since moments that stay the same: only differences mean something."""
     stolen = getattr(psutil.cpu_times(), "steal", 0.0)
-    return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), _waited(), stolen)
+    return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), *_waited(), stolen)
 
 
-def _waited(threads: Path = Path("/proc/self/task")) -> float | None:
-    """What Linux counts of every thread: other work, a processor shared with another thread, or a quota's end."""
-    seconds = []
+def _waited(threads: Path = Path("/proc/self/task")) -> tuple[float, int]:
+    """Seconds and turns that Linux counts of every thread: other work, a shared processor, or a quota's end."""
+    seconds, turns = 0.0, 0
     for thread in threads.glob("*/schedstat"):
-        with suppress(OSError, ValueError, IndexError):  # a thread that has just ended
-            seconds.append(int(thread.read_text().split()[1]) / 1e9)
-    return sum(seconds) if seconds else None
+        with suppress(OSError, ValueError):  # a thread that has just ended
+            _, waited, n_turn = map(int, thread.read_text().split())
+            seconds, turns = seconds + waited / 1e9, turns + n_turn
+    return seconds, turns
 
 
 def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
@@ -64,8 +79,8 @@ def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
     `contended`: None where the pass was too short, or the system cannot tell.
     """
     stolen = max(rank.stolen / rank.seconds for rank in ranks)
-    waited = [rank.waited / rank.seconds for rank in ranks if rank.waited is not None]
-    waiting = max(waited) if len(waited) == len(ranks) else None
+    told = [rank.waiting for rank in ranks if rank.waiting is not None]
+    waiting = max(told) if len(told) == len(ranks) else None
     long_enough = min(rank.seconds for rank in ranks) >= LEAST_SECONDS
     return {
         "cpu_share": min(rank.had / (rank.seconds * rank.threads) for rank in ranks),

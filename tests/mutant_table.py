@@ -926,8 +926,8 @@ MUTANTS = (
     Mutant(
         "of several ranks the first says whether they waited",
         "engine/contention.py",
-        "waiting = max(waited) if",
-        "waiting = waited[0] if",
+        "waiting = max(told) if",
+        "waiting = told[0] if",
         ("test_contention.py",),
     ),
 )

@@ -10,7 +10,7 @@ import pytest
 from engine import contention as module
 from engine.contention import LEAST_SECONDS, QUIET, Usage, contention, usage_so_far
 
-CALM = Usage(threads=2, seconds=10.0, had=19.0, waited=0.3, stolen=0.1)
+CALM = Usage(threads=2, seconds=10.0, had=19.0, waited=0.3, turns=10, stolen=0.1)
 
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
@@ -19,7 +19,7 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     steal = {"steal": 3.0}
     for thread, waited in (("7", 10**9), ("8", 2 * 10**9)):
         (tmp_path / thread).mkdir()
-        (tmp_path / thread / "schedstat").write_text(f"123 {waited} 4\n")
+        (tmp_path / thread / "schedstat").write_text(f"123 {waited} 10\n")
     waiting = module._waited
     monkeypatch.setattr(module, "_waited", lambda: waiting(tmp_path))
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(**steal))
@@ -28,12 +28,12 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     before = usage_so_far()
     counters |= {"perf_counter": 110.0, "process_time": 36.0}
     steal["steal"] = 4.0
-    (tmp_path / "8" / "schedstat").write_text(f"999 {4 * 10**9} 9\n")
+    (tmp_path / "8" / "schedstat").write_text(f"999 {4 * 10**9} 50\n")
     (tmp_path / "9").mkdir()
-    (tmp_path / "9" / "schedstat").write_text(f"5 {10**9} 1\n")
+    (tmp_path / "9" / "schedstat").write_text(f"5 {10**9} 960\n")
     between = usage_so_far().since(before)
-    assert between == Usage(threads=2, seconds=10.0, had=16.0, waited=3.0, stolen=1.0)
-    expected = {"cpu_share": 0.8, "threads_waiting": 0.3, "stolen_processors": 0.1, "contended": True}
+    assert between == Usage(threads=2, seconds=10.0, had=16.0, waited=3.0, turns=1000, stolen=1.0)
+    expected = {"cpu_share": 0.8, "threads_waiting": 0.25, "stolen_processors": 0.1, "contended": True}
     assert contention([between]) == pytest.approx(expected)
 
 
@@ -42,16 +42,22 @@ def test_a_system_without_such_counters_gives_no_verdict(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_waited", lambda: waiting(tmp_path))
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(user=1.0))
     before = usage_so_far()
-    assert (before.waited, before.stolen) == (None, 0.0)
-    seen = contention([replace(CALM, waited=None)])
+    assert (before.waiting, before.stolen) == (None, 0.0)
+    seen = contention([replace(CALM, turns=0)])
     assert seen["threads_waiting"] is None and seen["contended"] is None
-    assert contention([CALM, replace(CALM, waited=None)])["contended"] is None
+    assert contention([CALM, replace(CALM, turns=0)])["contended"] is None
 
 
 @pytest.mark.parametrize("what", ["waited", "stolen"])
 def test_threads_that_waited_and_processors_that_were_stolen_are_other_work(what):
     assert contention([CALM])["contended"] is False
     assert contention([replace(CALM, **{what: 10 * QUIET + 1})])["contended"] is True
+
+
+def test_ranks_that_wake_each_other_all_the_time_are_not_other_work():
+    woken = replace(CALM, waited=3.4, turns=48_000)
+    assert contention([woken])["contended"] is False and contention([woken])["threads_waiting"] == 0
+    assert contention([replace(woken, turns=1000)])["contended"] is True
 
 
 def test_no_verdict_on_a_short_pass():
@@ -63,7 +69,7 @@ def test_the_rank_that_was_worst_off_counts():
     seen = contention([CALM, replace(CALM, had=12.0, waited=8.0), replace(CALM, stolen=1.0)])
     assert seen == {
         "cpu_share": pytest.approx(0.6),
-        "threads_waiting": pytest.approx(0.8),
+        "threads_waiting": pytest.approx(0.8, rel=0.01),
         "stolen_processors": pytest.approx(0.1),
         "contended": True,
     }
