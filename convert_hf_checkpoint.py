@@ -84,11 +84,14 @@ def convert(
 
 
 def _require_no_source(out_dir: Path) -> None:
-    """Raise CheckpointError if the folder holds a checkpoint, or parts of one, that no conversion wrote."""
+    """Raise CheckpointError if the folder holds a checkpoint, or parts of one, that no conversion wrote.
+
+    A model.pth is a conversion's, also where its manifest was lost.
+    """
     manifest = read_manifest(out_dir)
     suffixes = (".safetensors", ".bin", ".gguf")
     found = [path.name for path in out_dir.glob("*") if path.suffix in suffixes]
-    if "converted_from" not in manifest:
+    if "converted_from" not in manifest and not (out_dir / WEIGHTS).is_file():
         found += [name for name in SIDE_FILES if (out_dir / name).is_file()]
     if found:
         raise CheckpointError(

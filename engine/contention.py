@@ -27,31 +27,32 @@ WAKING = 0.0005
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of a while, by the clock; and processor seconds: those that this process had, those that its threads
-    were ready for and did not get, in so many `turns` of theirs, and those that the hypervisor gave to others.
+    """Seconds of a while, by the clock; and processor seconds: those that this process had, those that each of its
+    threads was ready for and did not get, in so many turns, and those that the hypervisor gave to others.
 
-    No turns: the system does not tell.
+    No waits: the system does not tell.
     """
 
     threads: int
     seconds: float
     had: float
-    waited: float
-    turns: int
+    waits: dict[str, tuple[float, int]]
     stolen: float
 
     @property
     def waiting(self) -> float | None:
         """Threads that waited at a time, on average, but for being woken."""
-        return max(0.0, self.waited - WAKING * self.turns) / self.seconds if self.turns else None
+        waited = sum(seconds - WAKING * turns for seconds, turns in self.waits.values())
+        return max(0.0, waited) / self.seconds if self.waits else None
 
     def since(self, before: Usage) -> Usage:
+        """Of the threads that are still there."""
+        earlier = {name: before.waits.get(name, (0.0, 0)) for name in self.waits}
         return Usage(
             self.threads,
             self.seconds - before.seconds,
             self.had - before.had,
-            self.waited - before.waited,
-            self.turns - before.turns,
+            {name: (waited - earlier[name][0], n - earlier[name][1]) for name, (waited, n) in self.waits.items()},
             self.stolen - before.stolen,
         )
 
@@ -59,17 +60,17 @@ class Usage:
 def usage_so_far() -> Usage:
     """Since moments that stay the same: only differences mean something."""
     stolen = getattr(psutil.cpu_times(), "steal", 0.0)
-    return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), *_waited(), stolen)
+    return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), _waits(), stolen)
 
 
-def _waited(threads: Path = Path("/proc/self/task")) -> tuple[float, int]:
+def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, tuple[float, int]]:
     """Seconds and turns that Linux counts of every thread: other work, a shared processor, or a quota's end."""
-    seconds, turns = 0.0, 0
+    waits = {}
     for thread in threads.glob("*/schedstat"):
         with suppress(OSError, ValueError):  # a thread that has just ended
             _, waited, n_turn = map(int, thread.read_text().split())
-            seconds, turns = seconds + waited / 1e9, turns + n_turn
-    return seconds, turns
+            waits[thread.parent.name] = waited / 1e9, n_turn
+    return waits
 
 
 def contention(ranks: Sequence[Usage]) -> dict[str, Any]:

@@ -43,13 +43,13 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     if world_size() == 1:
         exit_on_user_error(main)
         return
+    code = 0
     try:
         with readers_may_leave():
             main()
     except UserError as error:
         _tell_user_error(error)
-        gc.collect()
-        sys.exit(USER_ERROR_CODE)
+        code = USER_ERROR_CODE
     except KeyboardInterrupt:
         if is_leader():
             tell("\ninterrupted")
@@ -63,7 +63,9 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     except Exception as error:
         _tell_torchrun(error)
         raise
-    gc.collect()
+    gc.collect()  # now that no traceback holds main's frames
+    if code:
+        sys.exit(code)
     dist.destroy_process_group()
 
 

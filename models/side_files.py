@@ -25,7 +25,8 @@ def own_side_files(folder: Path, weights: Sequence[Path], are_theirs: bool = Fal
     generated = {name for name in SIDE_FILES if listed.get(name, {}).get("generated")}
     gone = {name for name in generated if not (folder / name).is_file()}
     indices = [name for name in listed if name.endswith(".index.json")]
-    check_files(folder, [*(path.name for path in weights), *indices, *(n for n in SIDE_FILES if n not in gone)])
+    checked = generated - gone if are_theirs else set(SIDE_FILES) - gone
+    check_files(folder, [*(path.name for path in weights), *indices, *sorted(checked)])
 
     others = {name for name in SIDE_FILES if name in listed} - generated
     known = [path.name in listed or remembered_sha256(path) in converted.values() for path in weights]

@@ -10,7 +10,7 @@ import pytest
 from engine import contention as module
 from engine.contention import LEAST_SECONDS, QUIET, Usage, contention, usage_so_far
 
-CALM = Usage(threads=2, seconds=10.0, had=19.0, waited=0.3, turns=10, stolen=0.1)
+CALM = Usage(threads=2, seconds=10.0, had=19.0, waits={"7": (0.3, 10)}, stolen=0.1)
 
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
@@ -20,8 +20,8 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     for thread, waited in (("7", 10**9), ("8", 2 * 10**9)):
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(f"123 {waited} 10\n")
-    waiting = module._waited
-    monkeypatch.setattr(module, "_waited", lambda: waiting(tmp_path))
+    waiting = module._waits
+    monkeypatch.setattr(module, "_waits", lambda: waiting(tmp_path))
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(**steal))
     monkeypatch.setattr(module, "time", SimpleNamespace(**{name: lambda n=name: counters[n] for name in counters}))
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
@@ -32,44 +32,51 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     (tmp_path / "9").mkdir()
     (tmp_path / "9" / "schedstat").write_text(f"5 {10**9} 960\n")
     between = usage_so_far().since(before)
-    assert between == Usage(threads=2, seconds=10.0, had=16.0, waited=3.0, turns=1000, stolen=1.0)
+    waits = {"7": (0.0, 0), "8": (2.0, 40), "9": (1.0, 960)}
+    assert between == Usage(threads=2, seconds=10.0, had=16.0, waits=waits, stolen=1.0)
     expected = {"cpu_share": 0.8, "threads_waiting": 0.25, "stolen_processors": 0.1, "contended": True}
     assert contention([between]) == pytest.approx(expected)
 
 
 def test_a_system_without_such_counters_gives_no_verdict(monkeypatch, tmp_path):
-    waiting = module._waited
-    monkeypatch.setattr(module, "_waited", lambda: waiting(tmp_path))
+    waiting = module._waits
+    monkeypatch.setattr(module, "_waits", lambda: waiting(tmp_path))
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(user=1.0))
     before = usage_so_far()
     assert (before.waiting, before.stolen) == (None, 0.0)
-    seen = contention([replace(CALM, turns=0)])
+    seen = contention([replace(CALM, waits={})])
     assert seen["threads_waiting"] is None and seen["contended"] is None
-    assert contention([CALM, replace(CALM, turns=0)])["contended"] is None
+    assert contention([CALM, replace(CALM, waits={})])["contended"] is None
 
 
-@pytest.mark.parametrize("what", ["waited", "stolen"])
+@pytest.mark.parametrize("what", [{"waits": {"7": (10 * QUIET + 1, 10)}}, {"stolen": 10 * QUIET + 1}])
 def test_threads_that_waited_and_processors_that_were_stolen_are_other_work(what):
     assert contention([CALM])["contended"] is False
-    assert contention([replace(CALM, **{what: 10 * QUIET + 1})])["contended"] is True
+    assert contention([replace(CALM, **what)])["contended"] is True
 
 
 def test_ranks_that_wake_each_other_all_the_time_are_not_other_work():
-    woken = replace(CALM, waited=3.4, turns=48_000)
+    woken = replace(CALM, waits={"7": (3.4, 48_000)})
     assert contention([woken])["contended"] is False and contention([woken])["threads_waiting"] == 0
-    assert contention([replace(woken, turns=1000)])["contended"] is True
+    assert contention([replace(CALM, waits={"7": (3.4, 1000)})])["contended"] is True
 
 
 def test_no_verdict_on_a_short_pass():
-    short = replace(CALM, seconds=0.9 * LEAST_SECONDS, waited=5.0)
+    short = replace(CALM, seconds=0.9 * LEAST_SECONDS, waits={"7": (5.0, 10)})
     assert contention([short])["contended"] is None and contention([short])["threads_waiting"] > 2
 
 
 def test_the_rank_that_was_worst_off_counts():
-    seen = contention([CALM, replace(CALM, had=12.0, waited=8.0), replace(CALM, stolen=1.0)])
+    seen = contention([CALM, replace(CALM, had=12.0, waits={"7": (8.0, 10)}), replace(CALM, stolen=1.0)])
     assert seen == {
         "cpu_share": pytest.approx(0.6),
         "threads_waiting": pytest.approx(0.8, rel=0.01),
         "stolen_processors": pytest.approx(0.1),
         "contended": True,
     }
+
+
+def test_a_thread_that_ends_takes_only_its_own_waiting_along():
+    before = replace(CALM, seconds=0.0, waits={"7": (0.1, 10), "8": (0.2, 22_000)})
+    between = replace(CALM, waits={"7": (0.3, 20)}).since(before)
+    assert between.waits == {"7": (pytest.approx(0.2), 10)} and contention([between])["contended"] is False

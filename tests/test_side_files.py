@@ -103,6 +103,7 @@ def test_weights_under_the_config_of_others_are_refused(
     with pytest.raises(CheckpointError, match=r"folder of its own|folder of their own"):
         convert(tmp_path, tmp_path)
     if manifest == "of a conversion":  # such as of a checkpoint that is trained on
+        (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + "\n")
         convert(tmp_path, tmp_path, force=True)
         load_model(tmp_path)
         convert(tmp_path, tmp_path)
@@ -134,6 +135,8 @@ def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str
     (out / "special_tokens_map.json").write_text("{}")
     convert(source, out, force=True)
     assert (out / "chat_template.json").exists() and (out / "special_tokens_map.json").exists()
+    (out / "manifest.json").unlink()
+    convert(source, out)
 
 
 def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
