@@ -12,17 +12,27 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.arguments import Parser
-from kv_cache.errors import CheckpointError, ConfigError, exit_on_user_error
-from models.checkpoint import WEIGHTS, drop_layers, save_checkpoint
+from common.errors import CheckpointError, ConfigError
+from common.exit import exit_on_user_error
+from engine.bench.arguments import Parser
+from models.checkpoints.convert import match_tensors, output_bytes, parse_layers, read_stacked
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.file_sums import remembered_sha256
+from models.checkpoints.loading import WEIGHTS, drop_layers, save_checkpoint
+from models.checkpoints.manifest import (
+    MANIFEST,
+    atomic_path,
+    check_files,
+    describe,
+    read_manifest,
+    update_manifest,
+    write_text,
+)
+from models.checkpoints.side_files import CONFIG, SIDE_FILES
+from models.checkpoints.source import Source
+from models.checkpoints.source_weights import open_source
+from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
-from models.convert import match_tensors, output_bytes, parse_layers, read_stacked
-from models.default_model import DEFAULT_CHECKPOINT
-from models.file_sums import remembered_sha256
-from models.manifest import MANIFEST, atomic_path, check_files, describe, read_manifest, update_manifest, write_text
-from models.side_files import CONFIG, SIDE_FILES
-from models.source_weights import Source, open_source
-from models.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

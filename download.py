@@ -6,11 +6,12 @@ import common.interrupts
 
 from pathlib import Path
 
-from engine.arguments import Parser
-from kv_cache.errors import exit_on_user_error
-from models.default_model import DEFAULT_CHECKPOINT, ROOT
-from models.download_default import download_default
-from models.download_hub import download_repo
+from common.checkout import ROOT
+from common.exit import exit_on_user_error
+from engine.bench.arguments import Parser
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.download_default import download_default
+from models.checkpoints.download_hub import download_repo
 
 
 def main() -> None:

@@ -12,17 +12,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError, UserError
 from engine.contention import Usage
 from engine.drafters import Drafter
 from engine.modes import Drafts, Rows, resolve_mode, start_round
 from engine.pacing import Choice, Fixed, Pacing
 from engine.requests import FinishReason, Request, make_requests
-from engine.rounds import Called, Captured, RoundBuffers, rounds_of
+from engine.round import Called, Captured, RoundBuffers, rounds_of
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import LawShape, SamplingParams
 from engine.stats import Round, Stats
 from engine.timing import synchronize
-from kv_cache.errors import ConfigError, UserError
 
 
 class Progress(Protocol):

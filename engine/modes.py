@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.noise import Source, Stream, gumbel, in_passes, uniform
 from engine.sampling import Law, LawShape, SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
-from kv_cache.errors import ConfigError
 from models import Transformer
 
 MODES = ("auto", "greedy", "rejection", "coupled")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal
 
+from common.errors import ConfigError
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts
-from kv_cache.errors import ConfigError
 
 FinishReason = Literal["length", "stop", "error"] | None
 

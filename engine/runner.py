@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distributed import ALONE, ModelRanks, Ranks
+from common.errors import ConfigError
 from engine.noise import Source, in_passes
+from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import LARGEST
-from kv_cache.errors import ConfigError
 from models import ModelConfig, Transformer
 from models.attention import ObservingAttention
 from models.llama import logits_dtype

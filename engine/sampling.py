@@ -14,7 +14,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 

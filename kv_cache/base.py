@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from kv_cache.entries import KV, LARGEST, dequantize, quantize
-from kv_cache.errors import ConfigError
 
 EMPTY = -1
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import ConfigError
 from kv_cache.base import KVShape
-from kv_cache.errors import ConfigError
 from kv_cache.streaming import StreamingKVCache
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from kv_cache.base import KVCache, KVShape
-from kv_cache.errors import ConfigError
 
 
 class StreamingKVCache(KVCache):

@@ -1,6 +1,6 @@
 """Llama-family models: one configuration, one Transformer, one loader."""
 
-from models.checkpoint import load_model
+from models.checkpoints.loading import load_model
 from models.config import ModelConfig
 from models.llama import Transformer
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.errors import ConfigError
 from kv_cache.entries import pack
-from kv_cache.errors import ConfigError
 from models.rope import Rotation, rotate
 
 # Distinct shapes per function and dtype stay few (the number of tokens becomes a variable with the second one), but

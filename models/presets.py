@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.config import ModelConfig
 
 LLAMA_2_7B: dict[str, Any] = {

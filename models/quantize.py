@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.llama import Transformer, logits_dtype
 from models.pointwise import EAGER, Pointwise
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.config import ModelConfig
 from models.llama import Block, Embedding, Head, Transformer
 
@@ -39,7 +39,7 @@ WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
-    """What the ranks that hold one model do together (engine/distributed.py)."""
+    """What the ranks that hold one model do together (engine/parallel/ranks.py)."""
 
     @property
     def shard(self) -> Shard: ...

@@ -17,15 +17,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine import arguments, benchmark, report, settings
-from engine.data import make_prompts
-from engine.flag_names import flags_named
-from engine.provenance import provenance, publish, require_appendable
-from engine.say import say
-from engine.setup import Setup, make_drafter, prepare
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from engine.bench import arguments, settings
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.data import make_prompts
+from engine.bench.flag_names import flags_named
+from engine.bench.setup import Setup, make_drafter, prepare
+from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import Counts, total
-from engine.teacher_forcing import forced_acceptance
-from kv_cache.errors import ConfigError, exit_on_user_error
 from reproduce.paper.variants import under
 
 TEXTS = ("greedy", "sampled", "book")

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from kv_cache.errors import exit_on_user_error
+from common.exit import exit_on_user_error
 from reproduce.acceptance_by_context import HEAD, curves, line, rows_of, unmeasured
 from reproduce.paper import reproduction
 from reproduce.paper.figures import BLACK, Figure, Panel, Series

@@ -30,14 +30,19 @@ import common.interrupts
 
 import torch
 
-from engine import GenerateOutput, arguments, benchmark, report, settings
-from engine.certificate import Calibration, Certificate, calibrate, certify, replay
-from engine.data import make_prompts
-from engine.provenance import provenance, publish
-from engine.say import say
-from engine.setup import Setup, make_drafter
-from engine.setup import prepare as prepare_setup
-from kv_cache.errors import ConfigError, exit_on_user_error
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import publish
+from common.provenance import provenance
+from common.say import say
+from engine import GenerateOutput
+from engine.bench import arguments, settings
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.data import make_prompts
+from engine.bench.setup import Setup, make_drafter
+from engine.bench.setup import prepare as prepare_setup
+from engine.evaluation.certificate import Calibration, Certificate, calibrate, certify, replay
 from models import ModelConfig
 
 

@@ -36,14 +36,16 @@ import torch
 from checkpoint_damage import EDITS, damage
 from checkpoint_folders import HF_CONFIG, OTHER, make_folders
 
+from common.errors import UserError
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
 from convert_hf_checkpoint import convert
-from engine.arguments import Parser
-from engine.provenance import provenance, publish, require_appendable
-from engine.say import say
-from kv_cache.errors import UserError, exit_on_user_error
+from engine.bench.arguments import Parser
 from models import ModelConfig, load_model
-from models.manifest import MANIFEST
-from models.tokenizer import load_tokenizer
+from models.checkpoints.manifest import MANIFEST
+from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "Some text, and that is to be tokenised."
 OUTCOMES = ("refused", "harmless", "wrong", "crashed")

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine.cost_report import main
+from engine.bench.cost_report import main
 
 if __name__ == "__main__":
     main()

@@ -21,10 +21,11 @@ import common.interrupts
 
 import numpy as np
 
-from engine.cost_model import CostGrid, tokens_per_round
-from engine.cost_report import LEAST
-from engine.settings import DEFAULT_N_SINK, require_at_least
-from kv_cache.errors import ConfigError, exit_on_user_error
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from engine.bench.cost_report import LEAST
+from engine.bench.settings import DEFAULT_N_SINK, require_at_least
+from engine.cost_model.costs import CostGrid, tokens_per_round
 from reproduce.gamma_cell import LEAST_GEN_LEN
 from reproduce.paper import auto_against_fixed, reproduction
 from reproduce.paper.figures import CATEGORIES, Figure, Panel, Series

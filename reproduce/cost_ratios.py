@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from kv_cache.errors import exit_on_user_error
+from common.exit import exit_on_user_error
 from reproduce.paper import reproduction
 from reproduce.paper.figures import Figure, Panel, shades
 from reproduce.paper.published import SELF, Ratio, published, same_context

@@ -18,24 +18,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine import (
-    GenerateOutput,
-    ModelRunner,
-    NGram,
-    SavedText,
-    SelfSpeculation,
-    arguments,
-    generate,
-    report,
-    settings,
-)
+from common.errors import ConfigError, UserError
+from common.exit import exit_on_user_error
+from common.jsonl import append_or_put_off, publish
+from common.provenance import provenance
+from common.say import dtype_name, say
+from engine import GenerateOutput, ModelRunner, NGram, SavedText, SelfSpeculation, generate
+from engine.bench import arguments, settings
+from engine.bench import record as report
+from engine.bench.flag_names import flags_named
+from engine.bench.setup import Setup, prepare
 from engine.drafters import Drafter
-from engine.flag_names import flags_named
-from engine.provenance import append_or_put_off, provenance, publish
-from engine.say import dtype_name, say
-from engine.setup import Setup, prepare
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError, UserError, exit_on_user_error
 
 SHORTER_BY = 37  # tokens, from each row to the next
 MAX_GAMMA, N_SINK = 5, 4

@@ -23,12 +23,16 @@ import common.interrupts
 
 import torch
 
-from engine import arguments, benchmark, generate, report
-from engine.provenance import provenance, publish
+from common.exit import exit_on_user_error
+from common.jsonl import publish
+from common.provenance import provenance
+from engine import generate
+from engine.bench import arguments
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.setup import Setup, prepare
 from engine.runner import ModelRunner
-from engine.setup import Setup, prepare
-from kv_cache.errors import exit_on_user_error
-from models.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.quantize import SCHEMES
 
 Turn = Callable[[], tuple[list[float], list[int]]]

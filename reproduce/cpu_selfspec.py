@@ -20,12 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine import arguments, benchmark, report, settings
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import append_or_put_off, publish
+from common.provenance import provenance
+from engine.bench import arguments, settings
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.noise import Source, compiled_source, in_passes
-from engine.provenance import append_or_put_off, provenance, publish
-from engine.setup import Setup, load_draft_model, make_drafter, prepare
 from engine.timing import PhaseTimer
-from kv_cache.errors import ConfigError, exit_on_user_error
 from models import Transformer
 from models.pointwise import EAGER, Pointwise, compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside

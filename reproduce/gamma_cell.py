@@ -23,17 +23,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine import arguments, benchmark, report, settings
-from engine.benchmark import costs_of, decode, make_pacing
-from engine.cost_model import Costs
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from engine.bench import arguments, settings
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.flag_names import flags_named
+from engine.bench.passes import costs_of, decode, make_pacing
+from engine.bench.settings import DraftSettings
+from engine.bench.setup import Setup, make_drafters, prepare
+from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
-from engine.flag_names import flags_named
-from engine.provenance import provenance, publish, require_appendable
-from engine.settings import DraftSettings
-from engine.setup import Setup, make_drafters, prepare
 from engine.stats import total
-from kv_cache.errors import exit_on_user_error
 from reproduce.paper.variants import under
 
 # The ways that choose from round to round.

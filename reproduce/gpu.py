@@ -29,9 +29,11 @@ import common.interrupts
 
 import torch
 
-from engine.arguments import Parser
-from engine.provenance import append_or_put_off, provenance, require_appendable
-from kv_cache.errors import ConfigError, UserError, exit_on_user_error
+from common.errors import ConfigError, UserError
+from common.exit import exit_on_user_error
+from common.jsonl import append_or_put_off, require_appendable
+from common.provenance import provenance
+from engine.bench.arguments import Parser
 from reproduce.gpu_parts.cells import DONE, ERROR, SKIPPED, Options
 from reproduce.gpu_parts.worker import PARTS, RESTART
 

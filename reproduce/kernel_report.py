@@ -21,11 +21,13 @@ import common.interrupts
 
 import torch
 
-from engine.arguments import Parser
-from engine.provenance import provenance, publish, require_appendable
-from engine.say import say
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from engine.bench.arguments import Parser
 from kv_cache.entries import KV, LARGEST
-from kv_cache.errors import ConfigError, exit_on_user_error
 from models.attention.base import AttentionSpec
 
 try:

@@ -27,10 +27,12 @@ import common.interrupts
 
 import psutil
 
-from engine.arguments import Parser
-from engine.provenance import is_torn, provenance, publish, read_lines, require_appendable
-from kv_cache.errors import ConfigError, UserError, exit_on_user_error
-from models.default_model import ROOT
+from common.checkout import ROOT
+from common.errors import ConfigError, UserError
+from common.exit import exit_on_user_error
+from common.jsonl import is_torn, publish, read_lines, require_appendable
+from common.provenance import provenance
+from engine.bench.arguments import Parser
 from reproduce.sweeping.cells import Cell
 from reproduce.sweeping.runner import logs_of
 

@@ -14,9 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine.provenance import read_lines
-from kv_cache.errors import DataError, exit_on_user_error
-from models.default_model import ROOT
+from common.checkout import ROOT
+from common.errors import DataError
+from common.exit import exit_on_user_error
+from common.jsonl import read_lines
 from reproduce.pages import generated_page
 
 RESULTS, PAGE = ROOT / "reproduce" / "results", ROOT / "docs" / "performance.md"

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine.arguments import Parser
-from engine.provenance import read_lines
-from kv_cache.errors import ConfigError, exit_on_user_error
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import read_lines
+from engine.bench.arguments import Parser
 from reproduce.paper import figures
 from reproduce.paper.figures import CATEGORIES, MARKERS, Figure, Panel, Series
 from reproduce.paper.reproduction import REPRODUCTION, Record

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from kv_cache.errors import exit_on_user_error
+from common.exit import exit_on_user_error
 from reproduce.pages import generated_page
 from reproduce.pages.measured_tables import measured_section
 from reproduce.pages.page_records import read_records

@@ -21,10 +21,12 @@ import common.interrupts
 
 import psutil
 
-from engine.arguments import Parser
-from engine.provenance import provenance, publish, require_appendable
-from engine.say import say
-from kv_cache.errors import UserError, exit_on_user_error
+from common.errors import UserError
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 N_ROWS, GEN_LEN = 2, 96

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine.arguments import Parser
-from engine.provenance import require_appendable
-from kv_cache.errors import ConfigError, exit_on_user_error
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import require_appendable
+from engine.bench.arguments import Parser
 from reproduce.sweeping.cells import Cell, grid, is_value, labels, read_grid, select
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 

@@ -17,10 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine.arguments import Parser
-from engine.provenance import append_or_put_off, require_appendable
-from kv_cache.errors import UserError, exit_on_user_error
-from models.default_model import DEFAULT_CHECKPOINT, ROOT
+from common.checkout import ROOT
+from common.errors import UserError
+from common.exit import exit_on_user_error
+from common.jsonl import append_or_put_off, require_appendable
+from engine.bench.arguments import Parser
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 
 DRAFT = DEFAULT_CHECKPOINT.parent / "SmolLM2-draft"
 SIZE = ["--B", "2", "--prefix_len", "1000", "--gen_len", "32", "--gamma", "3", "--streamingllm_budget", "128"]

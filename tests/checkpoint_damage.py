@@ -15,7 +15,7 @@ import gguf
 import torch
 from checkpoint_folders import HF_CONFIG, VOCABULARY
 
-from models.manifest import MANIFEST
+from models.checkpoints.manifest import MANIFEST
 
 Spans = list[tuple[int, int]]
 NOT_FINITE = (math.nan, math.inf, -math.inf)

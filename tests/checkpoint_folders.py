@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from convert_hf_checkpoint import convert
+from models.checkpoints.convert import source_parts
+from models.checkpoints.gguf_source import NAMES
+from models.checkpoints.manifest import describe, update_manifest
 from models.config import ModelConfig
-from models.convert import source_parts
-from models.gguf_source import NAMES
-from models.manifest import describe, update_manifest
 
 VOCABULARY = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
 MERGE = ("t", "h")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.provenance import append_record, provenance
+from common.jsonl import append_record
+from common.provenance import provenance
 
 # Small tensors gain nothing from more threads, and on a busy machine lose a lot to threads that wait.
 torch.set_num_threads(1)

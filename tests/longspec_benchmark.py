@@ -7,9 +7,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
-from engine import arguments, benchmark, report, settings
-from engine.launch import run_on_ranks
-from engine.setup import prepare
+from engine.bench import arguments, settings
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.setup import prepare
+from engine.parallel.launch import run_on_ranks
 
 
 def main() -> None:

@@ -41,12 +41,12 @@ VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
 SAMPLING = "engine/sampling.py"
 DECODING = "engine/decoding.py"
-ROUNDS = "engine/rounds.py"
+ROUNDS = "engine/round.py"
 STANDALONE = "engine/drafters/standalone.py"
 STREAMING = "kv_cache/streaming.py"
 SNAPKV = "kv_cache/snapkv.py"
 SHARDS = "models/tensor_parallel.py"
-PROVENANCE = "engine/provenance.py"
+PROVENANCE = "common/jsonl.py"
 
 MUTANTS = (
     # Randomness
@@ -321,21 +321,21 @@ MUTANTS = (
     ),
     Mutant(
         "the certificate excuses any flip at a near-tie",
-        "engine/certificate.py",
+        "engine/evaluation/certificate.py",
         "int((at_flips > 2 * eps).sum())",
         "int(((at_flips > 2 * eps) & (seen.gap[seen.flipped] > 2 * eps)).sum())",
         ("test_certificate.py",),
     ),
     Mutant(
         "the certificate trusts any calibration",
-        "engine/certificate.py",
+        "engine/evaluation/certificate.py",
         "return self.flips <= self.max_flip_share * self.positions",
         "return True",
         ("test_certificate.py",),
     ),
     Mutant(
         "the certificate compares forwards of one token with themselves",
-        "engine/certificate.py",
+        "engine/evaluation/certificate.py",
         "for logits in forced_logits(block)]",
         "for logits in forced_logits(1)]",
         ("test_certificate.py",),
@@ -476,7 +476,7 @@ MUTANTS = (
     ),
     Mutant(
         "the memory plan forgets the laws that captured rounds keep",
-        "engine/plan.py",
+        "engine/bench/plan.py",
         '(gamma if plan.sampling.mode == "rejection" else 0)',
         "0",
         ("test_memory.py",),
@@ -611,7 +611,7 @@ MUTANTS = (
     ),
     Mutant(
         "logits are joined in the order of ranks, not of shards",
-        "engine/distributed.py",
+        "engine/parallel/ranks.py",
         "by_shard = zip(self.ranks, widths, strict=True)",
         "by_shard = zip(sorted(self.ranks), widths, strict=True)",
         PARALLEL,
@@ -690,7 +690,7 @@ MUTANTS = (
     ),
     Mutant(
         "plain rounds are not counted, so speculation is never tried again",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "self._plain_rounds += 1",
         "pass",
         ADAPTIVE,
@@ -704,49 +704,49 @@ MUTANTS = (
     ),
     Mutant(
         "a trial is over after its first round",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "return not reached or (reached < TRIAL_PLACES and self._may_pay(index, hoped, to_beat))",
         "return not reached",
         ADAPTIVE,
     ),
     Mutant(
         "a trial goes on although nothing may be hoped of it any more",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         " and self._may_pay(index, hoped, to_beat))",
         ")",
         ADAPTIVE,
     ),
     Mutant(
         "what was measured before never fades, and locks speculation out",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "        self._measured *= share\n",
         "",
         ADAPTIVE,
     ),
     Mutant(
         "what was measured before counts for as much as it was",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "min(measured.n, MOST_MEASURED)",
         "measured.n",
         ADAPTIVE,
     ),
     Mutant(
         "a drafter that is looked at again has to beat plain decoding only",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "self._may_pay(index, hoped, to_beat)",
         "self._may_pay(index, hoped)",
         ADAPTIVE,
     ),
     Mutant(
         "what a trial lost does not lengthen the pause behind it",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "round(self._lost_steps / TRIAL_SHARE)",
         "0",
         ADAPTIVE,
     ),
     Mutant(
         "costs are measured in no more rounds where there is time",
-        "engine/measure_costs.py",
+        "engine/cost_model/measure.py",
         "measure(fewest + min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))",
         "measure(fewest)",
         ADAPTIVE,
@@ -767,63 +767,63 @@ MUTANTS = (
     ),
     Mutant(
         "a draft step of all gammas is that of the largest",
-        "engine/measure_costs.py",
+        "engine/cost_model/measure.py",
         "n_drafted.append(sum(choice.gamma for choice in drafted))",
         "n_drafted.append(max(choice.gamma for choice in drafted))",
         ADAPTIVE,
     ),
     Mutant(
         "the luckiest of several drafters is believed",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "non_increasing([seen.tokens(gamma) for seen in self._acceptance], weights)",
         "[seen.tokens(gamma) for seen in self._acceptance]",
         ADAPTIVE,
     ),
     Mutant(
         "whether speculation pays is judged by what idle drafters showed",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "gamma, speedup = self._shown(self._active)",
         "gamma, speedup = self._ordered_promises()[self._active]",
         ADAPTIVE,
     ),
     Mutant(
         "what was dismissed is never looked at again",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "elif self._rounds_since_trial >= SECOND_LOOK and not self._plain_rounds:",
         "elif False:",
         ADAPTIVE,
     ),
     Mutant(
         "where nothing pays the smallest budget takes over",
-        "engine/adaptive.py",
+        "engine/cost_model/adaptive.py",
         "promised > 1 and (active <= 1",
         "(active <= 1",
         ADAPTIVE,
     ),
     Mutant(
         "predictions take the acceptance of the shortest context",
-        "engine/cost_report.py",
+        "engine/bench/cost_report.py",
         "acceptances[context][draft]\n    speedup",
         "next(iter(acceptances.values()))[draft]\n    speedup",
         COSTS,
     ),
     Mutant(
         "a teacher-forced round goes on from what it emitted",
-        "engine/teacher_forcing.py",
+        "engine/evaluation/teacher_forcing.py",
         "runner.step(text[:, start : start + gamma + 1], positions, extent, through)",
         "None",
         ("test_teacher_forcing.py",),
     ),
     Mutant(
         "costs between batches are those of the smallest",
-        "engine/cost_model.py",
+        "engine/cost_model/costs.py",
         "np.interp(batch, self.batches,",
         "np.interp(self.batches[0], self.batches,",
         COSTS,
     ),
     Mutant(
         "every model reads the built-in book",
-        "engine/plan.py",
+        "engine/bench/plan.py",
         "BUILT_IN if target.is_default else PG19",
         "BUILT_IN",
         ("test_data.py",),
@@ -867,14 +867,14 @@ MUTANTS = (
     # What users give
     Mutant(
         "half of a surrogate pair is taken for a character",
-        "engine/data.py",
+        "engine/bench/data.py",
         "        value.encode()\n",
         '        value.encode(errors="surrogatepass")\n',
         ("test_data.py",),
     ),
     Mutant(
         "the tokenizer may be one id larger than the model",
-        "engine/model_source.py",
+        "engine/bench/model_source.py",
         "if largest >= vocab_size",
         "if largest > vocab_size",
         ("test_benchmarks.py",),
@@ -882,28 +882,28 @@ MUTANTS = (
     # Checkpoints
     Mutant(
         "what was made from a GGUF that is gone is the user's own",
-        "models/side_files.py",
+        "models/checkpoints/side_files.py",
         'if listed.get(name, {}).get("generated")}',
         "if name not in listed}",
         SIDE_FILES,
     ),
     Mutant(
         "weights go with the config.json of those before",
-        "models/side_files.py",
+        "models/checkpoints/side_files.py",
         "set() if all(known) else others",
         "set() if any(listed) else others",
         SIDE_FILES,
     ),
     Mutant(
         "a file whose time of change was put back is the same version",
-        "models/file_sums.py",
+        "models/checkpoints/file_sums.py",
         "stat.st_mtime_ns, stat.st_ctime_ns)))",
         "stat.st_mtime_ns)))",
         FILE_SUMS,
     ),
     Mutant(
         "bytes beyond the last tensor of a GGUF are nothing to it",
-        "models/gguf_reader.py",
+        "models/checkpoints/gguf_reader.py",
         "if len(reader.data) != end:",
         "if len(reader.data) < end:",
         ("test_gguf.py",),

@@ -25,10 +25,12 @@ import common.interrupts
 
 from mutant_table import MUTANTS, Mutant
 
-from engine.arguments import Parser
-from engine.provenance import provenance, publish, require_appendable
-from engine.say import say
-from kv_cache.errors import ConfigError, exit_on_user_error
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("common", "kv_cache", "models", "engine", "tests", "reproduce", "pyproject.toml")

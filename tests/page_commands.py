@@ -22,9 +22,9 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from engine.arguments import Parser
-from engine.plan import Plan
-from models.default_model import DEFAULT_NAME
+from engine.bench.arguments import Parser
+from engine.bench.plan import Plan
+from models.checkpoints.default_model import DEFAULT_NAME
 from models.presets import PRESETS
 from reproduce.sweeping.cells import Cell
 
@@ -201,11 +201,13 @@ class Planner:
             patch.setattr(sys, "path", list(sys.path))
             patch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
             patch.setattr(torch.cuda, "device_count", lambda: n_gpus)
-            patch.setattr("engine.plan.check_compiler", lambda device: None)
-            patch.setattr("engine.plan.available_bytes", lambda device: self.gpu_bytes if n_gpus else self.cpu_bytes)
-            patch.setattr("engine.arguments.DEFAULT_CHECKPOINT", built_in)
-            patch.setattr("engine.model_source.DEFAULT_CHECKPOINT", built_in)
-            patch.setattr("engine.setup._join_ranks", reach)
+            patch.setattr("engine.bench.plan.check_compiler", lambda device: None)
+            patch.setattr(
+                "engine.bench.plan.available_bytes", lambda device: self.gpu_bytes if n_gpus else self.cpu_bytes
+            )
+            patch.setattr("engine.bench.arguments.DEFAULT_CHECKPOINT", built_in)
+            patch.setattr("engine.bench.model_source.DEFAULT_CHECKPOINT", built_in)
+            patch.setattr("engine.bench.setup._join_ranks", reach)
             patch.setattr("reproduce.paper.reproduction.DEFAULT_DRAFT", built_in.parent / "SmolLM2-draft/model.pth")
             patch.setattr("reproduce.paper.reproduction.run_cells", reach_cells)
             patch.setattr("reproduce.sweeping.runner.run_cells", reach_cells)

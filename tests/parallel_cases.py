@@ -18,14 +18,14 @@ from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.all_reduce import ProcessGroupAllReduce, with_symmetric_memory
-from engine.distributed import ModelRanks, Ranks, model_ranks, start_ranks
-from engine.launch import run_on_ranks
 from engine.pacing import PLAIN, Choice
+from engine.parallel.all_reduce import ProcessGroupAllReduce, with_symmetric_memory
+from engine.parallel.launch import run_on_ranks
+from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.runner import RemoteRunner
 from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
 from models import ModelConfig, load_model
-from models.checkpoint import save_checkpoint
+from models.checkpoints.loading import save_checkpoint
 from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)

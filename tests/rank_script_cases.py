@@ -11,10 +11,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from engine.all_reduce import ProcessGroupAllReduce
-from engine.distributed import Ranks
+from common.errors import CheckpointError
+from engine.parallel.all_reduce import ProcessGroupAllReduce
+from engine.parallel.ranks import Ranks
 from engine.runner import ModelRunner
-from kv_cache.errors import CheckpointError
 from models import Transformer
 
 BROKEN_RANK = 1
@@ -40,7 +40,7 @@ def refuse_the_checkpoint() -> None:
     def refuse(*args: object, **kwargs: object) -> Transformer:
         raise CheckpointError(DAMAGE, where="model.pth", seen="nothing", required="a file", fix="copy it there")
 
-    import engine.model_source
+    import engine.bench.model_source
 
     engine.model_source.load_model = refuse
 

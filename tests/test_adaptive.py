@@ -18,9 +18,10 @@ from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
 
+from common.errors import ConfigError, UserError
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.acceptance import AcceptanceRate
-from engine.adaptive import (
+from engine.cost_model.adaptive import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,
     TRIAL_PLACES,
@@ -29,14 +30,13 @@ from engine.adaptive import (
     Acceptance,
     Adaptive,
 )
-from engine.cost_model import Costs, tokens_per_round
+from engine.cost_model.costs import Costs, tokens_per_round
+from engine.cost_model.isotonic import non_increasing
+from engine.cost_model.measure import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs
 from engine.decoding import GenerateOutput
-from engine.distributed import Ranks
-from engine.isotonic import non_increasing
-from engine.measure_costs import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs
 from engine.pacing import PLAIN, Choice, InTurn
+from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache
-from kv_cache.errors import ConfigError, UserError
 from models.pointwise import compiled, use_pointwise
 
 GAMMAS = range(7)
@@ -410,7 +410,7 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(monkeypatch: pyt
         decodes.append(generate(*args, **kwargs))
         return decodes[-1]
 
-    monkeypatch.setattr("engine.measure_costs.generate", kept)
+    monkeypatch.setattr("engine.cost_model.measure.generate", kept)
     (measured,) = measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=20, seconds=0.0)
     rounds = [[round_.busy for round_ in output.stats.rounds] for output in decodes]
     assert len(rounds) > 1 and all(busy.count(1) <= 1 for busy in rounds)
@@ -568,7 +568,7 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(monkeypatch: pyte
         return out
 
     own.admit = slow  # type: ignore[method-assign]
-    monkeypatch.setattr("engine.measure_costs.generate", counted)
+    monkeypatch.setattr("engine.cost_model.measure.generate", counted)
     measure_costs(runner, [own], prompts, gammas=[1, 3], max_new_tokens=90, seconds=seconds)
     most = [3 * (1 + FEWEST_TIMED), 3 * (MOST_TIMED - FEWEST_TIMED)]
     assert n_rounds[:1] == most[:1] and sum(n_rounds) == sum(most[:passes])
@@ -586,7 +586,7 @@ def test_costs_take_more_rounds_where_time_allows(monkeypatch: pytest.MonkeyPatc
         n_rounds.append(len(out.stats.rounds))
         return out
 
-    monkeypatch.setattr("engine.measure_costs.generate", counted)
+    monkeypatch.setattr("engine.cost_model.measure.generate", counted)
     n_fewest, n_most = 3 * (1 + FEWEST_TIMED), 3 * (1 + MOST_TIMED)  # plain, gamma 1, gamma 3
     for max_new_tokens, seconds, n_wanted in ((2, 0.0, n_fewest), (2, 1e6, n_most), (90, 0.0, n_fewest)):
         n_rounds.clear()

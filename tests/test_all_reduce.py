@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 
-from engine.all_reduce import (
+from engine.parallel.all_reduce import (
     ONE_SHOT_BYTES,
     WORKSPACE_BYTES,
     ProcessGroupAllReduce,
@@ -78,7 +78,9 @@ def test_the_choice(group, monkeypatch):
     assert isinstance(choose_all_reduce(None, CPU), Whole)
     assert choose_all_reduce(group, CPU).name == "gloo"
     chosen = []
-    monkeypatch.setattr("engine.all_reduce.with_symmetric_memory", lambda *arguments: chosen.append(1) or Whole())
+    monkeypatch.setattr(
+        "engine.parallel.all_reduce.with_symmetric_memory", lambda *arguments: chosen.append(1) or Whole()
+    )
     gpu = torch.device("cuda:0")
     for machine, wanted, tried in (("8", "1", True), ("8", "0", False), ("4", "1", False)):
         monkeypatch.setenv("WORLD_SIZE", "8")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.settings import DraftSettings
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
+from engine.bench.settings import DraftSettings
 from reproduce import cost_model_error, gamma_cell
 from reproduce.pages.measured_tables import choosing_section
 from reproduce.paper import auto_against_fixed, reproduction

@@ -16,11 +16,11 @@ import pytest
 from hf_tiny import N_TOKENS, random_model, save_folder
 from transformers import MistralConfig
 
+from common.pipes import UNREAD_CODE
 from convert_hf_checkpoint import convert
-from engine import cost_report
-from engine.cost_model import Costs
-from engine.measure_costs import measure_costs
-from kv_cache.pipes import UNREAD_CODE
+from engine.cost_model import report as cost_report
+from engine.cost_model.costs import Costs
+from engine.cost_model.measure import measure_costs
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
@@ -67,7 +67,7 @@ def drafting_pays(monkeypatch: pytest.MonkeyPatch):
         cheapest = replace(measured[-1], plain_ms=100.0, verify_ms=(100.0,) * n_gammas, draft_ms=0.1, other_ms=0.0)
         return [*(replace(cheapest, draft_ms=90.0) for _ in measured[1:]), cheapest]
 
-    monkeypatch.setattr("engine.benchmark.measure_costs", cheap)
+    monkeypatch.setattr("engine.bench.passes.measure_costs", cheap)
 
 
 def drafting(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,7 +213,7 @@ def test_the_cost_model_refuses(call, flags, says):
     ],
 )
 def test_the_cost_model_names_the_rows_that_do_not_fit_into_memory(call, monkeypatch, flags, named):
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 20_000_000)
     code, _, err = call("engine.cost_model", f"{GRID} {flags}")
     assert code == 2 and re.search(rf"use {named} \d+, the largest batch that fits", err), err
     assert not BENCHMARK_FLAGS.findall(err)
@@ -248,7 +248,7 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
         measured.append(measure_costs(*args, **kwargs))
         return measured[-1]
 
-    monkeypatch.setattr("engine.benchmark.measure_costs", kept)
+    monkeypatch.setattr("engine.bench.passes.measure_costs", kept)
     sizes = SIZES.replace("--prefix_len 60", "--prefix_len 150")
     cell = "reproduce/gamma_cell.py", f"{sizes} --gammas 1 3 --budgets 16 40 --repeats 2"
     rows = {row["way"]: row for row in record_of(call(*cell))["rows"]}

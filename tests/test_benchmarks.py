@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_source import find_model
+from engine.bench.model_source import find_model
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
-from models.checkpoint import read_checkpoint, save_checkpoint
+from models.checkpoints.loading import read_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
@@ -497,7 +497,7 @@ def test_bad_input_is_refused(
     for name, value in bad.environment:
         monkeypatch.setenv(name, value)
     if what.startswith("NaN in"):  # stands for a model that makes NaN of finite weights
-        monkeypatch.setattr("models.checkpoint.is_finite", lambda tensor: True)
+        monkeypatch.setattr("models.checkpoints.loading.is_finite", lambda tensor: True)
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -520,7 +520,7 @@ def test_a_missing_draft_is_found_before_the_text_is_read(
     folder = tmp_path / "draft"
     shutil.copytree(checkpoint, folder)
     BAD_INPUT[what].damage(folder)
-    monkeypatch.setattr("engine.setup.make_prompts", None)
+    monkeypatch.setattr("engine.bench.setup.make_prompts", None)
     paths = {"--target": checkpoint, "--model": folder / "model.pth", "--dataset": books}
     message = refusal("longspec", flat(paths | SIZES | DRAFT), monkeypatch, capsys)
     assert str(folder / "model.pth") in message
@@ -543,7 +543,7 @@ def test_the_batch_that_the_refusal_names_fits(
     checkpoint: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 10 MB free; the next larger batch is refused again."""
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 10_000_000)
     arguments = flat({"--model": checkpoint, "--dataset": books} | SIZES | DRAFT)
     message = refusal("selfspec", [*arguments, "--B", "5000"], monkeypatch, capsys)
     largest = int(re.findall(r"use --B (\d+), the largest batch that fits", message)[0])
@@ -584,8 +584,8 @@ def test_entries_that_attention_cannot_read_take_memory(
     select: Callable[..., Selection],
     of_all_rows: bool,
 ) -> None:
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr("engine.plan.select_backend", select)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("engine.bench.plan.select_backend", select)
     policy = {} if "full" in flags else {"--streamingllm_budget": 16, "--n_sink": 4}
     arguments = {"--model": checkpoint, "--dataset": books, "--attention": "torch", "--dtype": "bfloat16"}
     arguments |= SIZES | {"--B": 5000, "--gamma": GAMMA} | policy
@@ -598,7 +598,7 @@ def test_entries_that_attention_cannot_read_take_memory(
 def test_the_default_model_is_asked_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
+    monkeypatch.setattr("engine.bench.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
     message = refusal("baseline", ["--model", str(tmp_path / "default" / "model.pth")], monkeypatch, capsys)
     assert "make demo" in message
 

@@ -11,9 +11,9 @@ import torch
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from kv_cache import EMPTY, KVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 from models import Transformer
 from models.attention.torch_backend import TorchAttention, visibility
 from models.config import RopeScaling

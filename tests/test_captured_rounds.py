@@ -15,11 +15,11 @@ from fake_cuda_graphs import FakeCuda, Garbage, collecting
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
+from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import SavedText
-from engine.rounds import CudaGraphs
+from engine.round import CudaGraphs
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -207,10 +207,10 @@ def test_graphs_go_with_their_runner_and_with_their_drafter():
 def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, checkpoint, books, monkeypatch, capsys):
     """The whole script, on a CPU that goes by another name than "cpu"."""
     graphs: list[RecordedGraph] = []
-    monkeypatch.setattr("engine.setup.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
-    monkeypatch.setattr("engine.plan.resolve_device", lambda name: "cpu:0")
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 2**40)
-    monkeypatch.setattr("engine.setup.used_bytes", lambda device: 0)
+    monkeypatch.setattr("engine.bench.setup.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
+    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 2**40)
+    monkeypatch.setattr("engine.bench.setup.used_bytes", lambda device: 0)
     script = Path(__file__).with_name("selfspec_benchmark.py")
     sizes = ["--B", "2", "--prefix_len", "60", "--gen_len", "12", "--draft_budget", "16", "--dtype", "float64"]
     arguments = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books), "--attention", "torch", *sizes]

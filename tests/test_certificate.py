@@ -19,12 +19,12 @@ import torch
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from torch import Tensor
 
+from common.errors import ConfigError, UserError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.certificate import MAX_FLIP_SHARE, Calibration, Certificate, Replay, calibrate, certify, replay
+from engine.evaluation.certificate import MAX_FLIP_SHARE, Calibration, Certificate, Replay, calibrate, certify, replay
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import LARGEST
-from kv_cache.errors import ConfigError, UserError
 from models import Transformer
 from models.attention import select_backend
 from models.llama import attention_spec
@@ -454,7 +454,9 @@ def test_the_script_certifies_bfloat16(paths, tmp_path):
 
 def test_the_script_certifies_the_coupled_mode(paths, tmp_path, monkeypatch, capsys):
     held_to = []
-    monkeypatch.setattr("engine.certificate.certify", lambda seen, eps: held_to.append(eps) or certify(seen, eps))
+    monkeypatch.setattr(
+        "engine.evaluation.certificate.certify", lambda seen, eps: held_to.append(eps) or certify(seen, eps)
+    )
     arguments = paths | SIZES | {"--dtype": "float64", "--temperature": 0.7, "--seed": 3}
     assert run_here(arguments, tmp_path, monkeypatch) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -480,7 +482,7 @@ def test_the_script_certifies_a_target_in_few_bits(paths, tmp_path, monkeypatch,
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_the_script_ends_with_code_1_where_the_certificate_fails(paths, tmp_path, monkeypatch, capsys, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
-    monkeypatch.setattr("engine.setup.ModelRunner", Faulty)
+    monkeypatch.setattr("engine.bench.setup.ModelRunner", Faulty)
     arguments = paths | SIZES | {"--dtype": "bfloat16", "--temperature": temperature}
     assert run_here(arguments, tmp_path, monkeypatch) == 1
     *lines, last = capsys.readouterr().out.splitlines()

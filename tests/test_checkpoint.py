@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import convert_hf_checkpoint
+from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
-from kv_cache.errors import CheckpointError, ConfigError, UserError
-from models import checkpoint
-from models.checkpoint import drop_layers, expected_shapes, load_model, read_checkpoint, save_checkpoint
+from models.checkpoints import loading as checkpoint
+from models.checkpoints.convert import parse_layers, source_parts
+from models.checkpoints.loading import drop_layers, expected_shapes, load_model, read_checkpoint, save_checkpoint
 from models.config import ModelConfig
-from models.convert import parse_layers, source_parts
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -307,7 +307,7 @@ def test_tensor_unlike_the_config(tmp_path: Path, layout: str, name: str, tensor
 
 def test_flipped_source_bit_is_caught_by_the_manifest(converted: Path) -> None:
     """As after a download: the manifest lists the shards."""
-    from models.manifest import describe, update_manifest
+    from models.checkpoints.manifest import describe, update_manifest
 
     update_manifest(converted, describe(converted, [SHARD]))
     flip_bit(converted / SHARD)

@@ -10,12 +10,12 @@ from guesses import KINDS, Guesses
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
+from common.errors import ConfigError
 from engine import ModelRunner, SavedText, SelfSpeculation, generate
 from engine.requests import Request
 from engine.runner import finite_rows
 from engine.verification import verify_greedy
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 
 LENGTHS = [5, 17, 1, 30, 9]
 N_NEW = 14

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.data import load_books
+from engine.bench.data import load_books
 from kv_cache import FullKVCache, StreamingKVCache
 from models import Transformer, load_model
-from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
+from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 import download
-from kv_cache.errors import CheckpointError
-from models import download_default as default
-from models.download_hub import download_repo, select_files
-from models.manifest import check_files, read_manifest
+from common.errors import CheckpointError
+from models.checkpoints import download_default as default
+from models.checkpoints.download_hub import download_repo, select_files
+from models.checkpoints.manifest import check_files, read_manifest
 
 SIDE = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 SHARDS = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
+from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.distributed import Ranks
+from engine.parallel.ranks import Ranks
 from kv_cache import EMPTY, StreamingKVCache
-from kv_cache.errors import ConfigError
 from models import ModelConfig
 from models.llama import select_layers
 

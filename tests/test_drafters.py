@@ -9,11 +9,11 @@ import torch
 from tiny import full_cache, random_prompts, tiny_model
 from witness import WitnessModel
 
+from common.errors import ConfigError
 from engine import ModelRunner, NGram, SavedText, generate
 from engine.drafters.ngram import find_ngram
 from engine.modes import GreedyRound
 from kv_cache import FullKVCache
-from kv_cache.errors import ConfigError
 
 
 def look_up(text: list[int], gamma: int, max_ngram: int, min_ngram: int) -> list[int]:

@@ -10,7 +10,7 @@ from textwrap import indent
 
 import pytest
 
-from kv_cache.pipes import readers_may_leave
+from common.pipes import readers_may_leave
 
 ROOT = Path(__file__).resolve().parents[1]
 # The package, without what its `__init__` imports: torch takes seconds.
@@ -18,13 +18,13 @@ ALONE = """
 import sys, types
 sys.modules["kv_cache"] = types.ModuleType("kv_cache")
 sys.modules["kv_cache"].__path__ = ["kv_cache"]
-from kv_cache.errors import exit_on_user_error as run
+from common.exit import exit_on_user_error as run
 """
 ON_RANKS = "from engine.launch import run_on_ranks as run"
 PROGRAM = """
 {how}
 import os, select, sys
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 
 def until_unread(fd):
     poll = select.poll()

@@ -10,13 +10,13 @@ import pytest
 import torch
 from test_checkpoint import hf_weights, write_side_files, write_weights
 
+from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
-from engine.arguments import Parser, add_common_arguments
-from engine.plan import resolve
-from engine.settings import GREEDY
-from kv_cache.errors import CheckpointError
-from models import file_sums, manifest
-from models.checkpoint import load_model, read_checkpoint, save_checkpoint
+from engine.bench.arguments import Parser, add_common_arguments
+from engine.bench.plan import resolve
+from engine.bench.settings import GREEDY
+from models.checkpoints import file_sums, manifest
+from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 
 
 @pytest.fixture

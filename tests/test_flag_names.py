@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.errors import ConfigError
+from engine.bench.flag_names import flags_named
 from engine.drafters import check_gamma
-from engine.flag_names import flags_named
-from kv_cache.errors import ConfigError
 from kv_cache.streaming import check_budget
 from reproduce import coupled_identity
 

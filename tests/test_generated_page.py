@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from reproduce import performance_page, published_page
 
 SCRIPTS = pytest.mark.parametrize("script", [performance_page, published_page], ids=lambda module: module.__name__)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
 
+from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
-from kv_cache.errors import CheckpointError, ConfigError, UserError
-from models.checkpoint import load_model, read_checkpoint
+from models.checkpoints.convert import source_parts
+from models.checkpoints.gguf_reader import read_gguf
+from models.checkpoints.gguf_source import NAMES
+from models.checkpoints.loading import load_model, read_checkpoint
+from models.checkpoints.tokenizer import load_tokenizer
 from models.config import ModelConfig, RopeScaling
-from models.convert import source_parts
-from models.gguf_reader import read_gguf
-from models.gguf_source import NAMES
-from models.tokenizer import load_tokenizer
 
 DIM, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN_DIM, N_LAYER = 64, 4, 2, 16, 96, 2
 WORDS = ["Ġthe", "th", "he", "12", "<|im_start|>", "<|im_end|>", "<extra>"]

@@ -18,10 +18,10 @@ from fake_cuda_linear import cuda_linears
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import random_prompts, tiny_model
 
-from engine.memory import GIB
+from common.errors import ConfigError, OutOfMemoryError
+from engine.bench.memory import GIB
+from engine.bench.plan import require_room, resolve
 from engine.noise import in_passes
-from engine.plan import require_room, resolve
-from kv_cache.errors import ConfigError, OutOfMemoryError
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
@@ -389,10 +389,10 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
         raise Planned
 
     monkeypatch.setattr(setups, "prepare", never_prepared)
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 78 * GIB)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 78 * GIB)
     for module in ("plan", "settings"):
         monkeypatch.setattr(f"engine.{module}.resolve_device", lambda name: "cuda")
-    monkeypatch.setattr("engine.plan._dequantizes", lambda *arguments: None)
+    monkeypatch.setattr("engine.bench.plan._dequantizes", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(costs, "copy_bandwidth", lambda options: 1.0)
     monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
@@ -411,12 +411,12 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
     """One row of two; none at all is a reason to skip."""
     flags = {"B": 2, "prefix_len": 64, "gen_len": 8}
     asked = setups.dummy_setup(CPU, setups.TINY, **flags).args
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: asked.planned_bytes - 1)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: asked.planned_bytes - 1)
     fitting = setups.dummy_setup(CPU, setups.TINY, **flags)
     assert fitting.runner.max_batch == len(fitting.prompts) == 1
     record = setups.size_record(fitting)
     assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < asked.planned_bytes
-    monkeypatch.setattr("engine.plan.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 1000)
     with pytest.raises(OutOfMemoryError, match="a batch of 2"):
         setups.dummy_setup(CPU, setups.TINY, **flags)
 

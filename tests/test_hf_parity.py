@@ -13,12 +13,12 @@ from hf_tiny import N_TOKENS, random_model, save_folder
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
+from common.errors import ConfigError
 from convert_hf_checkpoint import convert
 from engine import ModelRunner
 from kv_cache import FullKVCache
-from kv_cache.errors import ConfigError
 from models import ModelConfig, Transformer, load_model
-from models.checkpoint import read_checkpoint
+from models.checkpoints.loading import read_checkpoint
 from models.rope import inverse_frequencies
 
 TOLERANCE = 1e-5

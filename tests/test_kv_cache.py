@@ -10,10 +10,10 @@ import torch
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from kv_cache import EMPTY, FullKVCache, KVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import pack
-from kv_cache.errors import ConfigError
 
 
 def held(cache: KVCache, row: int) -> list[int]:

@@ -17,8 +17,9 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.memory import (
+from engine.bench.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
     DraftFootprint,
@@ -27,13 +28,12 @@ from engine.memory import (
     plan_memory,
     require_memory,
 )
+from engine.bench.plan import _captured_rows
+from engine.bench.settings import DraftSettings, Sampling
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice, Fixed, InTurn
-from engine.plan import _captured_rows
 from engine.sampling import SamplingParams
-from engine.settings import DraftSettings, Sampling
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import OutOfMemoryError
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize

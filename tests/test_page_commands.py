@@ -14,7 +14,7 @@ import pytest
 from page_commands import BUILT_IN, MADE_UP, NO_COMMANDS, Block, Planner, blocks, is_published
 from test_docs import PAGES, ROOT
 
-from models.default_model import DEFAULT_NAME
+from models.checkpoints.default_model import DEFAULT_NAME
 
 BOOK_TOKENS = 167_930  # of the built-in book, by the built-in model
 
@@ -77,7 +77,8 @@ SMALL = {
     "reproduce/certify.py": "--B 2 --prefix_len 60 --tokens 16 --calibration_positions 8",
     "reproduce/coupled_identity.py": SIZE + "--budgets 16",
     "reproduce/cpu_selfspec.py": SIZE + "--pairs 1",
-    "engine/cost_model.py": "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2 --gen_len 8 --acceptance_rows 2",
+    "engine/cost_model/__main__.py": "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2 "
+    "--gen_len 8 --acceptance_rows 2",
 }
 
 
@@ -91,8 +92,8 @@ def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPa
     book.write_text(" ".join(f"{word} and" for word in range(200)))
     for module in ("engine.arguments", "engine.model_source"):
         monkeypatch.setattr(f"{module}.DEFAULT_CHECKPOINT", folder / DEFAULT_NAME)
-    monkeypatch.setattr("engine.data.DEFAULT_BOOK", book)
-    monkeypatch.setattr("engine.measure_costs.MEASURING_SECONDS", 0)
+    monkeypatch.setattr("engine.bench.data.DEFAULT_BOOK", book)
+    monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache.errors import DataError
+from common.errors import DataError
 from reproduce import performance_page
 from reproduce.performance_page import NONE, SECTIONS, page
 

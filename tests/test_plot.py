@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from reproduce import plot
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure

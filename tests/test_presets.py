@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.config import RopeScaling
 from models.presets import PRESETS, preset_config, preset_name
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.provenance import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
-from kv_cache.errors import ConfigError, UserError
+from common.errors import ConfigError, UserError
+from common.jsonl import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
 
 N_RECORDS = 400
 

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.cost_model import tokens_per_round
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
+from engine.cost_model.costs import tokens_per_round
 from reproduce import (
     acceptance_by_budget,
     acceptance_by_context,

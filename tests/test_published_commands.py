@@ -13,7 +13,7 @@ from test_benchmarks import ROOT, refusal
 from test_data import write_pg19
 from test_rank_scripts import Ended, Models, alone, models, on_two_ranks, results  # noqa: F401, for `checkout`
 
-from engine.data import PG19_REPOSITORY, PG19_REVISION
+from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
 from engine.noise import in_passes
 from models.pointwise import EAGER
 from models.presets import PRESETS
@@ -68,8 +68,8 @@ def checkout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     # In this process, they were read when huggingface_hub was imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("engine.setup.compiled", lambda **sizes: EAGER)
-    monkeypatch.setattr("engine.setup.compiled_source", lambda: in_passes)
+    monkeypatch.setattr("engine.bench.setup.compiled", lambda **sizes: EAGER)
+    monkeypatch.setattr("engine.bench.setup.compiled_source", lambda: in_passes)
     return tmp_path
 
 
@@ -154,8 +154,8 @@ def test_without_pg19_a_text_is_asked_for_at_once(
     def load(*args: object, **kwargs: object) -> None:
         raise AssertionError("something is loaded")
 
-    monkeypatch.setattr("engine.model_source.load_tokenizer", load)
-    monkeypatch.setattr("engine.model_source.load_model", load)
+    monkeypatch.setattr("engine.bench.model_source.load_tokenizer", load)
+    monkeypatch.setattr("engine.bench.model_source.load_model", load)
     message = refusal("baseline", ["--model", f"checkpoints/{DRAFT}/model.pth", *SMALL.split()], monkeypatch, capsys)
     for part in ("PG-19", "--dataset FOLDER_OR_FILE (.txt, .jsonl, .parquet)", "--dataset default"):
         assert part in message

@@ -9,12 +9,12 @@ import torch
 from fake_cuda_linear import cuda_linears
 from tiny import TINY
 
+from common.errors import ConfigError
 from kv_cache import FullKVCache
-from kv_cache.errors import ConfigError
 from models import load_model
-from models.checkpoint import read_checkpoint
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.loading import read_checkpoint
 from models.config import ModelConfig
-from models.default_model import DEFAULT_CHECKPOINT
 from models.quantize import (
     GROUP,
     MOST_TINYGEMM_ROWS,

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from tiny import TINY
 from torch.cuda._utils import _get_device_index
 
+from common.errors import ConfigError
 from engine import ModelRunner
-from engine.distributed import start_ranks
-from engine.settings import resolve_device
+from engine.bench.settings import resolve_device
+from engine.parallel.ranks import start_ranks
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 from models.llama import Transformer
 
 

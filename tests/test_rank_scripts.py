@@ -30,10 +30,10 @@ from rank_script_cases import BUG, DAMAGE
 from test_benchmarks import ROOT, edit_config, flat, refusal
 from transformers import LlamaConfig
 
+from common.errors import RankError
 from convert_hf_checkpoint import convert
-from engine.launch import _tell_user_error
-from kv_cache.errors import RankError
-from models.checkpoint import read_checkpoint, save_checkpoint
+from engine.parallel.launch import _tell_user_error
+from models.checkpoints.loading import read_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 

@@ -8,9 +8,9 @@ from guesses import Guesses
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
+from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, generate
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 
 LENGTHS = [5, 17, 1, 30, 9]
 N_NEW = 14

@@ -10,8 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.sampling import Law, SamplingParams, greedy, logits_to_probs
-from kv_cache.errors import ConfigError
 
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 # Halves are exact in every dtype, and few values make ties frequent.

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.attention import AttentionSpec, TorchAttention, flash_backend, select_backend
 from models.attention.flash_backend import FA2, FA3, Finding, Flavour
 

@@ -12,12 +12,12 @@ import pytest
 from test_checkpoint import hf_weights, write_side_files, write_weights
 from test_gguf import write_gguf
 
+from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
-from kv_cache.errors import CheckpointError
-from models.checkpoint import load_model, read_checkpoint
-from models.manifest import describe, update_manifest
-from models.source_weights import open_source
-from models.tokenizer import load_tokenizer
+from models.checkpoints.loading import load_model, read_checkpoint
+from models.checkpoints.manifest import describe, update_manifest
+from models.checkpoints.source_weights import open_source
+from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "the 1234"
 OTHER = {

@@ -11,9 +11,9 @@ import torch
 from recorded_graph import RecordedGraphs
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
+from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from kv_cache import EMPTY, FullKVCache, SnapKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError
 from kv_cache.snapkv import attention_received
 
 WINDOW, BUDGET, POOL = 6, 16, 3

@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.provenance import append_record, read_lines
-from kv_cache.errors import ConfigError, exit_on_user_error
-from models.default_model import ROOT
+from common.checkout import ROOT
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.jsonl import append_record, read_lines
 from reproduce import kill_sweep, sweep
 from reproduce.sweeping import child, runner
 from reproduce.sweeping.cells import Cell, grid, labels, read_grid, select

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
+from common.errors import ConfigError, UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
-from engine.teacher_forcing import forced_acceptance
 from kv_cache import SnapKVCache, StreamingKVCache
-from kv_cache.errors import ConfigError, UserError
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)

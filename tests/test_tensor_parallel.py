@@ -15,10 +15,10 @@ import torch
 from fake_symmetric_memory import STEPS
 from tiny import TINY, tiny_model
 
-from engine.distributed import ALONE, check_draft_ranks, check_rank_group
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
+from engine.parallel.ranks import ALONE, check_draft_ranks, check_rank_group
 from models import load_model
-from models.checkpoint import expected_shapes, save_checkpoint
+from models.checkpoints.loading import expected_shapes, save_checkpoint
 from models.tensor_parallel import Shard, check_count, shard_config, shard_tensor, spans
 
 

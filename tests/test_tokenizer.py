@@ -9,8 +9,8 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from kv_cache.errors import CheckpointError
-from models.tokenizer import load_tokenizer
+from common.errors import CheckpointError
+from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "It is a truth universally acknowledged, that 12 naïve men must be in want of a wife.\n\n  “Yes.”"
 

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.distributed import Ranks
+from common.errors import ConfigError
 from engine.modes import Drafts, VerificationRound
+from engine.parallel.ranks import Ranks
 from engine.runner import ModelRunner
 from kv_cache import KVCache, WriteThroughKVCache
-from kv_cache.errors import ConfigError
 
 
 class Drafter(Protocol):

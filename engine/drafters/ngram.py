@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.drafters.base import TextDrafter
 from engine.runner import ModelRunner
-from kv_cache.errors import ConfigError
 
 
 class NGram(TextDrafter):

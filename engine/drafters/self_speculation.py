@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.drafters.base import check_gamma, check_room, check_target, draw_drafts
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
-from kv_cache.errors import ConfigError
 from models import Transformer
 
 

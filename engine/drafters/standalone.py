@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.drafters.base import check_gamma, check_room, draw_drafts, require_gamma
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner, RemoteRunner
-from kv_cache.errors import ConfigError
 
 
 class StandaloneDraft:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.torch_backend import TorchAttention
 

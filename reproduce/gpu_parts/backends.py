@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 from models.attention import AttentionBackend, AttentionSpec, TorchAttention, select_backend
 from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, Package
 from reproduce.gpu_parts.cells import Options, Skip

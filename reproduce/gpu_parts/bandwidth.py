@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.report import rounded
-from engine.say import dtype_name
+from common.say import dtype_name
+from engine.bench.record import rounded
 from kv_cache import FullKVCache
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec

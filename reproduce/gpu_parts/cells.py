@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.provenance import provenance
-from kv_cache.errors import OutOfMemoryError
+from common.errors import OutOfMemoryError
+from common.provenance import provenance
 
 DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 # After such an error nothing runs on the device any more, not from this process.

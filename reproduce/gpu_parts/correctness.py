@@ -13,19 +13,19 @@ from attention_cases import Case, FakeSlots, make_case
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from common.say import dtype_name
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter
 from engine.noise import Source, Stream, compiled_source, in_passes, uniform
-from engine.rounds import CudaGraphs
-from engine.say import dtype_name
+from engine.round import CudaGraphs
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV
 from models import Transformer, load_model
 from models.attention import AttentionSpec, TorchAttention
-from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
-from models.tokenizer import load_tokenizer
 from reproduce.gpu_parts.backends import Named, all_backends
 from reproduce.gpu_parts.cells import DONE, FAILED, Cell, Options, Skip, breaks_device, describe
 

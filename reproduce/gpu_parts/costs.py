@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine import benchmark, report
-from engine.cost_model import tokens_per_round
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.setup import Setup
+from engine.cost_model.costs import tokens_per_round
 from engine.decoding import GenerateOutput
-from engine.setup import Setup
 from models.config import ModelConfig
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth

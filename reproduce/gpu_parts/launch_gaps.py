@@ -13,10 +13,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from engine import benchmark
+from engine.bench import passes as benchmark
+from engine.bench.record import rounded
+from engine.bench.setup import Setup, make_drafter
 from engine.drafters import Drafter
-from engine.report import rounded
-from engine.setup import Setup, make_drafter
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record
 

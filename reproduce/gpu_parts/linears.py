@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.report import rounded
-from engine.say import dtype_name
+from common.say import dtype_name
+from engine.bench.record import rounded
 from models.quantize import GROUP, Int4Linear, Int8Linear, dequantize
 from reproduce.gpu_parts.cells import Cell, Options
 from reproduce.gpu_parts.devices import time_calls

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import arguments, benchmark, settings
+from engine.bench import arguments, settings
+from engine.bench import passes as benchmark
+from engine.bench.dummy_prefill import fill_with_noise
+from engine.bench.plan import memory_plan, resolve, room
+from engine.bench.setup import Setup, make_drafter, prepare
 from engine.drafters import Drafter
-from engine.dummy_prefill import fill_with_noise
-from engine.plan import memory_plan, resolve, room
-from engine.setup import Setup, make_drafter, prepare
 from engine.timing import PhaseTimer
 from reproduce.gpu_parts.cells import Options
 

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import benchmark, report
+from engine.bench import passes as benchmark
+from engine.bench import record as report
+from engine.bench.setup import Setup
 from engine.decoding import GenerateOutput
-from engine.setup import Setup
-from models.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
+from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
 from reproduce.gpu_parts.setups import make_setup, size_record, speculation_passes, with_drafter
 from reproduce.paper.variants import under

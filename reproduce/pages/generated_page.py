@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.arguments import Parser
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
+from engine.bench.arguments import Parser
 
 
 def make_parser(description: str, results: Path, page: Path) -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.settings import AUTO
+from engine.bench.settings import AUTO
 from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS, Record, machine_name
 from reproduce.performance_page import read
 from reproduce.sweeping.runner import OK, read_rows

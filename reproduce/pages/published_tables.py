@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.cost_model import tokens_per_round
-from models.default_model import DEFAULT_NAME
+from engine.cost_model.costs import tokens_per_round
+from models.checkpoints.default_model import DEFAULT_NAME
 from reproduce import acceptance_by_context, cost_ratios
 from reproduce.pages.page_records import Records, link
 from reproduce.paper import reproduction

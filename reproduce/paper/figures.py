@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
 
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engine.cost_model import tokens_per_round
-from kv_cache.errors import ConfigError
+from common.errors import ConfigError
+from engine.cost_model.costs import tokens_per_round
 
 FILE = Path(__file__).resolve().parent / "published.json"
 SELF = "self"

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.arguments import HelpFormatter, Parser
-from engine.settings import DTYPES, POLICIES
-from kv_cache.errors import ConfigError
-from models.default_model import DEFAULT_CHECKPOINT, ROOT
+from common.checkout import ROOT
+from common.errors import ConfigError
+from engine.bench.arguments import HelpFormatter, Parser
+from engine.bench.settings import DTYPES, POLICIES
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.quantize import SCHEMES
 from reproduce.acceptance import TEXTS
 from reproduce.paper import figures

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from engine import settings
-from engine.plan import resolve_positions
-from engine.setup import Setup, load_draft_model
+from engine.bench import settings
+from engine.bench.plan import resolve_positions
+from engine.bench.setup import Setup, load_draft_model
 from models.pointwise import use_pointwise
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_cache.errors import ConfigError
-from models.default_model import ROOT
+from common.checkout import ROOT
+from common.errors import ConfigError
 
 FLAG_NAME = re.compile(r"[A-Za-z]\w*(-\w+)*")
 KEY_PREFIX = re.compile(r"[0-9a-f]{1,16}")

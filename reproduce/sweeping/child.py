@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from models.default_model import ROOT
+from common.checkout import ROOT
 
 GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500

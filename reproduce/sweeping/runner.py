@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from engine.provenance import append_record, git_commit, read_lines, require_appendable
-from engine.say import say
-from kv_cache.errors import ConfigError, UserError
+from common.errors import ConfigError, UserError
+from common.jsonl import append_record, read_lines, require_appendable
+from common.provenance import git_commit
+from common.say import say
 from reproduce.sweeping.cells import Cell, check_cells, labels, select
 from reproduce.sweeping.child import run_child
 

@@ -1,0 +1,5 @@
+"""Where the checkout lies."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]

@@ -1,0 +1,179 @@
+"""Files of JSON lines: records appended to them, and read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import ConfigError, UserError
+from common.say import say
+
+LONGEST_NAME = 255  # of what file systems take, in bytes
+
+
+def require_appendable(path: str | None, flag: str = "output") -> None:
+    """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
+    if path is None:
+        return
+    parent = Path(path).resolve().parent
+    exists = os.path.exists(path)
+    if not path or len(os.fsencode(Path(path).name)) > LONGEST_NAME:
+        raise ConfigError(
+            "a file cannot be written",
+            where=f"--{flag}",
+            seen=path[:80] or "an empty name",
+            required=f"a name of 1 to {LONGEST_NAME} bytes",
+            fix="choose another file",
+        )
+    if exists and _is_stdout(path):
+        raise ConfigError(
+            "what is printed goes to the same file",
+            where=f"--{flag}",
+            seen=path,
+            required="a file of its own",
+            fix="name another file, or leave the flag out: the record is the last line that is printed",
+        )
+    if os.path.isdir(path):
+        raise ConfigError(
+            "a folder cannot be appended to",
+            where=f"--{flag}",
+            seen=path,
+            required="a file",
+            fix=f"name a file in it, such as {Path(path) / 'results.jsonl'}",
+        )
+    if exists and not os.path.isfile(path):
+        raise ConfigError(
+            "a pipe or a device cannot be appended to",
+            where=f"--{flag}",
+            seen=path,
+            required="a file, or a name for a new one",
+            fix="name a file; records are printed, too",
+        )
+    if not (os.access(path, os.R_OK | os.W_OK) if exists else os.access(parent, os.W_OK)):
+        raise ConfigError(
+            "a file cannot be written",
+            where=f"--{flag}",
+            seen=path,
+            required="a file in an existing, writable folder",
+            fix=f"create {parent}, or choose another file",
+        )
+    begin = _begin(path) if exists else b""
+    if not begin.startswith(b'{"') and begin not in (b"", b"{"):
+        raise ConfigError(
+            "the file has something else in it",
+            where=f"--{flag}",
+            seen=f"{path}, which begins with {begin[:20]!r}",
+            required="lines of JSON, or a new file",
+            fix="choose another file",
+        )
+
+
+def _is_stdout(path: str) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(1))
+    return False
+
+
+def _begin(path: str) -> bytes:
+    """What a file begins with, blanks aside; a file that begins with very many is none of ours."""
+    with open(path, "rb") as file:
+        return file.read(1 << 16).lstrip() or file.read(1)
+
+
+def append_record(path: str | None, record: dict[str, Any]) -> None:
+    """Append one JSON line and force it to disk. What is there stays: behind a last line that a killed run left
+    unfinished, a new one begins. Errors: ConfigError, whatever the system's reason.
+    """
+    if path is None:
+        return
+    try:
+        with open(path, "a+b") as file:
+            file.write(_line_break(file) + json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            "a record could not be appended",
+            where=path,
+            seen=error,
+            required="a file that can be written, and room on the disk",
+            fix="make room, or choose another file; what was not appended is printed",
+        ) from None
+
+
+def _line_break(file: BinaryIO) -> bytes:
+    """What has to come before the next line: nothing, unless the last one was not ended."""
+    if not file.seek(0, os.SEEK_END):
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read() == b"\n" else b"\n"
+
+
+def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
+    """Append a record in the middle of a run, which goes on where that fails: then the record is printed, and the
+    error is said once and put off.
+    """
+    try:
+        append_record(path, record)
+    except UserError as error:
+        if not put_off:
+            say(f"\nwarning: {error}")
+        put_off.append(error)
+        with suppress(OSError):
+            print(json.dumps(record), flush=True)
+
+
+def publish(path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = ()) -> None:
+    """Print the texts and last the record, and append it to `path`: either is done where the other fails.
+
+    Errors: ConfigError of what failed, or else the first that a run `put_off`; BrokenPipeError of a reader who left.
+    """
+    try:
+        print(*texts, json.dumps(record), sep="\n", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            "the record could not be printed",
+            where="stdout",
+            seen=error,
+            required="an output that can be written",
+            fix="make room, or send it elsewhere",
+        ) from None
+    finally:
+        append_record(path, record)
+    if put_off:
+        raise put_off[0]
+
+
+# The strings of a line, the last of which may have no end.
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
+
+
+def is_torn(line: bytes) -> bool:
+    """Whether it is the beginning of a JSON object whose writer was ended: one that is not closed again."""
+    brackets = _STRINGS.sub(b"", line)
+    return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """The file's JSON values, each with the number of its line; of a file that is not there, none.
+
+    An empty line and a torn one are none, a damaged one is its text.
+    """
+    lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            if is_torn(line):
+                continue
+            value = line.decode(errors="replace")
+        yield number, value

@@ -1,0 +1,48 @@
+"""Where a measurement comes from: commit, machine, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.checkout import ROOT
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, machine and versions of a measurement."""
+    return {
+        "git_commit": git_commit(),
+        "machine": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "python_version": platform.python_version(),
+        "torch_version": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """HEAD, marked `-dirty` if tracked files differ from it; None outside a git checkout."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,21 @@
+"""What a run says while it goes on."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from common.process import is_leader
+
+if TYPE_CHECKING:
+    import torch
+
+
+def say(message: str) -> None:
+    """Progress and remarks go to stderr, from one rank: stdout is for results, its last line for the record."""
+    if is_leader():
+        print(message, file=sys.stderr, flush=True)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,180 @@
+"""Where a benchmark's models come from: a converted checkpoint, or a shape for random weights."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.errors import CheckpointError, ConfigError
+from models import ModelConfig, Transformer, load_model
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.checkpoints.loading import CONFIG, WEIGHTS
+from models.checkpoints.manifest import check_files
+from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from models.presets import preset_config, preset_name
+from models.tensor_parallel import Exchange
+
+# What downloads have their weights in.
+UNCONVERTED = (".gguf", ".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded: its checkpoint (or what names its shape), its configuration, a name for records."""
+
+    path: str
+    load_format: str
+    config: ModelConfig
+    name: str
+    verify: bool = False
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it has learnt anything: random weights have no tokenizer and no acceptance."""
+        return self.load_format != "dummy"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the built-in model, as it was fetched; what was derived from it is another."""
+        return _is_default(self.path)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(_folder(self.path))
+
+    def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Errors: CheckpointError if its tokenizer made ids that the model does not have.
+
+        A tokenizer may have more ids than the model, such as a padding token that no text contains.
+        """
+        largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
+        if largest >= vocab_size:
+            raise CheckpointError(
+                "the tokenizer is not this model's",
+                where=str(find_tokenizer(_folder(self.path))),
+                seen=f"token id {largest} in a prompt",
+                required=f"0 <= id < {vocab_size}, the vocabulary of {self.name}",
+                fix="copy the model's own tokenizer into this folder, or download and convert it again",
+            )
+
+    def load(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        attention: str,
+        layers: Sequence[int] | None = None,
+        exchange: Exchange | None = None,
+        quantize: str | None = None,
+    ) -> Transformer:
+        """The model, or this rank's shard of it, over that attention backend."""
+        return load_model(
+            self.path,
+            device=device,
+            dtype=dtype,
+            load_format=self.load_format,
+            config=None if self.has_text else self.config,
+            layers=layers,
+            exchange=exchange,
+            attention=attention,
+            quantize=quantize,
+            verify=self.verify,
+        )
+
+
+def find_model(path: str, load_format: str, name: str | None, flag: str, verify: bool = False) -> ModelSource:
+    """The model that `flag` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are
+    there, and whole.
+
+    A path to random weights need not exist: its folder's name is then that of a published configuration.
+    Errors: CheckpointError, ConfigError.
+    """
+    folder = _folder(path)
+    is_default = _is_default(path)
+    if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
+        return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
+    if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
+        raise CheckpointError(
+            "a download is no converted checkpoint",
+            where=flag,
+            seen=path,
+            required=f"the {WEIGHTS} that convert_hf_checkpoint.py makes of it, or its folder",
+            fix=f"run: python convert_hf_checkpoint.py --checkpoint_dir {folder}, then use {flag} {folder / WEIGHTS}",
+        )
+    if is_default and not (folder / WEIGHTS).exists():
+        raise CheckpointError(
+            "the built-in default model has not been fetched and converted",
+            where=str(folder),
+            seen="no model.pth",
+            required="the converted default checkpoint",
+            fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
+        )
+    if not os.path.isdir(folder) or not (os.path.exists(path) or os.path.exists(folder / CONFIG)):
+        raise CheckpointError(
+            "there is no such checkpoint",
+            where=flag,
+            seen=path,
+            required="a model.pth, or its folder",
+            fix="download it (download.py), then convert it (convert_hf_checkpoint.py --checkpoint_dir FOLDER)",
+        )
+    config = ModelConfig.from_json(folder / CONFIG)
+    if load_format != "dummy":
+        _require_weights(Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS)
+    name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
+    return ModelSource(path, load_format, config, name, verify)
+
+
+def _require_weights(path: Path) -> None:
+    """Errors: CheckpointError if they are missing, not of the size in the manifest, or end early."""
+    seen = None if path.is_file() else "no such file"
+    if seen is None:
+        check_files(path.parent, (path.name, CONFIG), sizes_only=True)
+        seen = None if zipfile.is_zipfile(path) else "no zip archive, or not to its end"
+    if seen is not None:
+        raise CheckpointError(
+            "the weights cannot be read",
+            where=str(path),
+            seen=seen,
+            required=f"a {WEIGHTS} written by convert_hf_checkpoint.py",
+            fix=f"run: python convert_hf_checkpoint.py --force --checkpoint_dir {path.parent}",
+        )
+
+
+def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
+    """Compare what every token id means to both models; returns a remark where one of them has more ids.
+
+    Ids that only one of them has must come last: a padded tail. Models without text are compared by size.
+    Errors: ConfigError naming the first id that differs.
+    """
+    pieces = None
+    if target.has_text and draft.has_text:
+        ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
+        for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
+            if mine != its:
+                raise ConfigError(
+                    "the draft has another vocabulary than the target",
+                    where=f"token id {token} of {draft.name} and {target.name}",
+                    seen=f"{its!r} and {mine!r}",
+                    required="the same token for every id",
+                    fix="use a draft of the target's family, or make one: convert_hf_checkpoint.py --drop_layers",
+                )
+        pieces = len(ours), len(theirs)
+    for sizes, have, so in (
+        ((target.config.vocab_size, draft.config.vocab_size), "has the token ids", "which are never drafted"),
+        (pieces, "has tokens for the ids", "which are padding to the other"),
+    ):
+        if sizes and sizes[0] != sizes[1]:
+            owner = target.name if sizes[0] > sizes[1] else draft.name
+            return f"only {owner} {have} {min(sizes)} to {max(sizes) - 1}, {so}"
+    return None
+
+
+def _is_default(path: str) -> bool:
+    return _folder(path).resolve() == DEFAULT_CHECKPOINT.resolve()
+
+
+def _folder(path: str) -> Path:
+    return Path(path) if os.path.isdir(path) else Path(path).parent

@@ -1,0 +1,201 @@
+"""The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tqdm import tqdm
+
+from common.jsonl import append_or_put_off
+from common.process import is_leader
+from common.say import say
+from engine.bench.setup import Setup, make_drafters
+from engine.contention import usage_so_far
+from engine.cost_model.adaptive import Adaptive
+from engine.cost_model.costs import Costs
+from engine.cost_model.measure import measure_costs, rounds_in_turn
+from engine.decoding import GenerateOutput, generate
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
+from engine.requests import Request
+from engine.timing import PhaseTimer, synchronize
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What was run. `timed` is a pass of its own, because timing phases slows them down.
+
+    costs: what `auto` chose by, measured in `cost_seconds`.
+    """
+
+    prefill_seconds: float
+    baseline: GenerateOutput | None
+    speculative: GenerateOutput | None = None
+    timed: tuple[PhaseTimer, GenerateOutput] | None = None
+    costs: Sequence[Costs] = ()
+    cost_seconds: float = 0.0
+
+
+# Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
+WARM_UP_ROUNDS = 3
+
+
+def plain_passes(setup: Setup) -> Passes:
+    """Prefill, then plain decoding."""
+    prefill_seconds = prefill(setup)
+    warm_up(setup)
+    return Passes(prefill_seconds, decode(setup, "baseline"))
+
+
+def speculation_passes(setup: Setup) -> Passes:
+    """Prefill, plain decoding unless --no_baseline, speculation, and with --benchmark phase times."""
+    prefill_seconds = prefill(setup)
+    baseline = None
+    if not setup.args.no_baseline:
+        warm_up(setup)
+        baseline = decode(setup, "baseline")
+    drafters = make_drafters(setup, baseline)
+    warm_up(setup, drafters)
+    started = time.perf_counter()
+    costs = costs_of(setup, drafters)
+    cost_seconds = time.perf_counter() - started
+
+    def speculate(name: str, timer: PhaseTimer | None = None) -> GenerateOutput:
+        return decode(setup, name, timer=timer, pacing=make_pacing(setup, drafters, costs))
+
+    speculative = speculate("speculation")
+    timed = None
+    if setup.args.benchmark:
+        timer = PhaseTimer(setup.runner.device)
+        timed = timer, speculate("phase times", timer)
+    return Passes(prefill_seconds, baseline, speculative, timed, costs, cost_seconds)
+
+
+def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:
+    """What the rounds of each drafter cost, measured from the prefilled state, where something is to be chosen.
+
+    Every rank takes part in the measurement, and the first one's counts on all.
+    """
+    if not setup.draft or not setup.draft.automatic or setup.draft.gamma < 1 or setup.args.gen_len < 2:
+        return []
+    say("measuring what rounds cost")
+    measured = measure_costs(
+        setup.runner,
+        drafters,
+        setup.prompts,
+        gammas=setup.draft.gammas,
+        max_new_tokens=setup.args.gen_len,
+        sampling=setup.sampling.params,
+        verification=setup.sampling.mode,
+    )
+    return setup.ranks.shared(lambda: measured)
+
+
+def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs]) -> Pacing:
+    """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
+    assert setup.draft is not None
+    if not costs:
+        return Fixed(drafters[0])
+    return Adaptive(drafters, costs, setup.draft.gammas)
+
+
+def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
+    """A few rounds from the prefilled state where something is compiled or captured, so that no measured round is."""
+    if not setup.args.compile and setup.runner.graphs is None:
+        return
+    if setup.args.gen_len > 1:
+        rounds = rounds_in_turn(
+            setup.runner,
+            InTurn(drafters, _possible(setup, drafters), setup.runner.max_batch, WARM_UP_ROUNDS),
+            setup.prompts,
+            max_new_tokens=setup.args.gen_len,
+            sampling=setup.sampling.params,
+            verification=setup.sampling.mode,
+        )
+        for _ in rounds:
+            pass
+
+
+def _possible(setup: Setup, drafters: Sequence[Drafter]) -> list[Choice]:
+    """Every choice that a round of these drafters can be; plain steps without any."""
+    if not drafters:
+        return [PLAIN]
+    assert setup.draft is not None
+    speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in setup.draft.gammas]
+    return [PLAIN, *speculative] if setup.draft.automatic else speculative
+
+
+@torch.inference_mode()
+def prefill(setup: Setup) -> float:
+    """Prefill the prompts that start in the slots, with a progress bar; returns seconds."""
+    first = setup.prompts[: setup.runner.cache.max_batch]
+    if setup.args.compile:  # the second length makes the number of tokens a variable, and one token is special
+        chunk = min(setup.runner.prefill_chunk, len(first[0]))
+        for n_token in (chunk, max(2, chunk - 1), 1):
+            setup.runner.fill_row(0, first[0][:n_token])
+    started = time.perf_counter()
+    with _bar("prefill", sum(map(len, first))) as bar:
+        for row, prompt in enumerate(first):
+            setup.runner.prefill_row(row, prompt, bar.update)
+    synchronize(setup.runner.device)
+    return time.perf_counter() - started
+
+
+def decode(
+    setup: Setup,
+    name: str,
+    drafter: Drafter | None = None,
+    timer: PhaseTimer | None = None,
+    pacing: Pacing | None = None,
+) -> GenerateOutput:
+    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched.
+
+    Raises UserError naming row and position if any row's logits were not finite.
+    """
+    before = usage_so_far()
+    with _bar(name, len(setup.prompts) * setup.args.gen_len) as bar:
+        output = generate(
+            setup.runner,
+            setup.prompts,
+            max_new_tokens=setup.args.gen_len,
+            drafter=drafter,
+            pacing=pacing,
+            sampling=setup.sampling.params,
+            verification=setup.sampling.mode,
+            stop_tokens=setup.stop_tokens,
+            progress=_DecodeProgress(bar, setup, name),
+            phase=timer,
+        )
+    output.require_finite(name)
+    return replace(output, usage=usage_so_far().since(before))
+
+
+@dataclass(frozen=True)
+class _DecodeProgress:
+    bar: tqdm
+    setup: Setup
+    phase: str
+
+    def prefilled(self, n_tokens: int) -> None:
+        self.bar.set_postfix_str("prefilling", refresh=True)
+
+    def emitted(self, n_tokens: int) -> None:
+        self.bar.set_postfix_str("", refresh=False)
+        self.bar.update(n_tokens)
+
+    def finished(self, request: Request) -> None:
+        path, tokenizer = self.setup.args.save_rows, self.setup.tokenizer
+        if path is not None and self.setup.ranks.leads:
+            row = {"run": self.setup.run, "pass": self.phase, "row": request.index}
+            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens}
+            row |= {"text": tokenizer.decode(request.tokens) if tokenizer else None}
+            append_or_put_off(path, row, self.setup.put_off)
+
+
+def _bar(name: str, total: int) -> tqdm:
+    shown = {"file": sys.stderr, "dynamic_ncols": True, "disable": not is_leader()}
+    return tqdm(total=total, desc=f"{name:<12}", unit="tok", **shown)

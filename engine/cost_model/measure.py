@@ -1,0 +1,150 @@
+"""Measures what rounds cost: plain steps and rounds of every gamma in turn, over a filled cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from common.errors import ConfigError
+from engine.acceptance import AcceptanceRate
+from engine.cost_model.costs import Costs
+from engine.cost_model.isotonic import non_increasing
+from engine.decoding import generate
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice, InTurn
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.stats import Stats
+from engine.timing import PhaseTimer
+
+# Rounds of each kind that are timed: as many as fit, but neither fewer nor more than these ...
+FEWEST_TIMED, MOST_TIMED = 4, 16
+# ... into what all may take, those included that are not timed, of each kind the first ones ...
+MEASURING_SECONDS = 12.0
+# ... which are so many: one runs, or one runs, one captures, one replays.
+UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
+
+
+def rounds_in_turn(
+    runner: ModelRunner,
+    pacing: InTurn,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    verification: str = "auto",
+) -> Iterator[tuple[Stats, PhaseTimer]]:
+    """Decode behind the prompts, as often as it takes, until the pacing is done.
+
+    Yields what each decode did, and its phases' times. Errors: ConfigError for fewer prompts than rows, or
+    if nothing is to be decoded behind the first token; UserError if logits are not finite.
+    """
+    if len(prompts) < runner.max_batch or max_new_tokens < 2:
+        raise ConfigError(
+            "no round has all rows decoding",
+            where="rounds_in_turn: prompts, max_new_tokens",
+            seen=f"{len(prompts)} prompts in {runner.max_batch} rows, {max_new_tokens} new tokens",
+            required="a prompt for every row, and 2 new tokens or more",
+            fix="give more prompts, or a cache with more room",
+        )
+    while not pacing.done:
+        pacing.restart()
+        timer = PhaseTimer(runner.device)
+        output = generate(
+            runner,
+            prompts[: runner.max_batch],
+            max_new_tokens=max_new_tokens,
+            pacing=pacing,
+            sampling=sampling,
+            verification=verification,
+            phase=timer,
+        )
+        output.require_finite("measuring costs")
+        yield output.stats, timer
+
+
+def measure_costs(
+    runner: ModelRunner,
+    drafters: Sequence[Drafter],
+    prompts: Sequence[Sequence[int]],
+    *,
+    gammas: Sequence[int],
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    verification: str = "auto",
+    seconds: float = MEASURING_SECONDS,
+) -> list[Costs]:
+    """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of rounds in turn.
+
+    Only the first drafter's rounds are measured at every one of the gammas, which ascend; its draft step is that of all
+    of them. What the others' differ in is their draft step, which is measured at the middle gamma. They come in the
+    order of what they cost, the dearest first, as budgets do. `max_new_tokens`, 2 or more, is what the cache has room
+    for. As many prompts as the runner has rows. `seconds`: what all rounds may take, and a draft model's runs of the
+    prompts, unless the fewest take longer; what first compiles or captures should have run before.
+    Errors: as of `rounds_in_turn`.
+    """
+    gammas = tuple(gammas)
+    middle = gammas[len(gammas) // 2]
+    choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
+    choices += [Choice(index, middle) for index in range(1, len(drafters))]
+    untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
+    fewest = untimed + FEWEST_TIMED
+    pacing = InTurn(drafters, choices, runner.max_batch, fewest)
+    found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+
+    def measure(n_rounds: int) -> list[Stats]:
+        """Until every choice had so many rounds; returns what each decode of those that were missing did."""
+        pacing.n_rounds, decodes = n_rounds, []
+        for stats, timer in rounds_in_turn(
+            runner,
+            pacing,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            verification=verification,
+        ):
+            decodes.append(stats)
+            phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
+            for round_, resume, draft, verify in zip(stats.rounds, *phases, strict=True):
+                other = round_.seconds - resume - draft - verify
+                if round_.busy == runner.max_batch:
+                    found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
+        return decodes
+
+    first = measure(fewest)
+    taken = sum(stats.draft_prefill_seconds + stats.decode_seconds for stats in first)
+    # A draft model runs the prompts in every decode, so also in one for a single round more.
+    left = seconds - taken - first[-1].draft_prefill_seconds
+    # The leader's clock decides, so that all ranks run the same rounds.
+    n_more = runner.ranks.shared(lambda: int(left / taken * fewest))
+    measure(fewest + min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
+
+    timed = {choice: times[untimed:] for choice, times in found.items()}
+    return costs_of_rounds(timed, gammas, pacing.acceptance)
+
+
+def costs_of_rounds(
+    timed: Mapping[Choice, Sequence[Mapping[str, float]]], gammas: Sequence[int], acceptance: Sequence[AcceptanceRate]
+) -> list[Costs]:
+    """One a drafter, of the seconds that the rounds of each choice took in its parts "draft", "verify" and "other".
+
+    A draft step takes no longer than one of the drafter before it.
+    """
+
+    def ms(choice: Choice, part: str) -> float:
+        return 1e3 * median(times[part] for times in timed[choice])
+
+    draft_ms, n_drafted = [], []
+    for drafter in range(len(acceptance)):
+        drafted = [choice for choice in timed if choice.drafter == drafter]
+        n_drafted.append(sum(choice.gamma for choice in drafted))
+        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / n_drafted[-1])
+    # A plain step has a little of everything but drafts.
+    plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
+    other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
+    verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
+    return [
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
+        for draft, seen in zip(non_increasing(draft_ms, n_drafted), acceptance, strict=True)
+    ]

@@ -1,0 +1,250 @@
+"""The production-precision certificate: does low-precision output part from plain decoding only at near-ties?
+
+Nothing here speculates or imports what does. Tokens come in from outside, and every reference score is that
+of plain decoding: the forward over the prompt gives a row's first token, 1-token forwards give the rest.
+
+Write z for the logits of 1-token forwards and z' for those of (gamma + 1)-token forwards of the same text.
+If, a shift of all logits aside, no entry of z' is further than eps from z, an argmax b of z' that is not the
+argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and every emitted token is held to 2 eps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, UserError
+from engine.noise import Stream, gumbel
+from engine.runner import ModelRunner
+from engine.sampling import Law, SamplingParams, greedy
+from kv_cache import KVCache
+from kv_cache.entries import LARGEST
+from models import Transformer
+
+# Of calibrated positions, by the model's dtype; well above what the default model shows (docs/lossless.md).
+MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
+# The same of a float32 model whose KV cache has such entries.
+MAX_FLIP_SHARE |= dict.fromkeys(LARGEST, 0.02)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far forwards of one token and of gamma + 1 tokens are apart, over `positions` forced tokens.
+
+    eps: the largest difference of a logit, once the shift of all logits that makes it smallest is taken away,
+    because no choice feels that shift; median: the median over positions of the largest at each. gap_change: the
+    most that another token gained on a 1-token forward's choice, of those that so near a forward could prefer.
+    flips: positions where the two have another argmax, which is what low precision does without speculation.
+    max_flip_share: of the positions, what rounding explains.
+    """
+
+    eps: float
+    median: float
+    gap_change: float
+    flips: int
+    positions: int
+    max_flip_share: float
+
+    @property
+    def trusted(self) -> bool:
+        """False if the two disagree more often than rounding explains: then a forward of several tokens is
+        wrong, eps measures that error, and a bound of 2 eps would excuse anything."""
+        return self.flips <= self.max_flip_share * self.positions
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The reference at each emitted token `[B, n]`: its top-two `gap`, its top score less that of the emitted
+    token (`deficit`), and whether its own choice is another token (`flipped`). Scores are logits, or logits
+    over the temperature plus noise."""
+
+    gap: Tensor
+    deficit: Tensor
+    flipped: Tensor
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Counts over the emitted tokens; `largest_gap_at_flip` is a deficit, None without a flip.
+
+    A near-tie is a token whose top-two gap is at most 2 eps. A flip is outside near-ties if even the emitted
+    token's score is further than 2 eps below the top.
+    """
+
+    rows: int
+    rows_without_flip: int
+    tokens: int
+    near_ties: int
+    near_tie_fraction: float
+    flips: int
+    flips_outside_near_ties: int
+    largest_gap_at_flip: float | None
+
+    @property
+    def holds(self) -> bool:
+        return self.flips_outside_near_ties == 0
+
+
+@torch.inference_mode()
+def calibrate(
+    model: Transformer, cache: KVCache, prompts: Sequence[Sequence[int]], forced: Tensor, block: int
+) -> Calibration:
+    """Compare forwards of `block` tokens with 1-token forwards at the same positions of the same text.
+
+    The whole text runs twice behind the prompts, each time over the entries that its own forwards have left, as
+    speculation and its reference do: one unit in the last place makes another entry of 8 bits, and those add up.
+    The logits of the first time, `[B, n, V]`, are kept for the second, in the host's memory.
+
+    Args:
+        cache: empty or not, its rows are filled anew; as many rows as prompts.
+        forced: `[B, n]` int64 on the cache's device, the tokens that follow each prompt; n in whole blocks.
+        block: gamma + 1.
+
+    Errors: UserError if a logit is not finite.
+    """
+    n_rows, n_tokens = forced.shape
+    assert n_rows == len(prompts) and n_tokens % block == 0 and n_tokens > 0
+    runner = ModelRunner(model, cache)
+    _prefill_anew(runner, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=cache.device)
+    longest = max(map(len, prompts))
+    worst = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
+    gained, flipped = torch.zeros_like(worst), torch.zeros_like(worst, dtype=torch.bool)
+
+    def forced_logits(width: int) -> Iterator[Tensor]:
+        """Behind the prompts, the logits `[B, V]` of each position of the text, by forwards of `width` tokens."""
+        cache.rollback(lengths)
+        for start in range(0, n_tokens, width):
+            positions = lengths[:, None] + start + torch.arange(width, device=cache.device)
+            yield from runner.step(forced[:, start : start + width], positions, longest + start + width).unbind(1)
+
+    at_once = [logits.cpu() for logits in forced_logits(block)]
+    for i, logits in enumerate(forced_logits(1)):
+        single = logits.to(worst.dtype)
+        blocks = at_once[i].to(cache.device)
+        difference = blocks.to(worst.dtype) - single
+        worst[:, i] = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
+        choice = greedy(single)[:, None]
+        too_far = single.gather(1, choice) - single > 2 * worst[:, i, None]
+        gain = difference - difference.gather(1, choice)
+        gained[:, i] = gain.masked_fill(too_far, 0).amax(dim=-1)
+        flipped[:, i] = choice[:, 0] != greedy(blocks)
+    _require_finite(worst, lengths, "calibration")
+    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
+    return Calibration(
+        eps=float(worst.max()),
+        median=float(worst.median()),
+        gap_change=float(gained.max()),
+        flips=int(flipped.sum()),
+        positions=worst.numel(),
+        max_flip_share=MAX_FLIP_SHARE[cache.keys.dtype if in_8_bits else model.dtype],
+    )
+
+
+@torch.inference_mode()
+def replay(
+    model: Transformer,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    emitted: Tensor,
+    sampling: SamplingParams | None = None,
+) -> Replay:
+    """Plain decoding in a cache filled anew, forced along the `emitted` tokens and judging each of them.
+
+    Forcing is what restarts the comparison from the emitted prefix after a divergence. Only the numbers of
+    `Replay` are kept, and nothing is read back before the end.
+
+    Args:
+        cache: empty or not, its rows are filled anew; as many rows as prompts.
+        emitted: `[B, n]` int64 on the cache's device, the tokens said to follow each prompt.
+        sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b.
+
+    Errors: ConfigError if `sampling` filters (top_k, top_p): whether an id passes a filter is a near-tie of
+    another kind, which eps does not bound. UserError if a score is not finite.
+    """
+    sampling = sampling or SamplingParams()
+    if sampling.filters:
+        raise ConfigError(
+            "the certificate does not cover filters",
+            where="certificate: sampling",
+            seen=f"top_k {sampling.top_k}, top_p {sampling.top_p}",
+            required="top_k 0 and top_p 1",
+            fix="certify with a temperature alone",
+        )
+    n_rows, n_tokens = emitted.shape
+    assert n_rows == len(prompts)
+    runner = ModelRunner(model, cache)
+    logits = _prefill_anew(runner, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=cache.device)
+    longest = max(map(len, prompts))
+    gap = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
+    deficit, flipped = torch.zeros_like(gap), torch.zeros_like(gap, dtype=torch.bool)
+    for i in range(n_tokens):
+        if i > 0:
+            last = lengths[:, None] + i - 1
+            logits = runner.step(emitted[:, i - 1 : i], last, longest + i)[:, 0]
+        scores = _scores(logits, lengths + i, sampling)
+        top, second = scores.topk(2, dim=-1).values.unbind(dim=-1)
+        gap[:, i] = top - second
+        deficit[:, i] = top - scores.gather(1, emitted[:, i : i + 1])[:, 0]
+        flipped[:, i] = greedy(scores) != emitted[:, i]
+    _require_finite(deficit, lengths, "reference")
+    return Replay(gap.cpu(), deficit.cpu(), flipped.cpu())
+
+
+def certify(seen: Replay, eps: float) -> Certificate:
+    """Hold every token to `2 * eps`, with eps in the unit of the scores: that of the logits over the temperature."""
+    near_ties = int((seen.gap <= 2 * eps).sum())
+    at_flips = seen.deficit[seen.flipped]
+    return Certificate(
+        rows=len(seen.flipped),
+        rows_without_flip=int((~seen.flipped.any(dim=1)).sum()),
+        tokens=seen.flipped.numel(),
+        near_ties=near_ties,
+        near_tie_fraction=near_ties / seen.flipped.numel(),
+        flips=len(at_flips),
+        flips_outside_near_ties=int((at_flips > 2 * eps).sum()),
+        largest_gap_at_flip=float(at_flips.max()) if len(at_flips) else None,
+    )
+
+
+def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
+    """What the token at `positions [B]` is the argmax of, `[B, V] -> [B, V]`, in float32 or better."""
+    if sampling.greedy:
+        return logits.to(_wide(logits.dtype))
+    rows = len(logits)
+    logprobs = Law.of([sampling] * rows, logits.device).logprobs(logits)
+    seed = torch.full((rows,), sampling.seed, device=logits.device)
+    request = torch.arange(rows, device=logits.device)
+    return logprobs + gumbel(seed, request, positions, Stream.COUPLED, logits.shape[-1], logprobs.dtype)
+
+
+def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Fill every row with its prompt, whatever it held; the logits `[B, V]` after each."""
+    assert len(prompts) == runner.cache.max_batch
+    logits = []
+    for row, prompt in enumerate(prompts):
+        runner.cache.reset_row(row)
+        logits.append(runner.prefill_row(row, prompt).logits)
+    return torch.stack(logits)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _require_finite(values: Tensor, lengths: Tensor, where: str) -> None:
+    """Raise UserError unless all `values [B, n]` are finite: NaN compares as no flip, infinity as any."""
+    bad = (~torch.isfinite(values)).nonzero().tolist()
+    if bad:
+        row, index = bad[0]
+        raise UserError(
+            "the model's logits are not finite, so nothing can be certified",
+            where=where,
+            seen=f"row {row}, the token at position {int(lengths[row]) + index}, and {len(bad) - 1} more",
+            required="finite logits at every position",
+            fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
+        )

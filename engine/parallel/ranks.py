@@ -1,0 +1,234 @@
+"""The processes that torchrun started: who leads, what the leader decides, and who holds which model.
+
+Rank 0 decides and every other rank is told: tokens, counts and prompts are broadcast, never computed twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.errors import ConfigError, RankError
+from common.process import LEADER, own_rank, world_size
+from engine.parallel.all_reduce import AllReduce, choose_all_reduce
+from models.tensor_parallel import Shard
+
+# torchrun looks at its processes ten times a second: in this time it ends whoever only waits to be ended.
+LINGER_SECONDS = 10
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All processes of a run. Alone, which is the default, every call returns what it was given.
+
+    device: where tensors that are exchanged live. check: compare a digest over ranks each round.
+    """
+
+    rank: int = LEADER
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    check: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that decides."""
+        return self.rank == LEADER
+
+    def decided(self, decide: Callable[[], Tensor], *shape: int) -> Tensor:
+        """What `decide()` returns on the leader, an int64 tensor of `shape`; nobody else calls it."""
+        if self.size == 1:
+            return decide()
+        tensor = decide().contiguous() if self.leads else torch.empty(shape, dtype=torch.int64, device=self.device)
+        dist.broadcast(tensor, src=LEADER)
+        return tensor
+
+    def shared(self, make: Callable[[], Value]) -> Value:
+        """What `make()` returns on the leader, a picklable object; nobody else calls it."""
+        if self.size == 1:
+            return make()
+        box = [make() if self.leads else None]
+        dist.broadcast_object_list(box, src=LEADER, device=self.device)
+        return box[0]  # type: ignore[return-value]
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Every rank's picklable `value`, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Value | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def require_same(self, what: Callable[[], str], tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """With `check`, raise RankError on every rank if any rank's tensors are not the leader's."""
+        if not self.check or self.size == 1:
+            return
+        digest = hashlib.sha256()
+        for tensor in tensors():
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digests = self.gathered(digest.hexdigest()[:16])
+        differing = [rank for rank, theirs in enumerate(digests) if theirs != digests[LEADER]]
+        if differing:
+            raise RankError(
+                "ranks disagree",
+                where=what(),
+                seen=f"digest {digests[LEADER]} on rank {LEADER}, "
+                + ", ".join(f"{digests[rank]} on rank {rank}" for rank in differing),
+                required="the same on all ranks",
+                fix=f"look at rank {', '.join(map(str, differing))}: its machine, versions and checkpoint",
+            )
+
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The ranks that hold one model between them, in the order of their shards; an `Exchange`.
+
+    A model need not be held by the leader: its logits go there all the same.
+    """
+
+    ranks: tuple[int, ...]
+    own_rank: int
+    device: torch.device
+    reduce: AllReduce
+    gather_group: dist.ProcessGroup | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether this process has a part of the model."""
+        return self.own_rank in self.ranks
+
+    @property
+    def listens(self) -> bool:
+        """Whether this process gathers logits of a model that it has no part of."""
+        return self.own_rank == LEADER and not self.holds
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.ranks.index(self.own_rank), len(self.ranks))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.reduce(x)
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
+        if self.gather_group is None:
+            return x
+        members = sorted({LEADER, *self.ranks})
+        # Collectives want equal shapes: the narrower parts are padded, and cut again.
+        padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in members] if self.own_rank == LEADER else None
+        dist.gather(padded, parts, dst=LEADER, group=self.gather_group)
+        if parts is None:
+            return x[..., :0]
+        by_shard = zip(self.ranks, widths, strict=True)
+        return torch.cat([parts[members.index(rank)][..., :width] for rank, width in by_shard], dim=-1)
+
+    def receive(self, shape: Sequence[int], widths: list[int], dtype: torch.dtype) -> Tensor:
+        """`gather` on a rank without a part, for logits of which `shape` is all but the last dimension."""
+        nothing = torch.zeros(*shape, max(widths), dtype=dtype, device=self.device)
+        return self.gather(nothing, widths) if self.listens else nothing[..., :0]
+
+
+def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
+    """Form the group of ranks that hold a model; every rank has to call this, in the same order."""
+    among = tuple(holders)
+    members = sorted({LEADER, *among})
+    everyone = len(members) == ranks.size
+    world = dist.group.WORLD if ranks.size > 1 else None
+    with_leader = None if len(members) == 1 else world if everyone else dist.new_group(members)
+    holding = None
+    if len(among) > 1:
+        holding = with_leader if LEADER in among else dist.new_group(sorted(among))
+    own = holding if ranks.rank in among else None
+    return ModelRanks(
+        ranks=among,
+        own_rank=ranks.rank,
+        device=ranks.device,
+        reduce=choose_all_reduce(own, ranks.device),
+        gather_group=with_leader if ranks.rank in members else None,
+    )
+
+
+def require_single_process() -> None:
+    """Raise ConfigError if torchrun started more than one process for a script that runs on one."""
+    if world_size() > 1:
+        raise ConfigError(
+            "this script runs on one process",
+            where="torchrun --nproc_per_node",
+            seen=f"{world_size()} processes",
+            required="1 process",
+            fix="use --nproc_per_node=1, or run the script without torchrun",
+        )
+
+
+def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
+    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs; without torchrun, be alone.
+
+    A collective that waits longer than the timeout for a rank fails, and the run with it.
+    """
+    if world_size() == 1:
+        return Ranks(device=torch.device(device), check=check)
+    where = torch.device(device)
+    on_gpu = where.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(where)
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=timeout_seconds),
+                device_id=where if on_gpu else None,
+            )
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise ConfigError(
+                "two processes were given the same GPU",
+                where="CUDA_VISIBLE_DEVICES of the processes",
+                seen=f"{os.environ.get('CUDA_VISIBLE_DEVICES')} on rank {own_rank()}, which uses {where}",
+                required="a GPU of its own for every process",
+                fix="start at most as many processes as there are GPUs, or mask them so that no two see the same",
+            ) from None
+    return Ranks(dist.get_rank(), dist.get_world_size(), where, check)
+
+
+def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """The ranks that hold the target, in shard order. Errors: ConfigError unless they are all that run."""
+    if group is None:
+        return tuple(range(size))
+    if sorted(group) != list(range(size)):
+        raise ConfigError(
+            "the rank group is not the ranks that run",
+            where="--rank_group",
+            seen=" ".join(map(str, group)),
+            required=f"each of the {size} ranks that torchrun started, once: {' '.join(map(str, range(size)))}",
+            fix=f"start it with torchrun --nproc_per_node={len(set(group))}, or leave out --rank_group",
+        )
+    return tuple(group)
+
+
+def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that hold the draft, in shard order. Errors: ConfigError unless they are some of the group."""
+    if draft_ranks is None:
+        return tuple(group)
+    if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
+        raise ConfigError(
+            "the draft's ranks are not ranks of the target, each named once",
+            where="--draft_ranks",
+            seen=" ".join(map(str, draft_ranks)),
+            required=f"some of {' '.join(map(str, group))}, each once",
+            fix="name ranks of --rank_group",
+        )
+    return tuple(draft_ranks)

@@ -1,0 +1,9 @@
+"""Where the built-in default lives: SmolLM2-135M-Instruct and the text of *Pride and Prejudice*."""
+
+from __future__ import annotations
+
+from common.checkout import ROOT
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_CHECKPOINT = ROOT / "checkpoints" / DEFAULT_NAME
+DEFAULT_BOOK = ROOT / "data" / "pride_and_prejudice.txt"

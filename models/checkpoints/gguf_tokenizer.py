@@ -1,0 +1,102 @@
+"""A tokenizer.json built from the byte-level BPE vocabulary in a GGUF's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from common.errors import CheckpointError
+
+CONTROL, USER_DEFINED = 3, 4
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2() -> PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _smollm() -> PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split(digits: str) -> PreTokenizer:
+    pattern = Regex(_SPLIT.format(digits=digits))
+    split = pre_tokenizers.Split(pattern, behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _llama3() -> PreTokenizer:
+    return _split("{1,3}")
+
+
+def _qwen2() -> PreTokenizer:
+    return _split("")
+
+
+PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
+    "smollm": _smollm,
+    "llama-bpe": _llama3,
+    "qwen2": _qwen2,
+    "gpt-2": _gpt2,
+    "default": _gpt2,
+}
+
+
+def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
+    """The tokenizer of a GGUF as the text of a tokenizer.json.
+
+    Raises CheckpointError naming a tokenizer that is not rebuilt here, or a vocabulary that is damaged.
+    """
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            "this GGUF's tokenizer is not supported",
+            where=str(path),
+            seen=f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}",
+            required=f"gpt2 with one of {', '.join(PRE_TOKENIZERS)}",
+            fix="put tokenizer.json or tokenizer.model of the original model beside the GGUF",
+        )
+    try:
+        return _build(metadata, pre).to_str()
+    except Exception as error:  # the tokenizers package raises plain Exception on a bad vocabulary
+        raise CheckpointError(
+            "the GGUF's tokenizer is damaged",
+            where=str(path),
+            seen=f"{type(error).__name__}: {error}",
+            required="tokens, token types and merges that belong together",
+            fix="put tokenizer.json of the original model beside the GGUF, or download the GGUF again",
+        ) from None
+
+
+def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens) or len(types) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens, {len(vocabulary)} different, {len(types)} types")
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    added = {kind: [t for t, k in zip(tokens, types, strict=True) if k == kind] for kind in (CONTROL, USER_DEFINED)}
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added[CONTROL]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[USER_DEFINED]])
+    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+        bos_id = metadata["tokenizer.ggml.bos_token_id"]
+        if bos_id not in range(len(tokens)):
+            raise ValueError(f"BOS is token {bos_id} of {len(tokens)}")
+        bos = tokens[bos_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+        )
+    return tokenizer

@@ -1,0 +1,305 @@
+"""model.pth: what it holds, how it is written, and how it becomes a Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from common.errors import CheckpointError, ConfigError
+from models.attention import select_backend
+from models.checkpoints.archive import check_archive
+from models.checkpoints.convert import is_finite
+from models.checkpoints.manifest import atomic_path, check_files, read_manifest
+from models.checkpoints.mapped_file import copy_out
+from models.checkpoints.side_files import CONFIG
+from models.checkpoints.source import DTYPES
+from models.checkpoints.tokenizer import TOKENIZER_FILES
+from models.config import ModelConfig
+from models.llama import Transformer, attention_spec
+from models.packed_linear import pack_linears, pack_model
+from models.pointwise import use_pointwise
+from models.pointwise_cpp import pointwise_beside
+from models.quantize import check_scheme, quantize_head, quantize_linears
+from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
+
+WEIGHTS = "model.pth"
+LOAD_FORMATS = ("pth", "dummy")
+DUMMY_STD = 0.02
+
+Value = TypeVar("Value")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the state dict of a model.pth.
+
+    `wqkv` stacks the rows of q, k and v (rotary pairs in half-split layout), `w13` those of gate and up.
+    A tied head is not stored.
+    """
+    dim = config.dim
+    n_qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, dim)}
+    for layer in range(config.n_layer):
+        prefix = f"layers.{layer}."
+        shapes[f"{prefix}attention_norm.weight"] = (dim,)
+        shapes[f"{prefix}attention.wqkv.weight"] = (n_qkv, dim)
+        if config.qkv_bias:
+            shapes[f"{prefix}attention.wqkv.bias"] = (n_qkv,)
+        shapes[f"{prefix}attention.wo.weight"] = (dim, config.n_head * config.head_dim)
+        shapes[f"{prefix}ffn_norm.weight"] = (dim,)
+        shapes[f"{prefix}feed_forward.w13.weight"] = (2 * config.ffn_dim, dim)
+        shapes[f"{prefix}feed_forward.w2.weight"] = (dim, config.ffn_dim)
+    shapes["norm.weight"] = (dim,)
+    if not config.tie_embeddings:
+        shapes["output.weight"] = (config.vocab_size, dim)
+    return shapes
+
+
+def drop_layers(
+    state_dict: Mapping[str, Value], config: ModelConfig, layers: Iterable[int]
+) -> tuple[dict[str, Value], ModelConfig]:
+    """A shallower model: the given layers removed, the others renumbered. Values are shared, not copied.
+
+    Raises ConfigError for an index that is not a layer, or if no layer would be left.
+    """
+    dropped = set(layers)
+    kept = [layer for layer in range(config.n_layer) if layer not in dropped]
+    if not dropped <= set(range(config.n_layer)) or not kept:
+        raise ConfigError(
+            "these layers cannot be dropped",
+            where="layers to drop",
+            seen=sorted(dropped),
+            required=f"some, not all, of layers 0 to {config.n_layer - 1}",
+            fix="name layers of this model, and keep at least one",
+        )
+    renumbered = {str(old): str(new) for new, old in enumerate(kept)}
+    shallower: dict[str, Value] = {}
+    for name, value in state_dict.items():
+        head, _, rest = name.partition(".")
+        if head != "layers":
+            shallower[name] = value
+            continue
+        layer, _, rest = rest.partition(".")
+        if layer in renumbered:
+            shallower[f"layers.{renumbered[layer]}.{rest}"] = value
+    return shallower, replace(config, n_layer=len(kept))
+
+
+def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
+    """Write a model.pth atomically; its manifest is the caller's to update. Raises CheckpointError."""
+    content = {"config": config.to_dict(), "state_dict": dict(state_dict)}
+    with atomic_path(path) as partial:
+        try:
+            torch.save(content, partial)
+        except RuntimeError as error:  # how torch reports a full disk
+            raise OSError(str(error).splitlines()[0]) from None
+
+
+def read_checkpoint(
+    path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Map a model.pth (or the one in a folder) into memory and check it against its config and manifest.
+
+    `config` stands in for the config.json beside the weights. Returns the config and CPU tensors in the
+    stored dtypes, backed by the file. SHA-256 sums are compared with the manifest; that of the weights is computed
+    once for each version of the file on this machine (`file_sums`), and again with `verify`. Without a manifest the
+    weights are compared with the check sums in the file itself. Raises CheckpointError, or ConfigError for the
+    config.json.
+    """
+    path = _weights_path(Path(path))
+    expected = config or ModelConfig.from_json(path.parent / CONFIG)
+    check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
+    try:
+        if path.name not in read_manifest(path.parent)["files"]:
+            check_archive(path)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
+    except Exception as error:  # a damaged zip or pickle raises almost anything
+        raise CheckpointError(
+            "the weights cannot be read",
+            where=str(path),
+            seen=f"{type(error).__name__}: {str(error)[:200]}",
+            required=f"a {WEIGHTS} written by convert_hf_checkpoint.py",
+            fix="convert the checkpoint again (convert_hf_checkpoint.py --force)",
+        ) from None
+    if stored != expected:
+        ours, theirs = stored.to_dict(), expected.to_dict()
+        differing = [name for name in ours if ours[name] != theirs[name]]
+        raise _other_model(
+            "the weights belong to another config",
+            path,
+            ", ".join(f"{name} {ours[name]}" for name in differing),
+            ", ".join(f"{name} {theirs[name]}" for name in differing) + f" ({CONFIG})",
+        )
+    _check_tensors(path, state_dict, expected_shapes(expected))
+    return expected, state_dict
+
+
+def dummy_state_dict(
+    config: ModelConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Random weights of the right names and shapes: norms one, the rest normal with deviation 0.02."""
+    generator = torch.Generator(device).manual_seed(seed)
+    state_dict = {}
+    for name, shape in expected_shapes(config).items():
+        tensor = torch.empty(shape, device=device, dtype=dtype)
+        if name.endswith("norm.weight"):
+            state_dict[name] = tensor.fill_(1)
+        else:
+            state_dict[name] = tensor.normal_(0, DUMMY_STD, generator=generator)
+    return state_dict
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    load_format: str = "pth",
+    config: ModelConfig | None = None,
+    verify: bool = False,
+    prepack: bool = True,
+    layers: Sequence[int] | None = None,
+    exchange: Exchange | None = None,
+    attention: str = "auto",
+    quantize: str | None = None,
+) -> Transformer:
+    """A Transformer ready for inference, its weights `dtype` on `device`.
+
+    `path`: a model.pth, or the folder that holds it. With load_format "dummy" no weights are read: the shape
+    comes from `config`, else from a config.json at `path`, else from the preset named `path`.
+    `prepack` repacks linear layers for the CPU, where it can: faster, but their weights no longer show up in
+    the state dict. `layers` loads only those. With an `exchange`, only this rank's shard is read from the file
+    and joined to those of the other ranks; ConfigError if the model has fewer KV heads than there are shards.
+    `attention` names the backend, see `select_backend`; `quantize` ("int8", "int4") the scheme of the linear
+    layers, see `models.quantize`.
+    Every check of `read_checkpoint`, which `verify` is handed to, runs before a parameter exists. Raises
+    CheckpointError, also for weights that are not finite in `dtype`, or ConfigError.
+    """
+    if load_format == "pth":
+        config, state_dict = read_checkpoint(path, config=config, verify=verify)
+        if layers is not None:
+            dropped = set(range(config.n_layer)) - set(layers)
+            state_dict, config = drop_layers(state_dict, config, dropped)
+    elif load_format == "dummy":
+        config = config or _dummy_config(Path(path))
+        if layers is not None:
+            config = replace(config, n_layer=len(layers))
+        state_dict = {}
+    else:
+        raise ConfigError(
+            "unknown load format",
+            where="load_format",
+            seen=load_format,
+            required=" or ".join(LOAD_FORMATS),
+            fix="use pth to read a checkpoint, dummy for random weights",
+        )
+    if quantize:
+        check_scheme(quantize, device)
+    shard = exchange.shard if exchange else WHOLE
+    check_count(config, shard.count, f"tensor parallelism of {path}")
+    own = shard_config(config, shard)
+    backend = select_backend(attention, device, attention_spec(own, dtype)).backend
+    with torch.device("meta"):
+        model = Transformer(own).eval().requires_grad_(False)
+    model.backend = backend
+    if load_format == "dummy":
+        state_dict = dummy_state_dict(own, device=device, dtype=dtype)
+    # One block after the other, so that no more than a block is held twice.
+    for module, names in _blocks(state_dict):
+        block = model.get_submodule(module)
+        weights = {}
+        for name in names:
+            tensor = state_dict.pop(name)
+            if load_format == "pth":
+                tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
+                if not is_finite(tensor):
+                    raise _other_model(
+                        "NaN or infinite weights", Path(path), f"{name} in {dtype}", "finite numbers, as in float32"
+                    )
+            weights[name.removeprefix(f"{module}.")] = tensor
+        block.load_state_dict(weights, assign=True)
+        if quantize and module.startswith("layers."):
+            quantize_linears(block, quantize)
+        if prepack:
+            pack_linears(block)
+    if quantize:
+        quantize_head(model)
+    if prepack:
+        pack_model(model)
+    if exchange is not None:
+        parallelise(model, config, exchange)
+    use_pointwise(model, pointwise_beside(backend))
+    return model
+
+
+def _blocks(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """The names of a state dict by the part of the model that they belong to: a whole layer, or what is not in one."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        module = ".".join(parts[:2] if parts[0] == "layers" else parts[:-1])
+        blocks.setdefault(module, []).append(name)
+    return list(blocks.items())
+
+
+def _weights_path(path: Path) -> Path:
+    path = path if path.suffix == ".pth" else path / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(
+            "the weights are missing",
+            where=str(path),
+            seen="no such file",
+            required=f"a {WEIGHTS}, or a folder with one",
+            fix="run download.py, then convert_hf_checkpoint.py --checkpoint_dir FOLDER",
+        )
+    return path
+
+
+def _dummy_config(path: Path) -> ModelConfig:
+    folder = path.parent if path.suffix == ".pth" else path
+    if path.name == CONFIG or (folder / CONFIG).is_file():
+        return ModelConfig.from_json(path if path.name == CONFIG else folder / CONFIG)
+    from models.presets import preset_config
+
+    return preset_config(str(path))
+
+
+def _check_tensors(path: Path, state_dict: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if state_dict.keys() != shapes.keys():
+        missing, unknown = (
+            sorted(shapes.keys() - state_dict.keys()),
+            sorted(state_dict.keys() - shapes.keys()),
+        )
+        raise _other_model(
+            "the weights have other names",
+            path,
+            f"missing {missing[:4]}, unknown {unknown[:4]}",
+            f"the {len(shapes)} tensors of the config",
+        )
+    for name, shape in shapes.items():
+        tensor = state_dict[name]
+        if not isinstance(tensor, Tensor):
+            raise _other_model("not a tensor", path, f"{name}: {type(tensor).__name__}", "a tensor")
+        if tuple(tensor.shape) != shape:
+            raise _other_model("a tensor has the wrong shape", path, f"{name} {tuple(tensor.shape)}", shape)
+        if tensor.dtype not in DTYPES:
+            raise _other_model("a tensor has the wrong dtype", path, f"{name} {tensor.dtype}", "floating point")
+
+
+def _other_model(what: str, path: Path, seen: object, required: object) -> CheckpointError:
+    return CheckpointError(
+        what,
+        where=str(path),
+        seen=seen,
+        required=required,
+        fix="convert the checkpoint again (convert_hf_checkpoint.py --force)",
+    )

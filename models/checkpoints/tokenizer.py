@@ -1,0 +1,113 @@
+"""Text to token ids and back, from a checkpoint's own tokenizer.json or tokenizer.model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from common.errors import CheckpointError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+class Tokenizer(Protocol):
+    """What the data loader and the benchmarks need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """Token ids of `text`; `add_bos` prepends BOS only where the model's own tokenizer does."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, control tokens left out."""
+
+    def pieces(self) -> list[str | None]:
+        """What each id stands for, as the tokenizer's file writes it; None for an id without a token."""
+
+
+class JsonTokenizer:
+    """A Hugging Face tokenizer.json; its post-processor is what adds BOS."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self._backend = Backend.from_file(str(path))
+        self._backend.no_padding()
+        self._backend.no_truncation()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        # Without offsets into the text, which for a book take more memory than the ids.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+    def pieces(self) -> list[str | None]:
+        by_token = self._backend.get_vocab(with_added_tokens=True)
+        pieces: list[str | None] = [None] * (max(by_token.values()) + 1)
+        for token, index in by_token.items():
+            pieces[index] = token
+        return pieces
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece tokenizer.model (Llama 2, Mistral); BOS is added where the model defines one."""
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._backend = SentencePieceProcessor(model_file=str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.vocab_size())
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        bos = self._backend.bos_id()
+        prefix = [bos] if add_bos and bos >= 0 else []
+        return prefix + list(self._backend.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids)))
+
+    def pieces(self) -> list[str | None]:
+        return [self._backend.id_to_piece(index) for index in range(self.vocab_size)]
+
+
+def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
+    """The tokenizer file among `names` in a checkpoint folder, tokenizer.json first; None if there is none."""
+    paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Tokenizer:
+    """Load the tokenizer of a checkpoint folder, one of `names`. Raises CheckpointError if it is missing or damaged."""
+    path = find_tokenizer(checkpoint_dir, names)
+    if path is None:
+        raise CheckpointError(
+            "the tokenizer is missing",
+            where=str(checkpoint_dir),
+            seen="neither file",
+            required=" or ".join(TOKENIZER_FILES),
+            fix="download the checkpoint again (download.py), or copy its tokenizer into this folder",
+        )
+    backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
+    try:
+        return backend(path)
+    except ImportError:
+        raise
+    except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
+        raise CheckpointError(
+            "the tokenizer cannot be read",
+            where=str(path),
+            seen=str(error)[:200],
+            required="a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model",
+            fix="download it again (download.py); where it was made from a GGUF, delete it and convert again",
+        ) from None
