@@ -47,10 +47,11 @@ certify: $(VENV)/.installed  ## the default model in float32 and bfloat16: flips
 	$(RUN) reproduce/certify.py --dtype float32 --tokens 4096
 	$(RUN) reproduce/certify.py --dtype bfloat16 --tokens 4096
 
-lint: $(VENV)/.installed-dev  ## ruff and mypy
+lint: $(VENV)/.installed-dev  ## ruff, mypy, and which way imports point
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 format: $(VENV)/.installed-dev  ## rewrite the sources in the project's format
 	$(RUN) -m ruff check --fix .

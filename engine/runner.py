@@ -55,7 +55,7 @@ class ModelRunner:
     A row that still begins with the prompt asked for is rolled back to it instead of being run again,
     so a baseline and a speculation decode from the same state. `ranks` are the processes that run the same
     calls beside this one, where the model is sharded. With `new_graphs` (`rounds.CudaGraphs` on a GPU) the parts of
-    a round are captured and replayed, see `engine.rounds`; `noise_source` draws the random numbers.
+    a round are captured and replayed, see `engine.round`; `noise_source` draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -73,7 +73,7 @@ class ModelRunner:
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)
         self.noise_source = noise_source
-        # What `engine.rounds` has captured over this model and cache.
+        # What `engine.round` has captured over this model and cache.
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         self.ranks = ranks

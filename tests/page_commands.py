@@ -160,6 +160,8 @@ class Planner:
             n_nodes = int(job.nnodes.partition(":")[0])
             return self.plans(job.training_script, job.training_script_args, n_nodes, int(job.nproc_per_node))
         assert program == "python", words
+        if rest[0] == "-c":
+            return []
         if rest[0] != "-m":
             return self.plans(rest[0], rest[1:])
         script = f"{rest[1].replace('.', '/')}.py"

@@ -42,7 +42,7 @@ def refuse_the_checkpoint() -> None:
 
     import engine.bench.model_source
 
-    engine.model_source.load_model = refuse
+    engine.bench.model_source.load_model = refuse
 
 
 def change_a_decision() -> None:

@@ -18,7 +18,7 @@ from transformers import MistralConfig
 
 from common.pipes import UNREAD_CODE
 from convert_hf_checkpoint import convert
-from engine.cost_model import report as cost_report
+from engine.bench import cost_report
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import measure_costs
 

@@ -370,8 +370,9 @@ def engine_imports(name: str) -> set[str]:
 
 
 def test_the_certificate_reaches_no_speculation_code():
-    assert engine_imports("engine.certificate") == {
-        f"engine.{module}" for module in ("all_reduce", "certificate", "distributed", "noise", "runner", "sampling")
+    assert engine_imports("engine.evaluation.certificate") == {
+        f"engine.{module}"
+        for module in ("evaluation.certificate", "noise", "parallel.all_reduce", "parallel.ranks", "runner", "sampling")
     }
     assert "engine.drafters" in engine_imports("engine.decoding"), "the search finds what is there"
     assert list(inspect.signature(calibrate).parameters) == ["model", "cache", "prompts", "forced", "block"]

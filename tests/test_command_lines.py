@@ -16,7 +16,7 @@ from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 # They call a command line that is elsewhere.
-CALLERS = {"engine/cost_model/costs.py", "reproduce/cost_grid.py"}
+CALLERS = {"engine/cost_model/__main__.py", "reproduce/cost_grid.py"}
 # Only another program of ours writes its flags.
 NOT_TYPED = {"reproduce/sweeping/sleeper.py"}
 # They measure by running others, and give them only the flags that they were given.
@@ -78,7 +78,7 @@ def test_an_unknown_flag_is_one_error(program, refusal):
 def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
     """It is pressed by a stand-in for torch; all programs have the line, three of them are run."""
     lacking = [one for one in command_lines() if "\nimport common.interrupts\n" not in (ROOT / one).read_text()]
-    assert lacking == ["engine/cost_model/costs.py"], "a module of a package, which is imported first"
+    assert lacking == ["engine/cost_model/__main__.py"], "a module of a package, which is imported first"
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -109,7 +109,7 @@ def test_what_text_is_read_follows_the_model_everywhere(monkeypatch: pytest.Monk
             runpy.run_path(str(ROOT / program), run_name="__main__")
     assert {program for program, default in defaults.items() if default is None} == HAND_ON
     assert {default for program, default in defaults.items() if program not in HAND_ON} == {"auto"}
-    assert {"tests/longspec_benchmark.py", "engine/cost_model/costs.py", "reproduce/certify.py"} <= defaults.keys()
+    assert {"tests/longspec_benchmark.py", "engine/cost_model/__main__.py", "reproduce/certify.py"} <= defaults.keys()
 
 
 def test_a_flag_is_not_taken_for_a_longer_one():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.bench import contention as module
+from engine import contention as module
 from engine.contention import LEAST_SECONDS, QUIET, Usage, contention, usage_so_far
 
 CALM = Usage(threads=2, seconds=10.0, had=19.0, waits={"7": (0.3, 10)}, stolen=0.1)

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate
-from engine.cost_model import report as cost_report
+from engine.bench import cost_report
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 
 PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0, 4.0

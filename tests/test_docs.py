@@ -62,7 +62,7 @@ def arguments_of(monkeypatch: pytest.MonkeyPatch):
             return None
         program, *flags = words[at:]
         if program == "-m":
-            program, *flags = words[at + 1].replace(".", "/") + ".py", *flags[1:]
+            program, *flags = words[at + 1].replace(".", "/") + "/__main__.py", *flags[1:]
             if not (ROOT / Path(program).parts[0]).exists():
                 return None  # a module of another package
         monkeypatch.setattr(sys, "argv", [program, *flags])

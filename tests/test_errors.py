@@ -13,14 +13,8 @@ import pytest
 from common.pipes import readers_may_leave
 
 ROOT = Path(__file__).resolve().parents[1]
-# The package, without what its `__init__` imports: torch takes seconds.
-ALONE = """
-import sys, types
-sys.modules["kv_cache"] = types.ModuleType("kv_cache")
-sys.modules["kv_cache"].__path__ = ["kv_cache"]
-from common.exit import exit_on_user_error as run
-"""
-ON_RANKS = "from engine.launch import run_on_ranks as run"
+ALONE = "from common.exit import exit_on_user_error as run"
+ON_RANKS = "from engine.parallel.launch import run_on_ranks as run"
 PROGRAM = """
 {how}
 import os, select, sys

@@ -391,7 +391,7 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
     monkeypatch.setattr(setups, "prepare", never_prepared)
     monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 78 * GIB)
     for module in ("plan", "settings"):
-        monkeypatch.setattr(f"engine.{module}.resolve_device", lambda name: "cuda")
+        monkeypatch.setattr(f"engine.bench.{module}.resolve_device", lambda name: "cuda")
     monkeypatch.setattr("engine.bench.plan._dequantizes", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(costs, "copy_bandwidth", lambda options: 1.0)

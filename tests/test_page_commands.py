@@ -90,7 +90,7 @@ def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPa
     for name in BUILT_IN:
         (folder / name).symlink_to(checkpoint)
     book.write_text(" ".join(f"{word} and" for word in range(200)))
-    for module in ("engine.arguments", "engine.model_source"):
+    for module in ("engine.bench.arguments", "engine.bench.model_source"):
         monkeypatch.setattr(f"{module}.DEFAULT_CHECKPOINT", folder / DEFAULT_NAME)
     monkeypatch.setattr("engine.bench.data.DEFAULT_BOOK", book)
     monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 0)
@@ -118,7 +118,7 @@ def test_the_built_in_models_commands_run(
     every = [call for page in PAGES for block in blocks(page) for call in block.calls(tiny_built_in)]
     commands = set()
     for launcher, *words in every:
-        program, *flags = words if words[0] != "-m" else (f"{words[1].replace('.', '/')}.py", *words[2:])
+        program, *flags = words if words[0] != "-m" else (f"{words[1].replace('.', '/')}/__main__.py", *words[2:])
         if launcher == "python" and program in SMALL and not is_published(flags) and not set(flags) & set(MADE_UP):
             commands.add(shrunk(program, flags))
     assert {command[0] for command in commands} == set(SMALL)

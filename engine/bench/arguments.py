@@ -1,4 +1,4 @@
-"""The benchmark scripts' flags; `engine.settings` says what they mean."""
+"""The benchmark scripts' flags; `engine.bench.settings` says what they mean."""
 
 from __future__ import annotations
 
