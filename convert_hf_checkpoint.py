@@ -15,7 +15,7 @@ from tqdm import tqdm
 from common.errors import CheckpointError, ConfigError
 from common.exit import exit_on_user_error
 from engine.bench.arguments import Parser
-from models.checkpoints.convert import match_tensors, output_bytes, parse_layers, read_stacked
+from models.checkpoints.convert import match_tensors, output_bytes, read_stacked
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.file_sums import remembered_sha256
 from models.checkpoints.loading import WEIGHTS, drop_layers, save_checkpoint
@@ -33,6 +33,7 @@ from models.checkpoints.source import Source
 from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
+from models.names import parse_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+
+def flag(field: str) -> str:
+    """A field of the configuration in a message: whoever prints it knows what the program calls it."""
+    return f"\0{field}\0"
+
 
 class UserError(Exception):
     """Bad input, told as: what is wrong, where, the value seen, the value required, one fix."""
 
     def __init__(self, what: str, *, where: str, seen: object, required: object, fix: str) -> None:
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
+
+    def told(self, flags: Mapping[str, str]) -> str:
+        """The message, with each field under its own name as a flag, or under that which `flags` has for it."""
+        parts = str(self.args[0]).split("\0")
+        return "".join(flags.get(part, f"--{part}") if odd % 2 else part for odd, part in enumerate(parts))
+
+    def __str__(self) -> str:
+        return self.told({})
 
 
 class ConfigError(UserError):
@@ -28,3 +43,15 @@ class RankError(UserError):
 
 class OutOfMemoryError(UserError):
     """Weights and caches that would not fit, found before anything is allocated."""
+
+
+def require_at_least(field: str, value: float, minimum: float) -> None:
+    """Raise ConfigError if a field of the configuration is below `minimum`."""
+    if value < minimum:
+        raise ConfigError(
+            f"{flag(field)} is too small",
+            where=flag(field),
+            seen=value,
+            required=f">= {minimum}",
+            fix=f"use {flag(field)} {minimum} or more",
+        )

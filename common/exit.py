@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from common.errors import UserError
 from common.pipes import readers_may_leave, tell
 
 
-def exit_on_user_error(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a `UserError` becomes one message on stderr and exit code 2."""
+def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
+    """Run a program's `main`; a `UserError` becomes one message on stderr and exit code 2.
+
+    flags: what the program calls fields of the configuration by another name than their own.
+    """
     try:
         with readers_may_leave():
             main()
     except UserError as error:
-        tell(f"error: {error}")
+        tell(f"error: {error.told(flags or {})}")
         sys.exit(2)
     except KeyboardInterrupt:
         tell("interrupted")

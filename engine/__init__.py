@@ -1,19 +1,37 @@
 """The engine: runners, drafters, verification, and the one decode loop."""
 
-from engine.decoding import GenerateOutput, generate
-from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
+from typing import TYPE_CHECKING
 
+from common.lazy import lazily
+
+if TYPE_CHECKING:
+    from engine.bench.config import RunConfig
+    from engine.bench.session import Session
+    from engine.decoding import GenerateOutput, generate
+    from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
+    from engine.runner import ModelRunner
+    from engine.sampling import SamplingParams
+    from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
+
+_HOMES = {
+    "engine.bench.config": ("RunConfig",),
+    "engine.bench.session": ("Session",),
+    "engine.decoding": ("GenerateOutput", "generate"),
+    "engine.drafters": ("Drafter", "NGram", "SavedText", "SelfSpeculation", "StandaloneDraft"),
+    "engine.runner": ("ModelRunner",),
+    "engine.sampling": ("SamplingParams",),
+    "engine.verification": ("Verdict", "verify_coupled", "verify_greedy", "verify_rejection"),
+}
 __all__ = [
     "Drafter",
     "GenerateOutput",
     "ModelRunner",
     "NGram",
+    "RunConfig",
     "SamplingParams",
     "SavedText",
     "SelfSpeculation",
+    "Session",
     "StandaloneDraft",
     "Verdict",
     "generate",
@@ -21,3 +39,4 @@ __all__ = [
     "verify_greedy",
     "verify_rejection",
 ]
+__getattr__ = lazily(__name__, {name: module for module, names in _HOMES.items() for name in names})

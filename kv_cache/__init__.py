@@ -2,19 +2,26 @@
 
 from kv_cache.base import EMPTY, KVCache
 from kv_cache.entries import KV
-from kv_cache.full import FullKVCache
+from kv_cache.full import Full, FullKVCache
+from kv_cache.policy import BudgetedPolicy, Policy, policies
 from kv_cache.read_only import ReadOnlyKVCache
-from kv_cache.snapkv import SnapKVCache
-from kv_cache.streaming import StreamingKVCache
+from kv_cache.snapkv import SnapKV, SnapKVCache
+from kv_cache.streaming import Streaming, StreamingKVCache
 from kv_cache.write_through import WriteThroughKVCache
 
 __all__ = [
     "EMPTY",
     "KV",
+    "BudgetedPolicy",
+    "Full",
     "FullKVCache",
     "KVCache",
+    "Policy",
     "ReadOnlyKVCache",
+    "SnapKV",
     "SnapKVCache",
+    "Streaming",
     "StreamingKVCache",
     "WriteThroughKVCache",
+    "policies",
 ]

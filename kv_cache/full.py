@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from kv_cache.base import KVCache, KVShape
+from kv_cache.policy import Policy
 
 
 class FullKVCache(KVCache):
@@ -36,3 +40,18 @@ class FullKVCache(KVCache):
 
     def retained_positions(self, length: int) -> Tensor:
         return torch.arange(length)
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """All tokens."""
+
+    name: ClassVar[str] = "full"
+
+    def entries(self, length: int) -> int:
+        return length
+
+    def new_cache(
+        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+    ) -> FullKVCache:
+        return FullKVCache(config, max_batch, length, device, dtype)

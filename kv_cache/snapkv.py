@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from kv_cache.base import KVShape
+from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
 
 
@@ -88,7 +91,7 @@ def check_snapkv(budget: int, window: int, pool: int = 5) -> None:
     if window < 1 or budget < window + 1:
         raise ConfigError(
             "the draft's KV budget has no room for selected entries beside its window",
-            where="SnapKVCache: budget (--draft_budget) and window (--snapkv_window)",
+            where=f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})",
             seen=f"budget {budget}, window {window}",
             required="window >= 1 and budget >= window + 1",
             fix=f"raise the budget to {max(window, 1) + 1} or more, or lower the window",
@@ -101,3 +104,32 @@ def check_snapkv(budget: int, window: int, pool: int = 5) -> None:
             required="an odd number >= 1",
             fix="use 5",
         )
+
+
+@dataclass(frozen=True)
+class SnapKV(BudgetedPolicy):
+    """What the prompt's last queries attend to, and recent tokens."""
+
+    name: ClassVar[str] = "snapkv"
+    snapkv_window: int = 32
+    """recent tokens in the budget, whose queries also choose the others"""
+
+    @property
+    def reserved(self) -> int:
+        return self.snapkv_window
+
+    @property
+    def room(self) -> int:
+        return self.snapkv_window
+
+    @property
+    def n_observed(self) -> int:
+        return self.snapkv_window
+
+    def check(self) -> None:
+        check_snapkv(self.budget, self.snapkv_window)
+
+    def new_cache(
+        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+    ) -> SnapKVCache:
+        return SnapKVCache(config, max_batch, self.budget, self.snapkv_window, device, dtype)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from kv_cache.base import KVCache, KVShape
+from kv_cache.policy import BudgetedPolicy
 
 
 class StreamingKVCache(KVCache):
@@ -77,8 +81,45 @@ def check_budget(budget: int, n_sink: int) -> None:
     if n_sink < 0 or budget < n_sink + 1:
         raise ConfigError(
             "the draft's KV budget has no room for a window behind its attention sinks",
-            where="StreamingKVCache: budget (--draft_budget) and n_sink (--n_sink)",
+            where=f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})",
             seen=f"budget {budget}, n_sink {n_sink}",
             required="n_sink >= 0 and budget >= n_sink + 1",
             fix=f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink",
         )
+
+
+@dataclass(frozen=True)
+class Streaming(BudgetedPolicy):
+    """Attention sinks and recent tokens."""
+
+    name: ClassVar[str] = "streaming"
+    n_sink: int = 4
+    """attention sinks in the budget"""
+    draft_positions: Literal["auto", "absolute", "cache"] = "auto"
+    """of a standalone draft: rotary positions of the text (absolute) or of the slots (cache), which never pass the
+    budget; auto: cache where the run is longer than the draft's trained context"""
+
+    @property
+    def reserved(self) -> int:
+        return self.n_sink
+
+    @property
+    def room(self) -> int:
+        return self.budget - self.n_sink
+
+    @property
+    def in_cache_positions(self) -> bool:
+        return self.draft_positions == "cache"
+
+    def check(self) -> None:
+        check_budget(self.budget, self.n_sink)
+
+    def for_context(self, trained: int, length: int) -> Streaming:
+        if self.draft_positions != "auto":
+            return self
+        return replace(self, draft_positions="cache" if trained < length else "absolute")
+
+    def new_cache(
+        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+    ) -> StreamingKVCache:
+        return StreamingKVCache(config, max_batch, self.budget, self.n_sink, device, dtype, self.in_cache_positions)

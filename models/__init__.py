@@ -1,7 +1,13 @@
 """Llama-family models: one configuration, one Transformer, one loader."""
 
-from models.checkpoints.loading import load_model
+from typing import TYPE_CHECKING
+
+from common.lazy import lazily
 from models.config import ModelConfig
-from models.llama import Transformer
+
+if TYPE_CHECKING:
+    from models.checkpoints.loading import load_model
+    from models.llama import Transformer
 
 __all__ = ["ModelConfig", "Transformer", "load_model"]
+__getattr__ = lazily(__name__, {"load_model": "models.checkpoints.loading", "Transformer": "models.llama"})

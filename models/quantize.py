@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from models.llama import Transformer, logits_dtype
+from models.names import SCHEMES
 from models.pointwise import EAGER, Pointwise
 
-SCHEMES = ("int8", "int4")
 GROUP = 32
 INT4_LEVELS = 15
 OLDEST_CAPABILITY = (8, 0)

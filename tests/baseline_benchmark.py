@@ -5,25 +5,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
 
-from engine.bench import arguments, settings
-from engine.bench import passes as benchmark
-from engine.bench import record as report
-from engine.bench.setup import prepare
-from engine.parallel.launch import run_on_ranks
+from common import cli
+from engine.bench.benchmark_flags import BaselineFlags
+from engine.parallel import end_on_ranks
 
 
-def main() -> None:
-    parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
-    arguments.add_common_arguments(parser)
-    arguments.add_text_argument(parser)
-    arguments.add_rank_arguments(parser)
-    arguments.add_sampling_arguments(parser)
-    args = parser.parse_args()
-    setup = prepare(args, settings.sampling_settings(args))
-    report.finish("baseline", setup, benchmark.plain_passes(setup))
+def main(flags: BaselineFlags) -> None:
+    from engine.bench import passes, record
+    from engine.bench.session import Session
+
+    session = Session.open(flags.config())
+    record.finish("baseline", session, passes.plain_passes(session))
 
 
 if __name__ == "__main__":
-    run_on_ranks(main)
+    cli.run(main, BaselineFlags, end_on_ranks)

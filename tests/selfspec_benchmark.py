@@ -8,27 +8,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
 
-from engine.bench import arguments, settings
-from engine.bench import passes as benchmark
-from engine.bench import record as report
-from engine.bench.setup import prepare
-from engine.parallel.launch import run_on_ranks
+from common import cli
+from engine.bench.benchmark_flags import SelfSpecFlags
+from engine.parallel import end_on_ranks
 
 
-def main() -> None:
-    parser = arguments.Parser(description=__doc__, formatter_class=arguments.HelpFormatter)
-    arguments.add_common_arguments(parser)
-    arguments.add_text_argument(parser)
-    arguments.add_rank_arguments(parser)
-    arguments.add_sampling_arguments(parser)
-    arguments.add_draft_arguments(parser)
-    arguments.add_pass_arguments(parser)
-    args = parser.parse_args()
-    setup = prepare(args, settings.sampling_settings(args), settings.draft_settings(args))
-    report.finish("selfspec", setup, benchmark.speculation_passes(setup))
+def main(flags: SelfSpecFlags) -> None:
+    from engine.bench import passes, record
+    from engine.bench.session import Session
+
+    session = Session.open(flags.config())
+    record.finish("selfspec", session, passes.speculation_passes(session))
 
 
 if __name__ == "__main__":
-    run_on_ranks(main)
+    cli.run(main, SelfSpecFlags, end_on_ranks)

@@ -17,9 +17,10 @@ import convert_hf_checkpoint
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints import loading as checkpoint
-from models.checkpoints.convert import parse_layers, source_parts
+from models.checkpoints.convert import source_parts
 from models.checkpoints.loading import drop_layers, expected_shapes, load_model, read_checkpoint, save_checkpoint
 from models.config import ModelConfig
+from models.names import parse_layers
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, flag
 from common.say import say
 from models.checkpoints.default_model import DEFAULT_BOOK
 from models.checkpoints.tokenizer import Tokenizer
@@ -138,8 +138,8 @@ def _book_files(dataset: str, split: str) -> list[Path]:
     if not os.path.isfile(path) or path.suffix.lower() not in READERS:
         raise DataError(
             "unknown dataset",
-            where="dataset",
-            seen=f"{dataset[:80]} ({'another kind of file' if os.path.isfile(path) else 'no such file or folder'})",
+            where=flag("dataset"),
+            seen=f"{dataset[:80]!r} ({'another kind of file' if os.path.isfile(path) else 'no such file or folder'})",
             required=f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files",
             fix="check the spelling and the working directory",
         )
@@ -181,22 +181,28 @@ def _no_pg19(pattern: str, seen: str) -> DataError:
     )
 
 
-def _read_txt(path: Path) -> Iterator[str]:
+def read_text(path: Path) -> Iterator[str]:
+    """The text of a file, as one book or prompt."""
     try:
         yield path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error, "text in UTF-8") from None
+        raise unreadable(path, error, "text in UTF-8") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
+    for number, row in json_rows(path):
+        yield _text_of(row.get(TEXT_KEY) if isinstance(row, dict) else row, path, number)
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, object]]:
+    """The values of a .jsonl file, with the numbers of their lines. Errors: DataError."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    row = _json_of(line, path, number)
-                    yield _text_of(row.get(TEXT_KEY) if isinstance(row, dict) else row, path, number)
+                    yield number, _json_of(line, path, number)
     except OSError as error:
-        raise _unreadable(path, error, "one JSON object per line") from None
+        raise unreadable(path, error, "one JSON object per line") from None
 
 
 def _json_of(line: bytes, path: Path, number: int) -> object:
@@ -206,7 +212,7 @@ def _json_of(line: bytes, path: Path, number: int) -> object:
         seen = f"line {number}, column {error.colno}: {error.msg}"
     except (ValueError, RecursionError) as error:  # not UTF-8, an integer too long for Python, nested too deep
         seen = f"line {number}: {error}"
-    raise _unreadable(path, seen, "one JSON object per line, in UTF-8")
+    raise unreadable(path, seen, "one JSON object per line, in UTF-8")
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
@@ -217,29 +223,30 @@ def _read_parquet(path: Path) -> Iterator[str]:
     try:
         with pq.ParquetFile(path) as table:
             if TEXT_KEY not in table.schema_arrow.names:
-                raise _unreadable(path, f"columns {table.schema_arrow.names}", f"a column `{TEXT_KEY}`")
+                raise unreadable(path, f"columns {table.schema_arrow.names}", f"a column `{TEXT_KEY}`")
             number = 0
             for batch in table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=[TEXT_KEY]):
                 for value in batch.column(0).to_pylist():
                     number += 1
                     yield _text_of(value, path, number)
     except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error, "a parquet file") from None
+        raise unreadable(path, error, "a parquet file") from None
 
 
 def _text_of(value: object, path: Path, number: int) -> str:
     if not isinstance(value, str):
         seen = f"row {number}: {type(value).__name__}"
-        raise _unreadable(path, seen, f"a text under `{TEXT_KEY}` in every row")
+        raise unreadable(path, seen, f"a text under `{TEXT_KEY}` in every row")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         seen = f"row {number}: half of a surrogate pair at character {error.start}"
-        raise _unreadable(path, seen, "whole characters") from None
+        raise unreadable(path, seen, "whole characters") from None
     return value
 
 
-def _unreadable(path: Path, seen: object, required: str) -> DataError:
+def unreadable(path: Path, seen: object, required: str) -> DataError:
+    """The error of a file that is not what it should be."""
     return DataError(
         "a file of books cannot be read",
         where=str(path),
@@ -250,7 +257,7 @@ def _unreadable(path: Path, seen: object, required: str) -> DataError:
 
 
 READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": _read_txt,
+    ".txt": read_text,
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }

@@ -85,8 +85,8 @@ class ModelSource:
         )
 
 
-def find_model(path: str, load_format: str, name: str | None, flag: str, verify: bool = False) -> ModelSource:
-    """The model that `flag` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are
+def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
+    """The model that `where` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are
     there, and whole.
 
     A path to random weights need not exist: its folder's name is then that of a published configuration.
@@ -99,10 +99,10 @@ def find_model(path: str, load_format: str, name: str | None, flag: str, verify:
     if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
         raise CheckpointError(
             "a download is no converted checkpoint",
-            where=flag,
+            where=where,
             seen=path,
             required=f"the {WEIGHTS} that convert_hf_checkpoint.py makes of it, or its folder",
-            fix=f"run: python convert_hf_checkpoint.py --checkpoint_dir {folder}, then use {flag} {folder / WEIGHTS}",
+            fix=f"run: python convert_hf_checkpoint.py --checkpoint_dir {folder}, then use {where} {folder / WEIGHTS}",
         )
     if is_default and not (folder / WEIGHTS).exists():
         raise CheckpointError(
@@ -115,7 +115,7 @@ def find_model(path: str, load_format: str, name: str | None, flag: str, verify:
     if not os.path.isdir(folder) or not (os.path.exists(path) or os.path.exists(folder / CONFIG)):
         raise CheckpointError(
             "there is no such checkpoint",
-            where=flag,
+            where=where,
             seen=path,
             required="a model.pth, or its folder",
             fix="download it (download.py), then convert it (convert_hf_checkpoint.py --checkpoint_dir FOLDER)",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.bench.settings import AUTO_GAMMA, DraftSettings
+from engine.bench.resolved import AUTO_GAMMA, ResolvedDraft
+from kv_cache.policy import BudgetedPolicy
 
 # Rounds below which one that was interrupted decides the ratio of two passes.
 FEW_ROUNDS = 8
 
 
-def notes(record: dict[str, Any], draft: DraftSettings | None) -> list[str]:
+def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
     """One sentence for each thing that the record of a run would be misread without; mostly none."""
     found = _contended(record)
     if record["gen_len"] == 1:
@@ -42,9 +43,8 @@ def _contended(record: dict[str, Any]) -> list[str]:
     return [f"threads waited for processors, {', '.join(busy)}: no time or speedup here is to be trusted"]
 
 
-def _room(draft: DraftSettings) -> str:
+def _room(draft: ResolvedDraft) -> str:
     """What holds a round's tokens, and how many."""
-    if draft.window is not None:
-        return f"--snapkv_window has room for {draft.window} tokens of a round"
-    smallest = min(draft.budgets or (draft.capacity,))
-    return f"a budget of {smallest} has room for {smallest - (draft.n_sink or 0)} tokens of a round beside its sinks"
+    smallest = draft.of_capacity(min(draft.budgets or (draft.capacity,))).policy
+    assert isinstance(smallest, BudgetedPolicy)
+    return f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round beside {smallest.reserved} others"

@@ -13,12 +13,12 @@ from tqdm import tqdm
 from common.jsonl import append_or_put_off
 from common.process import is_leader
 from common.say import say
-from engine.bench.setup import Setup, make_drafters
+from engine.bench.session import Session
 from engine.contention import usage_so_far
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import measure_costs, rounds_in_turn
-from engine.decoding import GenerateOutput, generate
+from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
 from engine.requests import Request
@@ -44,109 +44,111 @@ class Passes:
 WARM_UP_ROUNDS = 3
 
 
-def plain_passes(setup: Setup) -> Passes:
+def plain_passes(session: Session) -> Passes:
     """Prefill, then plain decoding."""
-    prefill_seconds = prefill(setup)
-    warm_up(setup)
-    return Passes(prefill_seconds, decode(setup, "baseline"))
+    prefill_seconds = prefill(session)
+    warm_up(session)
+    return Passes(prefill_seconds, decode(session, "baseline"))
 
 
-def speculation_passes(setup: Setup) -> Passes:
+def speculation_passes(session: Session) -> Passes:
     """Prefill, plain decoding unless --no_baseline, speculation, and with --benchmark phase times."""
-    prefill_seconds = prefill(setup)
+    prefill_seconds = prefill(session)
     baseline = None
-    if not setup.args.no_baseline:
-        warm_up(setup)
-        baseline = decode(setup, "baseline")
-    drafters = make_drafters(setup, baseline)
-    warm_up(setup, drafters)
+    if not session.config.passes.no_baseline:
+        warm_up(session)
+        baseline = decode(session, "baseline")
+    drafters = session.drafters(baseline.tokens if baseline else None)
+    warm_up(session, drafters)
     started = time.perf_counter()
-    costs = costs_of(setup, drafters)
+    costs = costs_of(session, drafters)
     cost_seconds = time.perf_counter() - started
 
     def speculate(name: str, timer: PhaseTimer | None = None) -> GenerateOutput:
-        return decode(setup, name, timer=timer, pacing=make_pacing(setup, drafters, costs))
+        return decode(session, name, timer=timer, pacing=make_pacing(session, drafters, costs))
 
     speculative = speculate("speculation")
     timed = None
-    if setup.args.benchmark:
-        timer = PhaseTimer(setup.runner.device)
+    if session.config.passes.benchmark:
+        timer = PhaseTimer(session.runner.device)
         timed = timer, speculate("phase times", timer)
     return Passes(prefill_seconds, baseline, speculative, timed, costs, cost_seconds)
 
 
-def costs_of(setup: Setup, drafters: Sequence[Drafter]) -> list[Costs]:
+def costs_of(session: Session, drafters: Sequence[Drafter]) -> list[Costs]:
     """What the rounds of each drafter cost, measured from the prefilled state, where something is to be chosen.
 
     Every rank takes part in the measurement, and the first one's counts on all.
     """
-    if not setup.draft or not setup.draft.automatic or setup.draft.gamma < 1 or setup.args.gen_len < 2:
+    if not session.draft or not session.draft.automatic or session.draft.gamma < 1 or session.plan.gen_len < 2:
         return []
     say("measuring what rounds cost")
     measured = measure_costs(
-        setup.runner,
+        session.runner,
         drafters,
-        setup.prompts,
-        gammas=setup.draft.gammas,
-        max_new_tokens=setup.args.gen_len,
-        sampling=setup.sampling.params,
-        verification=setup.sampling.mode,
+        session.prompts,
+        gammas=session.draft.gammas,
+        max_new_tokens=session.plan.gen_len,
+        sampling=session.sampling.params,
+        verification=session.sampling.mode,
     )
-    return setup.ranks.shared(lambda: measured)
+    return session.ranks.shared(lambda: measured)
 
 
-def make_pacing(setup: Setup, drafters: Sequence[Drafter], costs: Sequence[Costs]) -> Pacing:
+def make_pacing(session: Session, drafters: Sequence[Drafter], costs: Sequence[Costs]) -> Pacing:
     """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
-    assert setup.draft is not None
+    assert session.draft is not None
     if not costs:
         return Fixed(drafters[0])
-    return Adaptive(drafters, costs, setup.draft.gammas)
+    return Adaptive(drafters, costs, session.draft.gammas)
 
 
-def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
+def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     """A few rounds from the prefilled state where something is compiled or captured, so that no measured round is."""
-    if not setup.args.compile and setup.runner.graphs is None:
+    if not session.config.target.compile and session.runner.graphs is None:
         return
-    if setup.args.gen_len > 1:
+    if session.plan.gen_len > 1:
         rounds = rounds_in_turn(
-            setup.runner,
-            InTurn(drafters, _possible(setup, drafters), setup.runner.max_batch, WARM_UP_ROUNDS),
-            setup.prompts,
-            max_new_tokens=setup.args.gen_len,
-            sampling=setup.sampling.params,
-            verification=setup.sampling.mode,
+            session.runner,
+            InTurn(drafters, _possible(session, drafters), session.runner.max_batch, WARM_UP_ROUNDS),
+            session.prompts,
+            max_new_tokens=session.plan.gen_len,
+            sampling=session.sampling.params,
+            verification=session.sampling.mode,
         )
         for _ in rounds:
             pass
 
 
-def _possible(setup: Setup, drafters: Sequence[Drafter]) -> list[Choice]:
+def _possible(session: Session, drafters: Sequence[Drafter]) -> list[Choice]:
     """Every choice that a round of these drafters can be; plain steps without any."""
     if not drafters:
         return [PLAIN]
-    assert setup.draft is not None
-    speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in setup.draft.gammas]
-    return [PLAIN, *speculative] if setup.draft.automatic else speculative
+    assert session.draft is not None
+    speculative = [Choice(index, gamma) for index in range(len(drafters)) for gamma in session.draft.gammas]
+    return [PLAIN, *speculative] if session.draft.automatic else speculative
 
 
 @torch.inference_mode()
-def prefill(setup: Setup) -> float:
+def prefill(session: Session) -> float:
     """Prefill the prompts that start in the slots, with a progress bar; returns seconds."""
-    first = setup.prompts[: setup.runner.cache.max_batch]
-    if setup.args.compile:  # the second length makes the number of tokens a variable, and one token is special
-        chunk = min(setup.runner.prefill_chunk, len(first[0]))
+    first = session.prompts[: session.runner.cache.max_batch]
+    if (
+        session.config.target.compile
+    ):  # the second length makes the number of tokens a variable, and one token is special
+        chunk = min(session.runner.prefill_chunk, len(first[0]))
         for n_token in (chunk, max(2, chunk - 1), 1):
-            setup.runner.fill_row(0, first[0][:n_token])
+            session.runner.fill_row(0, first[0][:n_token])
     started = time.perf_counter()
     with _bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
-            setup.runner.prefill_row(row, prompt, bar.update)
-    synchronize(setup.runner.device)
+            session.runner.prefill_row(row, prompt, bar.update)
+    synchronize(session.runner.device)
     return time.perf_counter() - started
 
 
 def decode(
-    setup: Setup,
+    session: Session,
     name: str,
     drafter: Drafter | None = None,
     timer: PhaseTimer | None = None,
@@ -157,19 +159,8 @@ def decode(
     Raises UserError naming row and position if any row's logits were not finite.
     """
     before = usage_so_far()
-    with _bar(name, len(setup.prompts) * setup.args.gen_len) as bar:
-        output = generate(
-            setup.runner,
-            setup.prompts,
-            max_new_tokens=setup.args.gen_len,
-            drafter=drafter,
-            pacing=pacing,
-            sampling=setup.sampling.params,
-            verification=setup.sampling.mode,
-            stop_tokens=setup.stop_tokens,
-            progress=_DecodeProgress(bar, setup, name),
-            phase=timer,
-        )
+    with _bar(name, len(session.prompts) * session.plan.gen_len) as bar:
+        output = session.generate(drafter, pacing=pacing, progress=_DecodeProgress(bar, session, name), phase=timer)
     output.require_finite(name)
     return replace(output, usage=usage_so_far().since(before))
 
@@ -177,7 +168,7 @@ def decode(
 @dataclass(frozen=True)
 class _DecodeProgress:
     bar: tqdm
-    setup: Setup
+    session: Session
     phase: str
 
     def prefilled(self, n_tokens: int) -> None:
@@ -188,12 +179,12 @@ class _DecodeProgress:
         self.bar.update(n_tokens)
 
     def finished(self, request: Request) -> None:
-        path, tokenizer = self.setup.args.save_rows, self.setup.tokenizer
-        if path is not None and self.setup.ranks.leads:
-            row = {"run": self.setup.run, "pass": self.phase, "row": request.index}
+        path, tokenizer = self.session.config.rows.save_rows, self.session.tokenizer
+        if path is not None and self.session.ranks.leads:
+            row = {"run": self.session.run, "pass": self.phase, "row": request.index}
             row |= {"finish_reason": request.finish_reason, "tokens": request.tokens}
             row |= {"text": tokenizer.decode(request.tokens) if tokenizer else None}
-            append_or_put_off(path, row, self.setup.put_off)
+            append_or_put_off(path, row, self.session.put_off)
 
 
 def _bar(name: str, total: int) -> tqdm:

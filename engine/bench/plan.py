@@ -1,309 +1,304 @@
-"""What a run's flags mean, checked before anything is loaded: models, sizes, ranks, memory."""
+"""What a run's configuration means, checked before anything is loaded: models, text, ranks."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
-from common.process import LEADER, local_world_size, world_size
+from common.process import LEADER, world_size
+from engine.bench.config import DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.data import BUILT_IN, PG19
-from engine.bench.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
+from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
 from engine.bench.model_source import ModelSource, check_vocabulary, find_model
-from engine.bench.settings import (
+from engine.bench.prompt_files import read_prompts
+from engine.bench.resolved import (
     AUTO,
-    DraftSettings,
-    Sampling,
-    require_at_least,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
+    ResolvedDraft,
+    ResolvedSampling,
+    resolve_draft,
+    resolve_positions,
+    resolve_sampling,
 )
+from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
-from engine.runner import prefill_chunk_of
-from kv_cache.entries import LARGEST
-from models import ModelConfig
 from models.attention import select_backend
 from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
-from models.tensor_parallel import Shard, check_count, shard_config
+from models.tensor_parallel import check_count
 
 # Seconds: ranks start further apart than the least, and the most is what their libraries can count to.
 RANK_TIMEOUTS = (1, 1_000_000)
-# They are lists of Python's numbers, some 40 bytes each.
-MOST_PROMPT_TOKENS = 2**31
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run's flags mean once they are checked, before anything is loaded. Ranks are in shard order.
+    """What a run's configuration means once it is checked, before anything is loaded. Ranks are in shard order.
 
-    dataset: None where nothing is read.
+    dataset: None where nothing is cut from one. own_prompts: the user's, as token ids. prefix_len: of the longest
+    prompt. capacity: KV entries a row of the target's cache.
     """
 
-    args: argparse.Namespace
-    sampling: Sampling
-    draft: DraftSettings | None
+    config: RunConfig
+    sampling: ResolvedSampling
+    draft: ResolvedDraft | None
     device: str
     dtype: torch.dtype
     kv_dtype: torch.dtype
     target: ModelSource
     draft_source: ModelSource | None
     dataset: str | None
+    own_prompts: tuple[tuple[int, ...], ...] | None
+    n_rows: int
     n_prompts: int
+    prefix_len: int
     capacity: int
     group: tuple[int, ...]
     draft_group: tuple[int, ...]
 
+    @property
+    def gen_len(self) -> int:
+        return self.config.sizes.gen_len
 
-def resolve(args: argparse.Namespace, sampling: Sampling, draft: DraftSettings | None) -> Plan:
-    """Check flags, files, contexts and ranks. Errors: UserError, the same on every rank."""
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the draft runs the target's own weights."""
+        return self.draft is not None and shares_target(self.draft, self.dtype, self.config.target.quantize)
+
+
+def shares_target(draft: ResolvedDraft, dtype: torch.dtype, quantize: str | None) -> bool:
+    return draft.dtype == dtype and draft.quantize == quantize
+
+
+def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
+    """Check options, files, contexts and ranks. `texts`: prompts in place of `config.text`.
+
+    Errors: UserError, the same on every rank.
+    """
+    target_config, sizes, rows = config.target, config.sizes, config.rows
+    sampling = resolve_sampling(config.sampling)
+    for field in ("B", "gen_len"):
+        require_at_least(field, getattr(sizes, field), 1)
+    if sizes.prefix_len is not None:
+        require_at_least("prefix_len", sizes.prefix_len, 1)
+    _check_files(config)
+    _check_oracle(config, sampling)
+    device = resolve_device(target_config.device)
+    target = find_model(
+        target_config.model, target_config.load_format, target_config.model_name, flag("model"), target_config.verify
+    )
+    dataset = resolve_dataset(config, target)
+    own = _own_prompts(config, target, texts)
+    if own is None:
+        n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN
+        n_prompts = n_rows if rows.num_prompts is None else rows.num_prompts
+        require_at_least("num_prompts", n_prompts, n_rows)
+    else:
+        n_prompts, prefix_len = len(own), max(map(len, own))
+        n_rows = min(sizes.B, n_prompts)
+    draft = resolve_draft(config.draft, target_config, prefix_len, sizes.gen_len) if config.draft else None
     gamma = draft.gamma if draft else 0
-    for flag, minimum in (("B", 1), ("gen_len", 1), ("prefix_len", 1)):
-        require_at_least(flag, getattr(args, flag), minimum)
-    if draft and draft.kind == "oracle" and not sampling.reproducible:
-        raise ConfigError(
-            "an oracle drafts what the same random numbers emitted, which rejection must not be told",
-            where="--draft oracle",
-            seen=f"--verification {sampling.mode} at temperature {sampling.params.temperature}",
-            required="greedy or coupled verification",
-            fix="use --verification coupled",
-        )
-    n_prompts = args.B if args.num_prompts is None else args.num_prompts
-    require_at_least("num_prompts", n_prompts, args.B)
-    for flag in ("output", "save_rows"):
-        require_appendable(getattr(args, flag), flag)
-    if args.save_rows and args.output and os.path.realpath(args.save_rows) == os.path.realpath(args.output):
-        raise ConfigError(
-            "rows and records would be mixed",
-            where="--save_rows and --output",
-            seen=args.output,
-            required="two files",
-            fix="name another file for the rows",
-        )
-    shortest, longest = RANK_TIMEOUTS
-    if not shortest <= getattr(args, "rank_timeout", shortest) <= longest:
-        raise ConfigError(
-            "no rank can be waited for that long",
-            where="--rank_timeout",
-            seen=args.rank_timeout,
-            required=f"{shortest} to {longest} seconds",
-            fix="leave it out",
-        )
-    device = resolve_device(args.device)
-    target_flag = "--target" if draft and draft.kind == "standalone" else "--model"
-    target = find_model(args.model, args.load_format, args.model_name, target_flag, args.verify)
-    capacity = args.prefix_len + args.gen_len + gamma + 1
-    context = target.config.max_context
-    room = context - gamma - 1
-    if capacity > context:
-        raise ConfigError(
-            "prompt + new tokens + gamma + 1 exceeds the model's context",
-            where=f"--prefix_len, --gen_len and --gamma on {target.name}",
-            seen=f"{args.prefix_len} + {args.gen_len} + {gamma} + 1 = {capacity} tokens",
-            required=f"<= {context}",
-            fix=f"use --prefix_len {room - args.gen_len} or less"
-            if room > args.gen_len
-            else f"use a shorter --gen_len: there is room for {room} prompt and new tokens together",
-        )
+    capacity = prefix_len + sizes.gen_len + gamma + 1
+    _check_context(target, prefix_len, sizes.gen_len, gamma)
     draft_source = None
-    if draft and draft.model is not None:
-        draft_source = find_model(draft.model, args.load_format, None, "--model", args.verify)
+    if draft and isinstance(draft.config, StandaloneConfig):
+        path, how = draft.config.draft_model, target_config.load_format
+        draft_source = find_model(path, how, None, flag("draft_model"), target_config.verify)
         draft = resolve_positions(draft, draft_source.config.max_context, capacity)
     elif draft and draft.layers is not None:
         _check_layers(draft.layers, target.config.n_layer)
-    if draft and draft.policy == "snapkv":
+    if draft and draft.policy and draft.policy.n_observed:
         _check_no_sliding_window(draft_source or target)
-    for scheme in {args.quantize, draft.quantize if draft else None} - {None}:
+    for scheme in filter(None, {target_config.quantize, draft.quantize if draft else None}):
         check_scheme(scheme, device)
-    if args.compile:
+    if target_config.compile:
         check_compiler(device)
-    group, draft_group = _rank_groups(args, target, draft_source)
-    dtype = resolve_dtype(args, device)
-    if args.attention != "auto":  # refused now, where this machine does not have it
-        select_backend(args.attention, device, attention_spec(target.config, dtype))
+    group, draft_group = _rank_groups(config, target, draft_source)
+    dtype = resolve_dtype(target_config.dtype, device)
+    if target_config.attention != AUTO:  # refused now, where this machine does not have it
+        select_backend(target_config.attention, device, attention_spec(target.config, dtype))
     return Plan(
-        args=args,
+        config=config,
         sampling=sampling,
         draft=draft,
         device=device,
         dtype=dtype,
-        kv_dtype=resolve_kv_dtype(args.kv_dtype, dtype),
+        kv_dtype=KV_DTYPES.get(target_config.kv_dtype, dtype),
         target=target,
         draft_source=draft_source,
-        dataset=resolve_dataset(args.dataset, target),
+        dataset=None if own is not None else dataset,
+        own_prompts=own,
+        n_rows=n_rows,
         n_prompts=n_prompts,
+        prefix_len=prefix_len,
         capacity=capacity,
         group=group,
         draft_group=draft_group,
     )
 
 
+def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
+    """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text.
+
+    Errors: ConfigError for what has no effect on random weights.
+    """
+    wanted = config.text.dataset
+    if target.has_text:
+        return wanted if wanted != AUTO else BUILT_IN if target.is_default else PG19
+    useless = {
+        "dataset": wanted != AUTO,
+        "prompts": config.text.prompts is not None,
+        "stop_at_eos": config.rows.stop_at_eos,
+        "verify": config.target.verify,
+    }
+    if given := [field for field, is_given in useless.items() if is_given]:
+        raise ConfigError(
+            "random weights read neither a checkpoint nor a text",
+            where=", ".join(map(flag, given)),
+            seen=f"given, with {flag('load_format')} dummy",
+            required="a trained model",
+            fix=f"leave out {' and '.join(map(flag, given))}",
+        )
+    return None
+
+
+def _own_prompts(
+    config: RunConfig, target: ModelSource, texts: Sequence[str] | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """One's own prompts as token ids: `texts`, or what `--prompts` names."""
+    given = config.text.prompts
+    if texts is None and given is None:
+        return None
+    useless = {
+        "dataset": config.text.dataset != AUTO,
+        "prefix_len": config.sizes.prefix_len is not None,
+        "num_prompts": config.rows.num_prompts is not None,
+    }
+    if named := [field for field, is_given in useless.items() if is_given]:
+        raise ConfigError(
+            "one's own prompts are taken whole, and all of them",
+            where=", ".join(map(flag, named)),
+            seen=f"given, with {flag('prompts')}",
+            required="either",
+            fix=f"leave out {' and '.join(map(flag, named))}",
+        )
+    tokenizer = target.tokenizer()
+    prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(given)) if texts is None else texts)]
+    target.check_tokens(prompts)
+    return tuple(map(tuple, prompts))
+
+
+def _check_files(config: RunConfig) -> None:
+    output, rows = config.output.output, config.rows.save_rows
+    require_appendable(output, "output")
+    require_appendable(rows, "save_rows")
+    if rows and output and os.path.realpath(rows) == os.path.realpath(output):
+        raise ConfigError(
+            "rows and records would be mixed",
+            where=f"{flag('save_rows')} and {flag('output')}",
+            seen=output,
+            required="two files",
+            fix="name another file for the rows",
+        )
+    shortest, longest = RANK_TIMEOUTS
+    if config.ranks and not shortest <= config.ranks.rank_timeout <= longest:
+        raise ConfigError(
+            "no rank can be waited for that long",
+            where=flag("rank_timeout"),
+            seen=config.ranks.rank_timeout,
+            required=f"{shortest} to {longest} seconds",
+            fix="leave it out",
+        )
+
+
+def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
+    if config.draft is None or not config.draft.needs_baseline:
+        return
+    if config.passes.no_baseline:
+        raise ConfigError(
+            "an oracle drafts the baseline's output, and there is none",
+            where=f"{flag('draft')} {config.draft.name}",
+            seen=flag("no_baseline"),
+            required="a baseline pass",
+            fix=f"leave out {flag('no_baseline')}",
+        )
+    if not sampling.reproducible:
+        raise ConfigError(
+            "an oracle drafts what the same random numbers emitted, which rejection must not know",
+            where=f"{flag('draft')} {config.draft.name}",
+            seen=f"{flag('verification')} {sampling.mode} at temperature {sampling.params.temperature}",
+            required="greedy or coupled verification",
+            fix=f"use {flag('verification')} coupled",
+        )
+
+
+def _check_context(target: ModelSource, prefix_len: int, gen_len: int, gamma: int) -> None:
+    needed, context = prefix_len + gen_len + gamma + 1, target.config.max_context
+    room = context - gamma - 1
+    if needed > context:
+        raise ConfigError(
+            "prompt + new tokens + gamma + 1 exceeds the model's context",
+            where=f"{flag('prefix_len')}, {flag('gen_len')} and {flag('gamma')} on {target.name}",
+            seen=f"{prefix_len} + {gen_len} + {gamma} + 1 = {needed} tokens",
+            required=f"<= {context}",
+            fix=f"use {flag('prefix_len')} {room - gen_len} or less"
+            if room > gen_len
+            else f"use a shorter {flag('gen_len')}: there is room for {room} prompt and new tokens together",
+        )
+
+
 def _rank_groups(
-    args: argparse.Namespace, target: ModelSource, draft_source: ModelSource | None
+    config: RunConfig, target: ModelSource, draft_source: ModelSource | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ranks that hold the target, and those that hold a standalone draft."""
-    if "rank_group" not in args:
+    if config.ranks is None:
         require_single_process()
         return (LEADER,), (LEADER,)
-    group = check_rank_group(args.rank_group, world_size())
-    check_count(target.config, len(group), "--rank_group (all ranks that torchrun started, if not given)")
+    group = check_rank_group(config.ranks.rank_group, world_size())
+    check_count(target.config, len(group), f"{flag('rank_group')} (all ranks that torchrun started, if not given)")
     if draft_source is None:
         return group, group
-    draft_group = check_draft_ranks(args.draft_ranks, group)
-    check_count(draft_source.config, len(draft_group), "--draft_ranks")
+    assert isinstance(config.draft, StandaloneConfig)
+    draft_group = check_draft_ranks(config.draft.draft_ranks, group)
+    check_count(draft_source.config, len(draft_group), flag("draft_ranks"))
     return group, draft_group
-
-
-def require_room(plan: Plan) -> None:
-    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit, or ConfigError for the
-    prompts."""
-    require_memory(memory_plan(plan), plan.args.B, room(plan), plan.device)
-    if plan.n_prompts * plan.args.prefix_len > MOST_PROMPT_TOKENS:
-        raise ConfigError(
-            "there are too many prompt tokens to hold",
-            where="--num_prompts (--B, if not given) and --prefix_len",
-            seen=f"{plan.n_prompts} x {plan.args.prefix_len}",
-            required=f"<= {MOST_PROMPT_TOKENS} tokens",
-            fix="ask for fewer prompts",
-        )
-
-
-def room(plan: Plan) -> int:
-    """Bytes that each rank of this machine may take."""
-    return available_bytes(plan.device) // (local_world_size() if plan.device == "cpu" else 1)
-
-
-def memory_plan(plan: Plan) -> MemoryPlan:
-    """What the rank with the largest shard needs."""
-    args, draft, config = plan.args, plan.draft, plan.target.config
-    largest = _largest_shard(config, len(plan.group))
-    footprint = None
-    if draft and draft.dtype is not None:
-        source = plan.draft_source
-        draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else largest
-        if draft.layers is not None:
-            draft_config = replace(draft_config, n_layer=len(draft.layers))
-        shares_weights = source is None and shares_target(draft, plan.dtype, args.quantize)
-        footprint = DraftFootprint(
-            draft_config,
-            draft.dtype,
-            draft.capacities,
-            shares_weights,
-            draft.quantize,
-            draft.kv_dtype,
-            observed=draft.window or 0,
-            prefills=source is not None,
-            dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype, draft.positions == "cache"),
-        )
-    return plan_memory(
-        largest,
-        dtype=plan.dtype,
-        draft=footprint,
-        device=plan.device,
-        capacity=plan.capacity,
-        block=draft.gamma + 1 if draft else 1,
-        prefill_chunk=min(prefill_chunk_of(torch.device(plan.device)), plan.capacity),
-        sampling=plan.sampling.params,
-        vocab_size=config.vocab_size,
-        quantize=args.quantize,
-        kv_dtype=plan.kv_dtype,
-        dequantizes=_dequantizes(plan, largest, plan.dtype, plan.kv_dtype),
-        captured_rows=_captured_rows(plan),
-        n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
-    )
-
-
-def _captured_rows(plan: Plan) -> int:
-    """How many `[V]` of logits, and of laws to reject by, CUDA graphs keep for a row while the longest round runs.
-
-    Those of all other rounds that may be chosen, and of the baseline's.
-    """
-    draft = plan.draft
-    if draft is None or plan.device == "cpu" or plan.args.no_cuda_graphs:
-        return 0
-    gammas = [0, *([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
-    gammas.remove(draft.gamma)
-    return sum(gamma + 1 + (gamma if plan.sampling.mode == "rejection" else 0) for gamma in gammas)
-
-
-def _dequantizes(
-    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, turns_keys: bool = False
-) -> Callable[[int], bool] | None:
-    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit.
-
-    turns_keys: keys are turned to their positions as they are read, dequantised for whatever attention.
-    """
-    if entries not in LARGEST:
-        return None
-    if turns_keys:
-        return lambda n_token: True
-    return select_backend(plan.args.attention, plan.device, attention_spec(config, dtype), entries).backend.dequantizes
-
-
-def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:
-    return shard_config(config, Shard(count - 1, count))
-
-
-def resolve_positions(draft: DraftSettings, trained_context: int, run_length: int) -> DraftSettings:
-    """`auto` is positions inside the cache where the run is longer than what the draft was trained on."""
-    if draft.positions != "auto":
-        return draft
-    return replace(draft, positions="cache" if trained_context < run_length else "absolute")
-
-
-def resolve_dataset(wanted: str, target: ModelSource) -> str | None:
-    """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text."""
-    if not target.has_text:
-        return None
-    if wanted != AUTO:
-        return wanted
-    return BUILT_IN if target.is_default else PG19
 
 
 def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
-    args, draft, source = plan.args, plan.draft, plan.draft_source
+    draft, source = plan.draft, plan.draft_source
     said = []
-    if not plan.target.has_text and (args.verify or args.dataset != AUTO):
-        said.append("random weights read neither a checkpoint nor a text: --verify and --dataset have no effect")
-    if draft and draft.policy in ("streaming", "snapkv") and draft.capacity >= args.prefix_len + args.gen_len:
+    if draft and draft.policy and draft.policy.room is not None and draft.capacity >= plan.prefix_len + plan.gen_len:
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:
-        n_layer = plan.target.config.n_layer
-        said.append(f"the draft runs {len(draft.layers)} of {n_layer} layers: {args.draft_layers}")
-    if draft and source:
+        said.append(f"the draft runs {len(draft.layers)} of {plan.target.config.n_layer} layers: {draft.layers}")
+    if draft and draft.policy and source:
         tail = check_vocabulary(plan.target, source)
         if tail:
             said.append(tail)
-        context, longest = source.config.max_context, args.prefix_len + args.gen_len + draft.gamma
-        reach = min(draft.capacity, longest) if draft.positions == "cache" else longest
+        context, longest = source.config.max_context, plan.prefix_len + plan.gen_len + draft.gamma
+        in_cache = draft.policy.in_cache_positions
+        reach = min(draft.capacity, longest) if in_cache else longest
         if reach > context:
             said.append(f"{source.name} was trained on {context} positions, and is used up to {reach}")
-        elif draft.positions == "cache":
+        elif in_cache:
             said.append(f"{source.name} counts positions inside its cache (trained context: {context})")
     return said
-
-
-def shares_target(draft: DraftSettings, dtype: torch.dtype, quantize: str | None) -> bool:
-    """Whether a self-draft runs the target's own weights."""
-    return draft.dtype == dtype and draft.quantize == quantize
 
 
 def _check_no_sliding_window(source: ModelSource) -> None:
     if source.config.sliding_window is not None:
         raise ConfigError(
             "SnapKV selects entries that a sliding window hides",
-            where=f"--draft_policy on {source.name}",
+            where=f"{flag('draft_policy')} on {source.name}",
             seen=f"snapkv, and a model with a sliding window of {source.config.sliding_window} tokens",
             required="a model that attends to the whole context",
-            fix="use --draft_policy streaming",
+            fix=f"use {flag('draft_policy')} streaming",
         )
 
 
@@ -311,7 +306,7 @@ def _check_layers(layers: Sequence[int], n_layer: int) -> None:
     if max(layers) >= n_layer:
         raise ConfigError(
             "the draft's layers are not all layers of the model",
-            where="--draft_layers",
+            where=flag("draft_layers"),
             seen=f"layer {max(layers)}",
             required=f"0 to {n_layer - 1}",
             fix=f"name layers below {n_layer}, such as 0-{n_layer - 1}",

@@ -17,8 +17,8 @@ from common.provenance import provenance
 from common.say import dtype_name
 from engine.bench.notes import notes
 from engine.bench.passes import Passes
-from engine.bench.settings import AUTO, DraftSettings
-from engine.bench.setup import Setup
+from engine.bench.resolved import AUTO, option_names
+from engine.bench.session import Session
 from engine.contention import contention
 from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
@@ -140,10 +140,11 @@ def _number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
+def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
     """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
-    args, baseline, speculative = setup.args, passes.baseline, passes.speculative
-    real = setup.target.has_text
+    plan, config = session.plan, session.config
+    baseline, speculative = passes.baseline, passes.speculative
+    real = session.target.has_text
     measured = speculative or baseline
     assert measured is not None
     counts = speculative.stats.counts if speculative and real else None
@@ -151,19 +152,20 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
     tps = tokens_per_second(measured)
     compared = baseline is not None and speculative is not None
     step_ms = round_ms(baseline) if baseline else None
-    peaks = setup.ranks.gathered(peak_memory_bytes(setup.runner.device))
+    peaks = session.ranks.gathered(peak_memory_bytes(session.runner.device))
     record = {
         "benchmark": benchmark,
-        "run": setup.run,
-        "model": setup.name,
-        "draft": setup.draft.kind if setup.draft else None,
-        "load_format": args.load_format,
-        "dataset": setup.dataset,
-        "B": args.B,
-        "prefix_len": args.prefix_len,
-        "gen_len": args.gen_len,
-        **settings_record(setup),
-        **_rank_record(setup),
+        "run": session.run,
+        "model": session.name,
+        "draft": session.draft.kind if session.draft else None,
+        "load_format": config.target.load_format,
+        "dataset": plan.dataset,
+        "prompts": config.text.prompts,
+        "B": plan.n_rows,
+        "prefix_len": plan.prefix_len,
+        "gen_len": plan.gen_len,
+        **settings_record(session),
+        **_rank_record(session),
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
         "judged": counts.judged if counts else None,
@@ -182,86 +184,89 @@ def make_record(benchmark: str, setup: Setup, passes: Passes) -> dict[str, Any]:
         if baseline and speculative and real
         else None,
         "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
-        if baseline and speculative and setup.sampling.reproducible
+        if baseline and speculative and session.sampling.reproducible
         else None,
         "sequences": len(measured.tokens),
         "tokens_sha256": tokens_sha256(measured.tokens),
         "prefill_seconds": passes.prefill_seconds,
         "draft_prefill_seconds": speculative.stats.draft_prefill_seconds
-        if speculative and setup.draft_source
+        if speculative and session.draft_source
         else None,
         "baseline_step_ms": step_ms,
         "round_ms": round_ms(speculative) if speculative else None,
         **_phase_times(passes.timed),
         "steady_rounds": len(measured.stats.steady()),
-        "choices": _choices(setup, speculative) if speculative else None,
-        "measured_costs": costs_record(setup, passes.costs),
+        "choices": _choices(session, speculative) if speculative else None,
+        "measured_costs": costs_record(session, passes.costs),
         "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
-        "contention": _contention(setup, passes),
+        "contention": _contention(session, passes),
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
-        "startup_memory_bytes_per_rank": setup.ranks.gathered(setup.startup_bytes),
+        "startup_memory_bytes_per_rank": session.ranks.gathered(session.startup_bytes),
         "distinct_4gram_fraction": distinct_4gram_fraction(measured.tokens) if real else None,
         **provenance(),
     }
     return rounded(record)
 
 
-def settings_record(setup: Setup) -> dict[str, Any]:
+def settings_record(session: Session) -> dict[str, Any]:
     """How a run decodes and drafts, and how both models are stored: the same in every record."""
-    params, runner = setup.sampling.params, setup.runner
+    params, runner = session.sampling.params, session.runner
     return {
-        **_draft_record(setup),
-        "verification": setup.sampling.mode,
+        **_draft_record(session),
+        "verification": session.sampling.mode,
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
         "seed": None if params.greedy else params.seed,
         "device": str(runner.device),
-        "dtype": dtype_name(setup.dtype),
+        "dtype": dtype_name(session.plan.dtype),
         "attention": runner.model.backend.name,
-        "draft_attention": _draft_attention(setup),
-        "compile": setup.args.compile,
+        "draft_attention": _draft_attention(session),
+        "compile": session.config.target.compile,
         "cuda_graphs": runner.graphs is not None,
-        "quantize": setup.args.quantize,
+        "quantize": session.config.target.quantize,
         "kv_dtype": dtype_name(runner.cache.keys.dtype),
         "pointwise": runner.model.pointwise.name,
     }
 
 
-def _draft_record(setup: Setup) -> dict[str, Any]:
-    draft = setup.draft or DraftSettings("none", 0)
-    has_cache = draft.dtype is not None
+def _draft_record(session: Session) -> dict[str, Any]:
+    """Every option of every drafter and policy, null where it is not this draft's."""
+    draft = session.draft
+    own = draft.options if draft else {}
+    if draft and draft.dtype is not None:
+        kv_dtype = draft.kv_dtype or draft.dtype
+        own |= {
+            "draft_budget": AUTO if draft.budgets else draft.capacity,
+            "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
+            "draft_layers": list(draft.layers) if draft.layers is not None else None,
+            "draft_dtype": dtype_name(draft.dtype),
+            "draft_weights": draft.quantize,
+            "draft_kv_dtype": dtype_name(kv_dtype),
+        }
     return {
-        "draft_model": setup.draft_source.name if setup.draft_source else None,
-        "gamma": AUTO if draft.auto_gamma else draft.gamma,
-        "draft_policy": draft.policy,
-        "draft_budget": (AUTO if draft.budgets else draft.capacity) if has_cache else None,
-        "n_sink": draft.n_sink,
-        "snapkv_window": draft.window,
-        "draft_positions": draft.positions or ("absolute" if has_cache else None),
-        "draft_layers": None if draft.layers is None else list(draft.layers),
-        "draft_dtype": dtype_name(draft.dtype) if draft.dtype is not None else None,
-        "draft_weights": draft.quantize,
-        "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype) if draft.dtype is not None else None,
-        "max_ngram": draft.max_ngram,
+        "draft_model": session.draft_source.name if session.draft_source else None,
+        "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,
+        "draft_policy": draft.policy.name if draft and draft.policy else None,
+        **{name: own.get(name) for name in option_names()},
     }
 
 
-def _draft_attention(setup: Setup) -> str | None:
+def _draft_attention(session: Session) -> str | None:
     """The backend of what drafts; None for drafts without a model, and on a rank that has no part of it."""
-    if setup.draft_model is not None:
-        return setup.draft_model.backend.name
-    return setup.runner.model.backend.name if setup.draft and setup.draft.kind == "self" else None
+    if session.draft_model is not None:
+        return session.draft_model.backend.name
+    return session.runner.model.backend.name if session.draft and session.draft.kind == "self" else None
 
 
-def _rank_record(setup: Setup) -> dict[str, Any]:
+def _rank_record(session: Session) -> dict[str, Any]:
     return {
-        "tensor_parallel": len(setup.target_ranks.ranks),
-        "rank_group": list(setup.target_ranks.ranks),
-        "draft_ranks": list(setup.draft_ranks.ranks) if setup.draft_ranks else None,
-        "all_reduce": setup.target_ranks.reduce.name,
-        "check_ranks": setup.ranks.check,
+        "tensor_parallel": len(session.target_ranks.ranks),
+        "rank_group": list(session.target_ranks.ranks),
+        "draft_ranks": list(session.draft_ranks.ranks) if session.draft_ranks else None,
+        "all_reduce": session.target_ranks.reduce.name,
+        "check_ranks": session.ranks.check,
     }
 
 
@@ -285,26 +290,26 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, f
     return dict(zip(names, (draft_ms if drafted else None, verify_ms, other_ms), strict=True))
 
 
-def _contention(setup: Setup, passes: Passes) -> dict[str, dict[str, Any]]:
+def _contention(session: Session, passes: Passes) -> dict[str, dict[str, Any]]:
     """Of each pass; every rank has to call this."""
     timed = passes.timed[1] if passes.timed else None
     named = {"baseline": passes.baseline, "speculation": passes.speculative, "phase times": timed}
-    usages = {name: setup.ranks.gathered(output.usage) for name, output in named.items() if output and output.usage}
+    usages = {name: session.ranks.gathered(output.usage) for name, output in named.items() if output and output.usage}
     return {name: contention([*filter(None, ranks)]) for name, ranks in usages.items()}
 
 
-def _choices(setup: Setup, speculative: GenerateOutput) -> list[dict[str, Any]]:
+def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:
     """How many rounds drafted how far, and with how many KV entries a row."""
     counts = Counter(round_.choice for round_ in speculative.stats.rounds)
     return [
-        {"draft_budget": drafting_budget(setup, choice), "gamma": choice.gamma, "rounds": n}
+        {"draft_budget": drafting_budget(session, choice), "gamma": choice.gamma, "rounds": n}
         for choice, n in sorted(counts.items(), key=lambda item: (item[0].drafter or 0, item[0].gamma))
     ]
 
 
-def costs_record(setup: Setup, costs: Sequence[Costs]) -> list[dict[str, Any]] | None:
+def costs_record(session: Session, costs: Sequence[Costs]) -> list[dict[str, Any]] | None:
     """What rounds cost and accepted, of each drafter, with its KV entries a row if it has a cache."""
-    budgets = setup.draft.capacities if setup.draft and setup.draft.dtype is not None else [None] * len(costs)
+    budgets = session.draft.capacities if session.draft and session.draft.dtype is not None else [None] * len(costs)
     pairs = zip(budgets, costs, strict=True) if costs else ()
     return [{"draft_budget": budget, **_cost_record(one)} for budget, one in pairs] or None
 
@@ -322,46 +327,46 @@ def _cost_record(costs: Costs) -> dict[str, Any]:
     }
 
 
-def drafting_budget(setup: Setup, choice: Choice) -> int | None:
+def drafting_budget(session: Session, choice: Choice) -> int | None:
     """KV entries a row of what a round drafted with; None if nothing did, or it has no cache."""
-    if not setup.draft or setup.draft.dtype is None or choice.drafter is None or not choice.gamma:
+    if not session.draft or session.draft.dtype is None or choice.drafter is None or not choice.gamma:
         return None
-    return setup.draft.capacities[choice.drafter]
+    return session.draft.capacities[choice.drafter]
 
 
-def finish(benchmark: str, setup: Setup, passes: Passes) -> None:
+def finish(benchmark: str, session: Session, passes: Passes) -> None:
     """Print the texts asked for, the table, and last the record; append it to --output. One rank does.
 
     Errors: ConfigError if either failed, or what the run put off.
     """
-    record = make_record(benchmark, setup, passes)
-    if not setup.ranks.leads:
+    record = make_record(benchmark, session, passes)
+    if not session.ranks.leads:
         return
-    args = setup.args
+    plan = session.plan
     headline = (
         f"\n  {record['model']}, {record['device']}, {record['dtype']}"
-        f"{_storage(setup)}{_splitting(setup)}{_drafting(setup)}: "
-        f"{args.B} rows at a time, "
-        f"{args.prefix_len} prompt tokens, {args.gen_len} new tokens each; {_sampling(record)}; "
+        f"{_storage(session)}{_splitting(session)}{_drafting(session)}: "
+        f"{plan.n_rows} rows at a time, "
+        f"{_prompt_lengths(session)} prompt tokens, {plan.gen_len} new tokens each; {_sampling(record)}; "
         f"prefill {record['prefill_seconds']:.1f} s\n"
     )
-    said = "\n".join([table(record), *(f"  {note}" for note in notes(record, setup.draft))]) + "\n"
-    publish(args.output, record, *_texts(setup, passes), headline, said, put_off=setup.put_off)
+    said = "\n".join([table(record), *(f"  {note}" for note in notes(record, session.draft))]) + "\n"
+    publish(session.config.output.output, record, *_texts(session, passes), headline, said, put_off=session.put_off)
 
 
-def _texts(setup: Setup, passes: Passes) -> list[str]:
+def _texts(session: Session, passes: Passes) -> list[str]:
     """How the first row goes on; with --printoutput of every row how its prompt ends, and how it goes on."""
     output = passes.speculative or passes.baseline
     assert output is not None
 
     def shown(tokens: list[int]) -> str:  # random weights have no tokenizer: their rows are shown as ids
-        return repr(setup.tokenizer.decode(tokens) if setup.tokenizer else tokens)
+        return repr(session.tokenizer.decode(tokens) if session.tokenizer else tokens)
 
-    if not setup.args.printoutput:
-        return [f"  row 0 goes on: {shown(output.tokens[0])}"] if setup.tokenizer else []
+    if not session.config.printoutput:
+        return [f"  row 0 goes on: {shown(output.tokens[0])}"] if session.tokenizer else []
     return [
         line
-        for row, (prompt, tokens) in enumerate(zip(setup.prompts, output.tokens, strict=True))
+        for row, (prompt, tokens) in enumerate(zip(session.prompts, output.tokens, strict=True))
         for line in (f"prompt {row} ends: {shown(prompt[-PROMPT_END:])}", f"row {row}: {shown(tokens)}")
     ]
 
@@ -374,32 +379,39 @@ def _sampling(record: dict[str, Any]) -> str:
     return f"{record['verification']} at temperature {record['temperature']}{filters}, seed {record['seed']}"
 
 
-def _drafting(setup: Setup) -> str:
-    draft = setup.draft
+def _drafting(session: Session) -> str:
+    draft = session.draft
     if draft is None:
         return ""
     if draft.dtype is None:
         return f", {draft.kind} draft"
-    name = f" {setup.draft_source.name}" if setup.draft_source else ""
-    if setup.draft_ranks and setup.ranks.size > 1:
-        name += f" on {_ranks(setup.draft_ranks.ranks)}"
+    name = f" {session.draft_source.name}" if session.draft_source else ""
+    if session.draft_ranks and session.ranks.size > 1:
+        name += f" on {_ranks(session.draft_ranks.ranks)}"
     if draft.layers is not None:
         name += f" of {len(draft.layers)} layers"
-    where = " (positions inside the cache)" if draft.positions == "cache" else ""
+    assert draft.policy is not None
+    where = " (positions inside the cache)" if draft.policy.in_cache_positions else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(map(str, draft.budgets)) or draft.capacity
-    policy = " chosen by attention" if draft.policy == "snapkv" else ""
+    policy = " chosen by attention" if draft.policy.n_observed else ""
     return f", {dtype_name(draft.dtype)} draft{name}{weights}, {entries} KV entries{policy}{where}"
 
 
-def _storage(setup: Setup) -> str:
+def _storage(session: Session) -> str:
     """How the target is stored, where that is not in its dtype."""
-    weights = f", {setup.args.quantize} weights" if setup.args.quantize else ""
-    return weights + (f", {setup.args.kv_dtype} KV" if setup.args.kv_dtype != "same" else "")
+    target = session.config.target
+    weights = f", {target.quantize} weights" if target.quantize else ""
+    return weights + (f", {target.kv_dtype} KV" if target.kv_dtype != "same" else "")
 
 
-def _splitting(setup: Setup) -> str:
-    return f" on {_ranks(setup.target_ranks.ranks)}" if setup.ranks.size > 1 else ""
+def _prompt_lengths(session: Session) -> str:
+    lengths = [len(prompt) for prompt in session.prompts]
+    return f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else str(max(lengths))
+
+
+def _splitting(session: Session) -> str:
+    return f" on {_ranks(session.target_ranks.ranks)}" if session.ranks.size > 1 else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

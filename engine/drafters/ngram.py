@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require_at_least
 from engine.drafters.base import TextDrafter
+from engine.drafters.config import DrafterConfig, Parts
 from engine.runner import ModelRunner
 
 
@@ -79,3 +82,19 @@ def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ng
     place = rank.masked_fill(matched < min_ngram, -1).argmax(dim=1, keepdim=True)
     found = matched.gather(1, place) >= min_ngram
     return place.squeeze(1), (available.gather(1, place) * found).squeeze(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramConfig(DrafterConfig):
+    """Copies from the row's own text."""
+
+    name: ClassVar[str] = "ngram"
+    max_ngram: int = 3
+    """longest match that is looked for"""
+
+    def check(self) -> None:
+        super().check()
+        require_at_least("max_ngram", self.max_ngram, 1)
+
+    def build(self, parts: Parts) -> NGram:
+        return NGram(parts.runner, parts.gamma, self.max_ngram)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.drafters.base import TextDrafter
+from engine.drafters.config import DrafterConfig, Parts
 from engine.runner import ModelRunner
 
 
@@ -44,3 +47,15 @@ class SavedText(TextDrafter):
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
         n_tokens = (self._end - following).clamp(min=0, max=gamma)
         return self._text.gather(1, index), n_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleConfig(DrafterConfig):
+    """The baseline's own output, which costs nothing to draft and shows the machinery's ceiling."""
+
+    name: ClassVar[str] = "oracle"
+    needs_baseline: ClassVar[bool] = True
+
+    def build(self, parts: Parts) -> SavedText:
+        assert parts.texts is not None, "the plan admits an oracle only beside a baseline"
+        return SavedText(parts.runner, dict(enumerate(parts.texts)), parts.gamma)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from engine.drafters.base import check_gamma, check_room, check_target, draw_drafts
+from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from models import Transformer
+from models.names import parse_layers
 
 
 class SelfSpeculation:
@@ -85,3 +89,24 @@ class SelfSpeculation:
 
     def rollback(self, lengths: Tensor) -> None:
         self.cache.rollback(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfConfig(ModelDrafterConfig):
+    """The model over a small KV cache."""
+
+    name: ClassVar[str] = "self"
+    draft_layers: str | None = None
+    """layers that self runs, such as 0-9,20-29: it skips the others (default: all)"""
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        return None if self.draft_layers is None else tuple(parse_layers(self.draft_layers, flag("draft_layers")))
+
+    def check(self) -> None:
+        super().check()
+        _ = self.layers
+
+    def build(self, parts: Parts) -> SelfSpeculation:
+        model = parts.model or parts.runner.model
+        return SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)

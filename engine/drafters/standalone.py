@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.drafters.base import check_gamma, check_room, draw_drafts, require_gamma
+from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.modes import Drafts, VerificationRound
 from engine.runner import ModelRunner, RemoteRunner
 
@@ -109,3 +112,20 @@ class StandaloneDraft:
 def _fit(logits: Tensor, vocab_size: int) -> Tensor:
     """The draft's `logits [B, Vd]` over the target's ids `[B, V]`: its own tail cut, one that it lacks impossible."""
     return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandaloneConfig(ModelDrafterConfig):
+    """A smaller model."""
+
+    name: ClassVar[str] = "standalone"
+    draft_model: str
+    """the draft's converted checkpoint"""
+    draft_ranks: tuple[int, ...] | None = None
+    """ranks that share the draft (default: those of --rank_group)"""
+
+    def build(self, parts: Parts) -> StandaloneDraft:
+        if parts.model is None:
+            return StandaloneDraft(parts.remote(), parts.gamma)
+        cache = parts.new_cache(parts.model.config)
+        return StandaloneDraft(ModelRunner(parts.model, cache, ranks=parts.runner.ranks), parts.gamma)

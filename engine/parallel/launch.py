@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -35,7 +35,7 @@ LOST_RANK_SIGNS = (
 _TOLD = "foretoken/user_error"
 
 
-def run_on_ranks(main: Callable[[], None]) -> None:
+def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
     """Run `main` on this rank. Exit codes: 2 for a user error, 3 for a lost rank, 141 for a reader of the output that
     left, 1 for a bug.
 
@@ -43,14 +43,14 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     (pytorch #115388).
     """
     if world_size() == 1:
-        exit_on_user_error(main)
+        exit_on_user_error(main, flags)
         return
     code = 0
     try:
         with readers_may_leave():
             main()
     except UserError as error:
-        _tell_user_error(error)
+        _tell_user_error(error, error.told(flags or {}))
         code = USER_ERROR_CODE
     except KeyboardInterrupt:
         if is_leader():
@@ -71,10 +71,9 @@ def run_on_ranks(main: Callable[[], None]) -> None:
     dist.destroy_process_group()
 
 
-def _tell_user_error(error: UserError) -> None:
+def _tell_user_error(error: UserError, message: str) -> None:
     """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and a rank
     with an error of its own names itself."""
-    message = str(error)
     if isinstance(error, RankError):
         if _is_first():
             tell(f"\nerror: {message}")

@@ -9,8 +9,7 @@ import torch
 from common.errors import ConfigError
 from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.torch_backend import TorchAttention
-
-BACKENDS = ("auto", "torch", "cpp", "triton", "flash")
+from models.names import BACKENDS
 
 
 class Selection(NamedTuple):

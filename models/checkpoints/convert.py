@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError
 from models.checkpoints.source import SourceTensor
 from models.config import ModelConfig
 
@@ -92,24 +91,6 @@ def output_bytes(matched: Iterable[tuple[SourceTensor, ...]], dtype: torch.dtype
     return sum(
         math.prod(source.shape) * (dtype or stacked[0].dtype).itemsize for stacked in matched for source in stacked
     )
-
-
-def parse_layers(text: str, flag: str = "--drop_layers") -> list[int]:
-    """Layer indices of a list such as "3,7,13-15" (both ends included). Raises ConfigError."""
-    layers: set[int] = set()
-    for item in text.split(","):
-        bounds = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
-        first, last = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
-        if first > last:
-            raise ConfigError(
-                "the list of layers is not readable",
-                where=flag,
-                seen=repr(text),
-                required="indices and ascending ranges",
-                fix="write it like 3,7,13-15",
-            )
-        layers.update(range(first, last + 1))
-    return sorted(layers)
 
 
 def _few(names: list[str]) -> str:

@@ -1,0 +1,100 @@
+"""The one place that reads a command line: a frozen dataclass of configuration in, its flags and help out."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
+
+from common.checkout import ROOT
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from common.startup import import_from_now_on
+
+Config = TypeVar("Config")
+Main = Callable[[], None]
+# Flags are the fields' own names, however deep these lie; switches have no `--no_` of their own.
+STYLE = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
+
+
+def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
+    """Read a `kind` from the command line and run `main` with it.
+
+    `kind.FLAGS`, where it has that, is what it calls fields of a run that have another name elsewhere. `end` turns
+    what a user can cause into an exit code, such as `exit_on_user_error`.
+    """
+    end(lambda: main(read(kind)), getattr(kind, "FLAGS", {}))
+
+
+def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
+    """The same, for a program that runs on one process."""
+    run(main, kind, exit_on_user_error)
+
+
+def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+    """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
+    prog = prog or _program()
+    import_from_now_on()
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            config, unknown = tyro.cli(
+                kind,
+                args=argv,
+                prog=prog,
+                description=_description(kind),
+                config=STYLE,
+                use_underscores=True,
+                console_outputs=True,
+                return_unknown_args=True,
+            )
+    except SystemExit as ending:
+        if not ending.code:
+            raise
+        raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
+    if unknown:
+        raise _unreadable(prog, _without_values(unknown), "flags of this program", _meant(kind, unknown))
+    return config
+
+
+def _program() -> str:
+    path = Path(sys.argv[0]).resolve()
+    if path.name == "__main__.py":
+        return f"python -m {'.'.join(path.parent.relative_to(ROOT).parts)}"
+    return path.name
+
+
+def _description(kind: type) -> str:
+    """The text of the file that the configuration is for, which is the program's."""
+    return (sys.modules[kind.__module__].__doc__ or kind.__doc__ or "").strip()
+
+
+def _without_values(unknown: Sequence[str]) -> str:
+    """A value that follows a mistyped flag may be a secret."""
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    return f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
+
+
+def _meant(kind: type, unknown: Sequence[str]) -> str:
+    parser = tyro.extras.get_parser(kind, config=STYLE, use_underscores=True)
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
+    return f"perhaps you meant {' and '.join(near)}; see --help" if near else "see --help"
+
+
+def _first_paragraph(boxed: str) -> str:
+    """Of a message in a frame, what it says before its first ruled line."""
+    lines = [line.strip("│ \n") for line in boxed.splitlines()[1:]]
+    end = next((at for at, line in enumerate(lines) if line and not line.strip("─╰╯ ")), len(lines))
+    return " ".join(line for line in lines[:end] if line)
+
+
+def _unreadable(prog: str, seen: str, required: str, fix: str = "see --help") -> ConfigError:
+    return ConfigError("the command line cannot be read", where=prog, seen=seen, required=required, fix=fix)

@@ -1,0 +1,195 @@
+"""Flags of what drafts: those of every drafter and every policy, each of which owns its options in its own file."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+
+from tyro.conf import arg
+
+from common.errors import ConfigError, flag
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from kv_cache.policy import BudgetedPolicy, Policy, policies
+
+FULL_BUDGET = -1
+DEFAULT_POLICY = "streaming"
+# The name that the paper's scripts have for it.
+ALIASES = {"draft_budget": ["--streamingllm_budget"]}
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """What drafts, and how."""
+
+    KINDS: ClassVar[Mapping[str, type[DrafterConfig]]]
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, by name."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def config(self, **chosen: Any) -> DrafterConfig:
+        """The drafter's options. chosen: what a program chooses in place of a flag.
+
+        Errors: ConfigError for options without effect on that drafter and policy, or that do not go together.
+        """
+        config = drafter_config(self.KINDS, self.given() | chosen)
+        config.check()
+        return config
+
+    def variant(self, **chosen: Any) -> DrafterConfig:
+        """One of several drafts that a program goes through: options of another policy have no effect on this one."""
+        return drafter_config(self.KINDS, self.given() | chosen, strict=False)
+
+
+def draft_flags(
+    kinds: Collection[str] | None = None, *, without: Collection[str] = (), flags: Mapping[str, str] | None = None
+) -> type[DraftFlags]:
+    """A dataclass of the flags of those drafters (all that need no second model, if None) and of all policies.
+
+    without: options that a program has no flag for. flags: what it calls others, by their name.
+    """
+    every = drafters()
+    chosen = {name: every[name] for name in kinds or every if kinds or not required(every[name])}
+    owners: dict[str, list[type]] = {}
+    of_models = [kind for kind in chosen.values() if issubclass(kind, ModelDrafterConfig)]
+    for kind in (*chosen.values(), *(policies().values() if of_models else ())):
+        for option in fields(kind):
+            owners.setdefault(option.name, []).append(kind)
+    owners.pop("policy", None)
+    specs: list[tuple[str, Any, Any]] = []
+    if len(chosen) > 1:
+        says = "; ".join(f"{name}: {_first_line(kind)}" for name, kind in chosen.items())
+        names = Literal[tuple(chosen)]  # type: ignore[valid-type]
+        specs.append(("draft", Annotated[names, arg(help=says)], field(default="self")))
+    if of_models:
+        says = "; ".join(f"{name}: {_first_line(kind)}" for name, kind in policies().items())
+        kept = Annotated[
+            Literal[tuple(policies())] | None,
+            arg(help=f"what the cache keeps. {says}", help_behavior_hint=f"(default: {DEFAULT_POLICY})"),
+        ]
+        specs.append(("draft_policy", kept, field(default=None)))
+    specs += [
+        _spec(name, of, every_kind=len(of) in (len(chosen), len(chosen) + 1), names=flags or {})
+        for name, of in sorted(owners.items(), key=lambda item: item[0] != "gamma")
+    ]
+    made = [spec for spec in specs if spec[0] not in without]
+    return make_dataclass(
+        "DraftFlags",
+        made,
+        bases=(DraftFlags,),
+        namespace={"KINDS": chosen, "__doc__": DraftFlags.__doc__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def required(kind: type[DrafterConfig]) -> bool:
+    """Whether a drafter has an option that has to be given."""
+    return any(one.default is MISSING and one.default_factory is MISSING for one in fields(kind))
+
+
+def drafter_config(
+    kinds: Mapping[str, type[DrafterConfig]], options: Mapping[str, Any], strict: bool = True
+) -> DrafterConfig:
+    """The options of the drafter that `options["draft"]` names, and of its policy.
+
+    Errors: ConfigError for what has no effect on it, where `strict`.
+    """
+    given = dict(options)
+    kind = kinds[given.pop("draft", next(iter(kinds)))]
+    own: dict[str, Any] = {}
+    policy: type[Policy] | None = None
+    allowed = [one.name for one in fields(kind)]
+    if issubclass(kind, ModelDrafterConfig):
+        policy = policies()[_policy_name(given)]
+        of_policy = [one.name for one in fields(policy)]
+        own["policy"] = policy(**{name: given[name] for name in of_policy if name in given})
+        allowed = ["draft_policy", *of_policy, *allowed]
+        if not issubclass(policy, BudgetedPolicy) and given.get("draft_budget") in (FULL_BUDGET, None):
+            given.pop("draft_budget", None)
+    useless = [name for name in given if name not in allowed]
+    nothing_drafted = given.get("gamma") == 0 and set(given) - {"gamma"}
+    if strict and (useless or nothing_drafted):
+        _refuse(useless or sorted(set(given) - {"gamma"}), given, kind, policy, allowed)
+    own |= {one.name: given[one.name] for one in fields(kind) if one.name in given}
+    return kind(**own)
+
+
+def _policy_name(given: Mapping[str, Any]) -> str:
+    """`--draft_policy`, or what the budget says of it."""
+    named = given.get("draft_policy")
+    if given.get("draft_budget") != FULL_BUDGET:
+        return named or DEFAULT_POLICY
+    if named not in (None, "full"):
+        raise ConfigError(
+            f"a budget of {FULL_BUDGET} keeps everything",
+            where=f"{flag('draft_budget')} (--streamingllm_budget)",
+            seen=f"{FULL_BUDGET} with {flag('draft_policy')} {named}",
+            required=f"a budget of entries, or {flag('draft_policy')} full",
+            fix=f"leave out {flag('draft_policy')}",
+        )
+    return "full"
+
+
+def _refuse(
+    useless: list[str],
+    given: Mapping[str, Any],
+    kind: type[DrafterConfig],
+    policy: type[Policy] | None,
+    allowed: list[str],
+) -> None:
+    draft = kind.name + (f", {policy.name}" if policy else "")
+    at_zero = given.get("gamma") == 0
+    raise ConfigError(
+        "a draft flag has no effect on this draft",
+        where=", ".join(map(_with_aliases, useless)),
+        seen=f"{', '.join(str(given[name]) for name in useless)} with draft {draft}" + (", gamma 0" if at_zero else ""),
+        required=f"draft {draft} takes only {', '.join(flag(name) for name in allowed if name != 'policy')}"
+        + (f", and nothing is drafted at {flag('gamma')} 0" if at_zero else ""),
+        fix=f"leave out {' and '.join(map(flag, useless))}",
+    )
+
+
+def _with_aliases(name: str) -> str:
+    """The flag, and its other names: whichever the user typed."""
+    return flag(name) + "".join(f" ({alias})" for alias in ALIASES.get(name, ()))
+
+
+def _spec(name: str, owners: list[type], every_kind: bool, names: Mapping[str, str]) -> tuple[str, Any, Any]:
+    """A field that is None unless it is given, or required where its owner has no default."""
+    owner = owners[0]
+    option = next(one for one in fields(owner) if one.name == name)
+    hint = get_type_hints(owner)[name]
+    default = option.default
+    whose = "" if every_kind or (issubclass(owner, BudgetedPolicy) and len(owners) > 1) else f"{owner.name}: "  # type: ignore[attr-defined]
+    known = f"(default: {default})" if default not in (None, MISSING) else ""
+    how = arg(
+        help=whose + documented(owner, name), name=names.get(name), aliases=ALIASES.get(name), help_behavior_hint=known
+    )
+    if default is MISSING and option.default_factory is MISSING:
+        return name, Annotated[hint, how], field()
+    return name, Annotated[hint | None, how], field(default=None)
+
+
+def documented(kind: type, name: str) -> str:
+    """The text below a field's definition, in the class or one that it is derived from."""
+    for base in kind.__mro__:
+        if name in vars(base).get("__annotations__", {}):
+            [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(definition, ast.ClassDef)
+            for line, below in pairwise(definition.body):
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id == name:
+                    text = below.value if isinstance(below, ast.Expr) else None
+                    return " ".join(str(text.value).split()) if isinstance(text, ast.Constant) else ""
+    return ""
+
+
+def _first_line(kind: type) -> str:
+    text = (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    return text[:1].lower() + text[1:]

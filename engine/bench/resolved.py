@@ -1,0 +1,222 @@
+"""Sampling and drafts of a run with every `auto` resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError, flag
+from engine.bench.config import Sampling, Target
+from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtype
+from engine.drafters import check_gamma
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.standalone import StandaloneConfig
+from engine.modes import resolve_mode
+from engine.sampling import SamplingParams
+from kv_cache.policy import BudgetedPolicy, Policy, policies
+from models.packed_linear import can_pack
+
+AUTO = "auto"
+# The most that `--gamma auto` drafts.
+AUTO_GAMMA = 6
+# Options in the order that records have them in, and those that have another place there.
+FIRST_OPTIONS = (
+    "draft_budget",
+    "n_sink",
+    "snapkv_window",
+    "draft_positions",
+    "draft_layers",
+    "draft_dtype",
+    "draft_weights",
+    "draft_kv_dtype",
+    "max_ngram",
+)
+ELSEWHERE = {"policy", "gamma", "draft_model", "draft_ranks"}
+
+
+@dataclass(frozen=True)
+class ResolvedSampling:
+    """How the run's tokens are chosen, and the verification mode."""
+
+    params: SamplingParams
+    mode: str
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether speculation emits the very tokens of the baseline, not only tokens of their distribution."""
+        return self.params.greedy or self.mode == "coupled"
+
+
+@dataclass(frozen=True)
+class ResolvedDraft:
+    """What drafts, and how far. One with a model has a KV cache of `capacity` entries a row, of weights in `dtype`.
+
+    gamma: what every round drafts, or with `auto_gamma` the most that one may. budgets: what `--draft_budget auto`
+    chooses among, each in a cache of its own; `capacity` is then the largest. quantize: the scheme of the linear
+    layers; kv_dtype: of the cache's entries.
+    """
+
+    config: DrafterConfig
+    gamma: int
+    auto_gamma: bool = False
+    capacity: int = 0
+    budgets: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    quantize: str | None = None
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.config.name
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.config.policy if isinstance(self.config, ModelDrafterConfig) else None
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Those of the target that a self-draft runs; None for all."""
+        return self.config.layers if isinstance(self.config, SelfConfig) else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the drafter and of its policy, by name."""
+        own = {one.name: getattr(self.config, one.name) for one in fields(self.config) if one.name in option_names()}
+        return own | ({one.name: getattr(self.policy, one.name) for one in fields(self.policy)} if self.policy else {})
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What drafts of the same form can share."""
+        return self.dtype, self.quantize, self.layers
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """KV entries a row of each drafter, in the order of the drafters: the largest first."""
+        return tuple(sorted(self.budgets, reverse=True)) or (self.capacity,)
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Those of the rounds that draft, ascending."""
+        return tuple(range(1, self.gamma + 1)) if self.auto_gamma else (self.gamma,)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether anything is chosen from round to round."""
+        return self.auto_gamma or bool(self.budgets)
+
+    def of_capacity(self, capacity: int) -> ResolvedDraft:
+        """The same with one of its budgets."""
+        policy = self.policy
+        if not isinstance(policy, BudgetedPolicy) or not isinstance(self.config, ModelDrafterConfig):
+            return self
+        config = replace(self.config, policy=policy.of_budget(capacity))
+        return replace(self, config=config, capacity=capacity, budgets=())
+
+
+def option_names() -> list[str]:
+    """The options of all drafters and policies, in the order of records."""
+    kinds: list[Any] = [*drafters().values(), *policies().values()]
+    every = {one.name for kind in kinds for one in fields(kind)}
+    return [*FIRST_OPTIONS, *sorted(every - {*FIRST_OPTIONS, *ELSEWHERE})]
+
+
+def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
+    """Errors: ConfigError for what has no effect, or cannot be verified in that mode."""
+    params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0)
+    if params.greedy and params.filters:
+        raise ConfigError(
+            "a filter has no effect on greedy decoding",
+            where=f"{flag('top_k')}, {flag('top_p')}",
+            seen=f"top_k {params.top_k}, top_p {params.top_p} at temperature 0",
+            required="a temperature above 0",
+            fix=f"add {flag('temperature')}, or leave out {flag('top_k')} and {flag('top_p')}",
+        )
+    if params.greedy and sampling.seed is not None:
+        raise ConfigError(
+            "a seed has no effect on greedy decoding",
+            where=flag("seed"),
+            seen=f"{sampling.seed} at temperature 0",
+            required="a temperature above 0",
+            fix=f"add {flag('temperature')}, or leave out {flag('seed')}",
+        )
+    return ResolvedSampling(params, resolve_mode(sampling.verification, [params]))
+
+
+def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len: int) -> ResolvedDraft:
+    """Its dtypes, budgets, and the largest gamma. Positions stay `auto` until the draft model's context is known.
+
+    Errors: ConfigError.
+    """
+    if not isinstance(draft, ModelDrafterConfig):
+        draft.check()
+        return ResolvedDraft(draft, *_gamma(draft, AUTO_GAMMA))
+    dtype = resolve_draft_dtype(target, draft.draft_dtype)
+    # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
+    is_target = isinstance(draft, SelfConfig)
+    weights, entries = draft.draft_weights, draft.draft_kv_dtype
+    if entries == "same" and is_target:
+        entries = target.kv_dtype
+    policy = draft.policy
+    budgets: tuple[int, ...] = ()
+    if isinstance(policy, BudgetedPolicy):
+        if policy.draft_budget == AUTO:
+            _require_refillable(draft)
+            budgets = policy.budgets(prefix_len)
+            policy = policy.of_budget(budgets[0])
+        policy.check()
+    most = AUTO_GAMMA if policy.room is None else policy.room - 1
+    gamma, auto_gamma = _gamma(draft, most)
+    if policy.room is not None:
+        check_gamma(gamma, policy.room)
+    if isinstance(policy, BudgetedPolicy):
+        policy = policy.of_budget(budgets[-1] if budgets else policy.budget)
+    config = replace(draft, policy=policy)
+    config.check()
+    return ResolvedDraft(
+        config,
+        gamma,
+        auto_gamma,
+        capacity=policy.entries(prefix_len + gen_len + gamma + 1),
+        budgets=budgets,
+        dtype=dtype,
+        quantize=weights if weights != "same" else target.quantize if is_target else None,
+        kv_dtype=KV_DTYPES.get(entries, dtype),
+    )
+
+
+def resolve_draft_dtype(target: Target, wanted: str) -> torch.dtype:
+    """The dtype of a draft's weights and cache that `wanted` means beside the target's."""
+    device = resolve_device(target.device)
+    dtype = resolve_dtype(target.dtype, device)
+    if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
+        return torch.bfloat16
+    return dtype if wanted in (AUTO, "same") else DTYPES[wanted]
+
+
+def resolve_positions(draft: ResolvedDraft, trained_context: int, length: int) -> ResolvedDraft:
+    """For a draft model trained on so many positions, in rows of up to `length` tokens."""
+    assert isinstance(draft.config, ModelDrafterConfig)
+    policy = draft.config.policy.for_context(trained_context, length)
+    return replace(draft, config=replace(draft.config, policy=policy))
+
+
+def _gamma(draft: DrafterConfig, most: int) -> tuple[int, bool]:
+    """The largest gamma of any round, and whether rounds choose their own."""
+    if draft.gamma == AUTO:
+        return max(0, min(AUTO_GAMMA, most)), True
+    assert not isinstance(draft.gamma, str)
+    return draft.gamma, False
+
+
+def _require_refillable(draft: ModelDrafterConfig) -> None:
+    if isinstance(draft, StandaloneConfig):
+        raise ConfigError(
+            "a standalone draft cannot change its budget: its cache would have to be prefilled again",
+            where=flag("draft_budget"),
+            seen=AUTO,
+            required="a number of entries",
+            fix="compare budgets with reproduce/acceptance.py --draft_model D --budgets 64 256, and name one",
+        )

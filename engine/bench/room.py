@@ -1,0 +1,112 @@
+"""Whether a run fits: the memory plan of the rank with the largest shard, against what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from common.errors import ConfigError, flag
+from common.process import local_world_size
+from engine.bench.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
+from engine.bench.plan import Plan
+from engine.runner import prefill_chunk_of
+from kv_cache.entries import LARGEST
+from models import ModelConfig
+from models.attention import select_backend
+from models.llama import attention_spec
+from models.tensor_parallel import Shard, shard_config
+
+# They are lists of Python's numbers, some 40 bytes each.
+MOST_PROMPT_TOKENS = 2**31
+
+
+def require_room(plan: Plan) -> None:
+    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit, or ConfigError for the
+    prompts."""
+    require_memory(memory_plan(plan), plan.n_rows, room(plan), plan.device)
+    if plan.n_prompts * plan.prefix_len > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            "there are too many prompt tokens to hold",
+            where=f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}",
+            seen=f"{plan.n_prompts} x {plan.prefix_len}",
+            required=f"<= {MOST_PROMPT_TOKENS} tokens",
+            fix="ask for fewer prompts",
+        )
+
+
+def room(plan: Plan) -> int:
+    """Bytes that each rank of this machine may take."""
+    return available_bytes(plan.device) // (local_world_size() if plan.device == "cpu" else 1)
+
+
+def memory_plan(plan: Plan) -> MemoryPlan:
+    """What the rank with the largest shard needs."""
+    draft, config, quantize = plan.draft, plan.target.config, plan.config.target.quantize
+    largest = _largest_shard(config, len(plan.group))
+    footprint = None
+    if draft and draft.policy and draft.dtype is not None:
+        source = plan.draft_source
+        draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else largest
+        if draft.layers is not None:
+            draft_config = replace(draft_config, n_layer=len(draft.layers))
+        in_cache = draft.policy.in_cache_positions
+        footprint = DraftFootprint(
+            draft_config,
+            draft.dtype,
+            draft.capacities,
+            source is None and plan.shares_weights,
+            draft.quantize,
+            draft.kv_dtype,
+            observed=draft.policy.n_observed,
+            prefills=source is not None,
+            dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype, in_cache),
+        )
+    return plan_memory(
+        largest,
+        dtype=plan.dtype,
+        draft=footprint,
+        device=plan.device,
+        capacity=plan.capacity,
+        block=draft.gamma + 1 if draft else 1,
+        prefill_chunk=min(prefill_chunk_of(torch.device(plan.device)), plan.capacity),
+        sampling=plan.sampling.params,
+        vocab_size=config.vocab_size,
+        quantize=quantize,
+        kv_dtype=plan.kv_dtype,
+        dequantizes=_dequantizes(plan, largest, plan.dtype, plan.kv_dtype),
+        captured_rows=_captured_rows(plan),
+        n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
+    )
+
+
+def _captured_rows(plan: Plan) -> int:
+    """How many `[V]` of logits, and of distributions to reject by, CUDA graphs keep for a row while the longest round
+    runs: those of all other rounds that may be chosen, and of the baseline's.
+    """
+    draft = plan.draft
+    if draft is None or plan.device == "cpu" or plan.config.target.no_cuda_graphs:
+        return 0
+    gammas = [0, *([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
+    gammas.remove(draft.gamma)
+    return sum(gamma + 1 + (gamma if plan.sampling.mode == "rejection" else 0) for gamma in gammas)
+
+
+def _dequantizes(
+    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, rotates_keys: bool = False
+) -> Callable[[int], bool] | None:
+    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit.
+
+    rotates_keys: keys are rotated to their positions as they are read, dequantised for whatever attention.
+    """
+    if entries not in LARGEST:
+        return None
+    if rotates_keys:
+        return lambda n_token: True
+    spec = attention_spec(config, dtype)
+    return select_backend(plan.config.target.attention, plan.device, spec, entries).backend.dequantizes
+
+
+def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:
+    return shard_config(config, Shard(count - 1, count))

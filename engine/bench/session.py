@@ -1,0 +1,295 @@
+"""A session: ranks joined, models loaded, the target's cache, prompts; what a run's configuration becomes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from common.say import dtype_name, say
+from engine.bench.config import RunConfig, Sampling
+from engine.bench.data import load_books, make_prompts
+from engine.bench.memory import used_bytes
+from engine.bench.model_source import ModelSource
+from engine.bench.plan import Plan, remarks, resolve, shares_target
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_positions, resolve_sampling
+from engine.bench.room import require_room
+from engine.decoding import GenerateOutput, generate
+from engine.drafters import Drafter
+from engine.drafters.config import DrafterConfig, Parts
+from engine.noise import compiled_source, in_passes
+from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
+from engine.requests import check_prompt
+from engine.round import CudaGraphs
+from engine.runner import ModelRunner, RemoteRunner
+from kv_cache import FullKVCache, KVCache
+from models import ModelConfig, Transformer
+from models.attention import select_backend
+from models.checkpoints.tokenizer import Tokenizer
+from models.llama import attention_spec, select_layers
+from models.pointwise import Pointwise, compiled, use_pointwise
+from models.pointwise_cpp import pointwise_beside
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded model over its cache, the prompts to continue, and what drafts, if anything.
+
+    plan: the configuration with every `auto` resolved. models: what drafts, loaded once by (dtype, scheme, layers).
+    startup_bytes: what the process held of its device's memory before anything was loaded, on a CPU mostly Python and
+    PyTorch themselves. run: what the record and the saved rows of this run have in common. put_off: errors that a run
+    outlives, and ends with.
+    """
+
+    plan: Plan
+    runner: ModelRunner
+    prompts: list[list[int]]
+    tokenizer: Tokenizer | None
+    target_ranks: ModelRanks
+    draft_ranks: ModelRanks | None = None
+    models: dict[tuple[object, ...], Transformer] = field(default_factory=dict)
+    startup_bytes: int = 0
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    put_off: list[UserError] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, config: RunConfig, prompts: Sequence[str] | None = None) -> Session:
+        """Check everything that can be wrong, cheapest first; then load the models and allocate the target's cache.
+
+        prompts: texts to continue, whole, in place of what the configuration says of them. Errors: UserError.
+        """
+        return cls.of_plan(resolve(config, prompts))
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Session:
+        """The same, of a plan. Errors: UserError."""
+        require_room(plan)
+        ranks = _join_ranks(plan)
+        if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
+            torch.cuda.set_device(ranks.device)
+        startup_bytes = used_bytes(plan.device)
+        target_ranks = model_ranks(ranks, plan.group)
+        draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
+        # Found now, and read when the prompts are cut.
+        books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
+        for remark in ranks.shared(lambda: remarks(plan)):
+            say(f"note: {remark}")
+        say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
+        tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
+        prompts = ranks.shared(lambda: _prompts(plan, tokenizer, books))
+        target, compiles = plan.config.target, plan.config.target.compile
+        model = _load(plan, plan.target, plan.dtype, target_ranks, target.quantize)
+        _choose_attention(plan, model, plan.kv_dtype, "attention")
+        models = {}
+        # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
+        if plan.draft is not None and (drafting := _load_draft(plan, model, target_ranks, draft_ranks)):
+            _choose_attention(plan, drafting, plan.draft.kv_dtype, "the draft's attention")
+            models[plan.draft.form] = drafting
+        for part in (model, *models.values()):
+            use_pointwise(part, _compiled_for(part.config) if compiles else pointwise_beside(part.backend))
+        new_graphs = None if plan.device == "cpu" or target.no_cuda_graphs else CudaGraphs
+        cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
+        noise_source = compiled_source() if compiles else in_passes
+        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
+        for index, prompt in enumerate(prompts):
+            check_prompt(runner, index, prompt, plan.gen_len, plan.draft.gamma if plan.draft else 0)
+        return cls(plan, runner, prompts, tokenizer, target_ranks, draft_ranks, models, startup_bytes)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.runner.ranks
+
+    @property
+    def target(self) -> ModelSource:
+        return self.plan.target
+
+    @property
+    def name(self) -> str:
+        return self.plan.target.name
+
+    @property
+    def draft(self) -> ResolvedDraft | None:
+        return self.plan.draft
+
+    @property
+    def draft_source(self) -> ModelSource | None:
+        return self.plan.draft_source
+
+    @property
+    def sampling(self) -> ResolvedSampling:
+        return self.plan.sampling
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
+
+    @property
+    def draft_model(self) -> Transformer | None:
+        """What drafts, where that is not the target itself; None on a rank that has no part of it."""
+        return self.models.get(self.draft.form) if self.draft else None
+
+    def books(self) -> Iterator[str]:
+        """Those of the data set, from the first on. For a target that has text."""
+        assert self.plan.dataset is not None, "random weights and one's own prompts read no data set"
+        return load_books(self.plan.dataset)
+
+    def variant(
+        self,
+        *,
+        draft: DrafterConfig | None = None,
+        sampling: Sampling | None = None,
+        prompts: list[list[int]] | None = None,
+        runner: ModelRunner | None = None,
+        **config: Any,
+    ) -> Session:
+        """The same model, cache and prompts under another draft or sampling; what is not given stays.
+
+        runner: over other rows and slots of the cache, see `narrowed`. config: other fields of `RunConfig`. What drafts
+        is loaded where no draft of this session had its form. Errors: ConfigError.
+        """
+        changed = replace(self.config, **config)
+        if sampling is not None:
+            changed = replace(changed, sampling=sampling)
+        if draft is not None:
+            changed = replace(changed, draft=draft)
+        resolved = self.draft
+        if draft is not None:
+            resolved = resolve_draft(draft, changed.target, self.plan.prefix_len, changed.sizes.gen_len)
+            if self.draft_source is not None:
+                resolved = resolve_positions(resolved, self.draft_source.config.max_context, self.plan.capacity)
+        plan = replace(self.plan, config=changed, draft=resolved, sampling=resolve_sampling(changed.sampling))
+        if resolved is not None and resolved.form not in self.models:
+            model = _load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
+            if model is not None:
+                use_pointwise(model, self.runner.model.pointwise)
+                self.models[resolved.form] = model
+        return replace(
+            self,
+            plan=plan,
+            runner=runner or self.runner,
+            prompts=self.prompts if prompts is None else prompts,
+        )
+
+    def narrowed(self, n_rows: int, length: int) -> Session:
+        """The same model over the first rows and slots of the same cache, as if it had no others."""
+        own = self.runner
+        cache = own.cache.view(slice(0, n_rows), length)
+        cache.capacity, cache.notes = cache.positions.shape[1], {}
+        runner = ModelRunner(
+            own.model, cache, ranks=own.ranks, new_graphs=own.new_graphs, noise_source=own.noise_source
+        )
+        return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
+
+    def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
+        """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
+        assert self.draft is not None, "the session was opened without a draft"
+        each = (self.draft.of_capacity(capacity) for capacity in self.draft.capacities)
+        return [replace(self, plan=replace(self.plan, draft=one)).drafter(texts) for one in each]
+
+    def drafter(self, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
+        """The session's drafter, over an empty cache. texts: what the baseline emitted, for a drafter that needs it."""
+        assert self.draft is not None, "the session was opened without a draft"
+        model = self.draft_model
+        if model is None and self.draft_source is None:
+            model = self.runner.model
+        parts = Parts(self.runner, self.draft.gamma, model, self.new_cache, self._remote, texts)
+        return self.draft.config.build(parts)
+
+    def new_cache(self, config: ModelConfig) -> KVCache:
+        """An empty cache of the draft's policy, for a model of that configuration."""
+        assert self.draft is not None and self.draft.policy is not None
+        dtype = self.draft.kv_dtype or self.draft.dtype
+        assert dtype is not None
+        length = self.draft.capacity if self.draft.policy.room is None else self.plan.capacity
+        return self.draft.policy.new_cache(config, self.runner.max_batch, length, self.runner.device, dtype)
+
+    def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
+        """Continue the prompts by the configuration's sampling and length; `arguments` as of `generate`."""
+        return generate(
+            self.runner,
+            self.prompts,
+            max_new_tokens=self.plan.gen_len,
+            drafter=drafter,
+            sampling=self.sampling.params,
+            verification=self.sampling.mode,
+            stop_tokens=self.stop_tokens,
+            **arguments,
+        )
+
+    def _remote(self) -> RemoteRunner:
+        draft, source, ranks = self.draft, self.draft_source, self.draft_ranks
+        assert draft is not None and draft.dtype is not None and source is not None and ranks is not None
+        return RemoteRunner(source.config, draft.dtype, self.runner.max_batch, self.ranks, ranks)
+
+
+def _compiled_for(config: ModelConfig) -> Pointwise:
+    return compiled(sizes=(config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim))
+
+
+def _join_ranks(plan: Plan) -> Ranks:
+    options = plan.config.ranks
+    if options is None or len(plan.group) == 1:
+        return Ranks(device=torch.device(plan.device))
+    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
+
+
+def _load(
+    plan: Plan,
+    source: ModelSource,
+    dtype: torch.dtype,
+    holders: ModelRanks,
+    quantize: str | None,
+    layers: Sequence[int] | None = None,
+) -> Transformer:
+    """The model, or what this rank holds of it."""
+    exchange = holders if len(plan.group) > 1 else None
+    return source.load(plan.device, dtype, plan.config.target.attention, layers, exchange, quantize)
+
+
+def _load_draft(
+    plan: Plan, model: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
+) -> Transformer | None:
+    """What drafts: a model of its own, the target's weights in another form, or some of its layers.
+
+    None where it is the target itself, where no model drafts, and on a rank that has no part of it.
+    """
+    draft = plan.draft
+    if draft is None or draft.dtype is None:
+        return None
+    if draft_ranks is not None:
+        assert plan.draft_source is not None
+        if not draft_ranks.holds:
+            return None
+        return _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
+    if not shares_target(draft, plan.dtype, plan.config.target.quantize):
+        return _load(plan, plan.target, draft.dtype, target_ranks, draft.quantize, draft.layers)
+    return None if draft.layers is None else select_layers(model, draft.layers)
+
+
+def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | None, whose: str) -> None:
+    """Now that its cache's entries are known, and what it holds of its heads; said with the reason."""
+    spec = attention_spec(model.config, model.dtype)
+    model.backend, why = select_backend(plan.config.target.attention, plan.device, spec, entries)
+    say(f"{whose}: {model.backend.name} ({why})")
+
+
+def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str]) -> list[list[int]]:
+    """One's own, or stretches of the data set; random tokens for random weights, which have no tokenizer."""
+    if plan.own_prompts is not None:
+        return [list(prompt) for prompt in plan.own_prompts]
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (plan.n_prompts, plan.prefix_len)
+        return torch.randint(plan.target.config.vocab_size, shape, generator=generator).tolist()
+    say(f"tokenising {plan.n_prompts} prompts of {plan.prefix_len} tokens from {plan.dataset}")
+    prompts = make_prompts(books, tokenizer, n_prompts=plan.n_prompts, prefix_len=plan.prefix_len)
+    plan.target.check_tokens(prompts)
+    return prompts

@@ -1,0 +1,81 @@
+"""What every drafter's options share, and how drafters are found: each has its options in its own file here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from common.errors import require_at_least
+from kv_cache.policy import Policy, registered
+from kv_cache.streaming import Streaming
+from models.names import Dtype, KVDtype, Scheme
+
+if TYPE_CHECKING:
+    from engine.drafters.base import Drafter
+    from engine.runner import ModelRunner, RemoteRunner
+    from kv_cache import KVCache
+    from models import ModelConfig, Transformer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a session has for a drafter to be made of.
+
+    gamma: the most that a round drafts. model: what drafts, of which this rank may hold nothing. new_cache: an empty
+    cache of the draft's policy. remote: stands for a model that other ranks hold. texts: what plain decoding emitted.
+    """
+
+    runner: ModelRunner
+    gamma: int
+    model: Transformer | None
+    new_cache: Callable[[ModelConfig], KVCache]
+    remote: Callable[[], RemoteRunner]
+    texts: Sequence[Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig(ABC):
+    """Options of a drafter, whose fields are its flags; a file in this folder that defines one is all that it takes."""
+
+    name: ClassVar[str]
+    # Whether it proposes what the baseline emitted, which has to run first.
+    needs_baseline: ClassVar[bool] = False
+
+    gamma: int | Literal["auto"] = 3
+    """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
+    chosen before every round"""
+
+    @abstractmethod
+    def build(self, parts: Parts) -> Drafter:
+        """The drafter, over an empty cache if it has one."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the options do not go together."""
+        if self.gamma != "auto":
+            require_at_least("gamma", self.gamma, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDrafterConfig(DrafterConfig):
+    """A drafter that runs a model over a KV cache of its own."""
+
+    policy: Policy = field(default_factory=Streaming)
+    draft_dtype: Literal["auto", "same"] | Dtype = "auto"
+    """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto: bfloat16
+    beside a float32 target on a CPU that computes in bfloat16, else same"""
+    draft_weights: Literal["same"] | Scheme = "same"
+    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is"""
+    draft_kv_dtype: Literal["same"] | KVDtype = "same"
+    """entries of the draft's KV cache"""
+
+    def check(self) -> None:
+        super().check()
+        self.policy.check()
+
+
+def drafters() -> dict[str, type[DrafterConfig]]:
+    """The options of every drafter by its name: what the files of this folder define."""
+    return registered("engine.drafters", Path(__file__).parent, DrafterConfig)

@@ -1,0 +1,111 @@
+"""Policies: which entries a draft's cache keeps. Each is a frozen dataclass of options in its own file here."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from kv_cache.base import KVCache, KVShape
+
+Kind = TypeVar("Kind", bound=type)
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Options of a policy, whose fields are its flags; a file in this folder that defines one is all that it takes."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def entries(self, length: int) -> int:
+        """KV entries that a row holds of a run whose rows grow to `length` tokens."""
+
+    @abstractmethod
+    def new_cache(
+        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+    ) -> KVCache:
+        """An empty cache for rows of up to `length` tokens."""
+
+    @property
+    def room(self) -> int | None:
+        """Tokens of a round that fit beside what must stay; None if any number does."""
+        return None
+
+    @property
+    def n_observed(self) -> int:
+        """How many of a prompt's last queries choose its entries."""
+        return 0
+
+    @property
+    def in_cache_positions(self) -> bool:
+        """Whether keys are rotated as they are read, by their slot."""
+        return False
+
+    def check(self) -> None:
+        """Raise ConfigError if the options do not go together."""
+        return
+
+    def for_context(self, trained: int, length: int) -> Policy:
+        """The same for a draft model that was trained on `trained` positions, in rows of up to `length` tokens."""
+        return self
+
+
+@dataclass(frozen=True)
+class BudgetedPolicy(Policy):
+    """A policy whose cache holds a fixed number of entries a row, however long the text."""
+
+    draft_budget: int | Literal["auto"] = 512
+    """KV entries per row, sinks or selected ones and recent ones together; -1 is --draft_policy full; auto, of a
+    self-draft: whichever of 64, 128, 256, 512 and 1024 pays best, chosen while decoding"""
+
+    AUTO_BUDGETS: ClassVar[tuple[int, ...]] = (64, 128, 256, 512, 1024)
+
+    @property
+    @abstractmethod
+    def reserved(self) -> int:
+        """Entries that `auto` leaves as much room beside as they take."""
+
+    @property
+    def budget(self) -> int:
+        """The budget, once `auto` is resolved."""
+        assert not isinstance(self.draft_budget, str), "budgets() resolves auto"
+        return self.draft_budget
+
+    def budgets(self, prefix_len: int) -> tuple[int, ...]:
+        """The one budget, or, ascending, those that `auto` chooses among behind prompts of that length."""
+        if self.draft_budget != "auto":
+            return (self.budget,)
+        fitting = tuple(budget for budget in self.AUTO_BUDGETS if 2 * self.reserved < budget < prefix_len)
+        return fitting or self.AUTO_BUDGETS[:1]
+
+    def of_budget(self, budget: int) -> BudgetedPolicy:
+        return replace(self, draft_budget=budget)
+
+    def entries(self, length: int) -> int:
+        return self.budget
+
+
+def policies() -> dict[str, type[Policy]]:
+    """Every policy by its name: what the files of this folder define."""
+    return registered("kv_cache", Path(__file__).parent, Policy)
+
+
+def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
+    """The subclasses of `kind` that have a name, by it, once all files of the folder were imported."""
+    for file in pkgutil.iter_modules([str(folder)]):
+        importlib.import_module(f"{package}.{file.name}")
+    found: dict[str, Kind] = {}
+    waiting: list[Any] = [kind]
+    while waiting:
+        one = waiting.pop()
+        waiting += one.__subclasses__()
+        if name := vars(one).get("name"):
+            found[name] = one
+    return dict(sorted(found.items()))
