@@ -65,7 +65,7 @@ def draft_flags(
     specs: list[tuple[str, Any, Any]] = []
     if len(chosen) > 1:
         says = "; ".join(f"{name}: {_first_line(kind)}" for name, kind in chosen.items())
-        names = Literal[tuple(chosen)]  # type: ignore[valid-type]
+        names: Any = Literal[tuple(chosen)]
         specs.append(("draft", Annotated[names, arg(help=says)], field(default="self")))
     if of_models:
         says = "; ".join(f"{name}: {_first_line(kind)}" for name, kind in policies().items())
