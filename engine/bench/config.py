@@ -53,14 +53,11 @@ class TargetBesideDraft(Target):
 
 @dataclass(frozen=True)
 class Text:
-    """What the prompts are cut from, or the prompts themselves."""
+    """What the prompts are cut from."""
 
     dataset: str = "auto"
     """default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or .parquet
     file, or a folder of these; auto: default for the built-in model, pg19 for every other"""
-    prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
-    """one's own prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
-    or a .jsonl file with `prompt` or `turns` in each line"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Rows:
-    """How many prompts, and where they end."""
+    """Which prompts, and where rows end."""
 
+    prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
+    """one's own prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
+    or a .jsonl file with `prompt` or `turns` in each line"""
     num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None
     """prompts in all, at least B"""
     stop_at_eos: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -14,12 +14,16 @@ from tyro.conf import arg
 
 from common.errors import ConfigError, flag
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
-from kv_cache.policy import BudgetedPolicy, Policy, policies
+from kv_cache.policy import BudgetedPolicy, policies
 
 FULL_BUDGET = -1
 DEFAULT_POLICY = "streaming"
 # The name that the paper's scripts have for it.
 ALIASES = {"draft_budget": ["--streamingllm_budget"]}
+PolicyName: Any = Literal[tuple(policies())]
+BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
+# What programs choose by themselves that go through several drafts.
+CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks")
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,18 @@ class DraftFlags:
         config.check()
         return config
 
-    def variant(self, **chosen: Any) -> DrafterConfig:
-        """One of several drafts that a program goes through: options of another policy have no effect on this one."""
-        return drafter_config(self.KINDS, self.given() | chosen, strict=False)
+    def variants(self, *each: Mapping[str, Any]) -> list[DrafterConfig]:
+        """Several drafts that a program goes through, with what it chooses for each in place of flags: an option is
+        given to those that have it. Errors: ConfigError for one that none has.
+        """
+        given = self.given()
+        configs = [drafter_config(self.KINDS, given | chosen, strict=False) for chosen in each]
+        allowed = {name for config in configs for name in _options(config)}
+        if useless := [name for name in given if name not in allowed]:
+            _refuse(useless, given, ", ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))
+        for config in configs:
+            config.check()
+        return configs
 
 
 def draft_flags(
@@ -69,8 +82,8 @@ def draft_flags(
         specs.append(("draft", Annotated[names, arg(help=says)], field(default="self")))
     if of_models:
         says = "; ".join(f"{name}: {_first_line(kind)}" for name, kind in policies().items())
-        kept = Annotated[
-            Literal[tuple(policies())] | None,
+        kept: Any = Annotated[
+            PolicyName | None,
             arg(help=f"what the cache keeps. {says}", help_behavior_hint=f"(default: {DEFAULT_POLICY})"),
         ]
         specs.append(("draft_policy", kept, field(default=None)))
@@ -103,22 +116,31 @@ def drafter_config(
     """
     given = dict(options)
     kind = kinds[given.pop("draft", next(iter(kinds)))]
-    own: dict[str, Any] = {}
-    policy: type[Policy] | None = None
-    allowed = [one.name for one in fields(kind)]
+    own = {one.name: given[one.name] for one in fields(kind) if one.name in given}
     if issubclass(kind, ModelDrafterConfig):
         policy = policies()[_policy_name(given)]
-        of_policy = [one.name for one in fields(policy)]
-        own["policy"] = policy(**{name: given[name] for name in of_policy if name in given})
-        allowed = ["draft_policy", *of_policy, *allowed]
-        if not issubclass(policy, BudgetedPolicy) and given.get("draft_budget") in (FULL_BUDGET, None):
-            given.pop("draft_budget", None)
-    useless = [name for name in given if name not in allowed]
-    nothing_drafted = given.get("gamma") == 0 and set(given) - {"gamma"}
-    if strict and (useless or nothing_drafted):
-        _refuse(useless or sorted(set(given) - {"gamma"}), given, kind, policy, allowed)
-    own |= {one.name: given[one.name] for one in fields(kind) if one.name in given}
-    return kind(**own)
+        if given.get("draft_budget") == FULL_BUDGET:
+            del given["draft_budget"]
+        own["policy"] = policy(**{one.name: given[one.name] for one in fields(policy) if one.name in given})
+    config = kind(**own)
+    allowed = _options(config)
+    useless = [name for name in given if name not in allowed or (config.gamma == 0 and name != "gamma")]
+    if strict and useless:
+        _refuse(useless, given, _called(config), allowed)
+    return config
+
+
+def _options(config: DrafterConfig) -> list[str]:
+    """What has an effect on that drafter with that policy."""
+    own = [one.name for one in fields(config) if one.name != "policy"]
+    if not isinstance(config, ModelDrafterConfig):
+        return own
+    return ["draft_policy", *(one.name for one in fields(config.policy)), *own]
+
+
+def _called(config: DrafterConfig) -> str:
+    policy = f", {config.policy.name}" if isinstance(config, ModelDrafterConfig) else ""
+    return config.name + policy + (", gamma 0" if config.gamma == 0 else "")
 
 
 def _policy_name(given: Mapping[str, Any]) -> str:
@@ -137,21 +159,13 @@ def _policy_name(given: Mapping[str, Any]) -> str:
     return "full"
 
 
-def _refuse(
-    useless: list[str],
-    given: Mapping[str, Any],
-    kind: type[DrafterConfig],
-    policy: type[Policy] | None,
-    allowed: list[str],
-) -> None:
-    draft = kind.name + (f", {policy.name}" if policy else "")
-    at_zero = given.get("gamma") == 0
+def _refuse(useless: Sequence[str], given: Mapping[str, Any], draft: str, allowed: Sequence[str]) -> None:
+    nothing = "; nothing is drafted at gamma 0" if draft.endswith("gamma 0") else ""
     raise ConfigError(
         "a draft flag has no effect on this draft",
         where=", ".join(map(_with_aliases, useless)),
-        seen=f"{', '.join(str(given[name]) for name in useless)} with draft {draft}" + (", gamma 0" if at_zero else ""),
-        required=f"draft {draft} takes only {', '.join(flag(name) for name in allowed if name != 'policy')}"
-        + (f", and nothing is drafted at {flag('gamma')} 0" if at_zero else ""),
+        seen=f"{', '.join(str(given[name]) for name in useless)} with draft {draft}",
+        required=f"draft {draft} takes only {', '.join(map(flag, allowed))}{nothing}",
         fix=f"leave out {' and '.join(map(flag, useless))}",
     )
 

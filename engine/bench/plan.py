@@ -76,7 +76,7 @@ def shares_target(draft: ResolvedDraft, dtype: torch.dtype, quantize: str | None
 
 
 def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
-    """Check options, files, contexts and ranks. `texts`: prompts in place of `config.text`.
+    """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them.
 
     Errors: UserError, the same on every rank.
     """
@@ -152,7 +152,7 @@ def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
         return wanted if wanted != AUTO else BUILT_IN if target.is_default else PG19
     useless = {
         "dataset": wanted != AUTO,
-        "prompts": config.text.prompts is not None,
+        "prompts": config.rows.prompts is not None,
         "stop_at_eos": config.rows.stop_at_eos,
         "verify": config.target.verify,
     }
@@ -171,7 +171,7 @@ def _own_prompts(
     config: RunConfig, target: ModelSource, texts: Sequence[str] | None
 ) -> tuple[tuple[int, ...], ...] | None:
     """One's own prompts as token ids: `texts`, or what `--prompts` names."""
-    given = config.text.prompts
+    given = config.rows.prompts
     if texts is None and given is None:
         return None
     useless = {

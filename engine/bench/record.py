@@ -160,7 +160,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "draft": session.draft.kind if session.draft else None,
         "load_format": config.target.load_format,
         "dataset": plan.dataset,
-        "prompts": config.text.prompts,
+        "prompts": config.rows.prompts,
         "B": plan.n_rows,
         "prefix_len": plan.prefix_len,
         "gen_len": plan.gen_len,
