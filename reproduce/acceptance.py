@@ -7,36 +7,30 @@ sampled: what it writes at --temperature; book: the data set's own text behind e
 share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
 """
 
-import argparse
-import dataclasses
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
 
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
-from common.jsonl import publish, require_appendable
-from common.provenance import provenance
-from common.say import say
-from engine.bench import arguments, settings
-from engine.bench import passes as benchmark
-from engine.bench import record as report
-from engine.bench.data import make_prompts
-from engine.bench.flag_names import flags_named
-from engine.bench.setup import Setup, make_drafter, prepare
-from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import Counts, total
-from reproduce.paper.variants import under
+from tyro.conf import arg
+
+from common import cli
+from common.errors import ConfigError, flag, require_at_least
+from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
+
+if TYPE_CHECKING:
+    from engine.bench.session import Session
+    from engine.stats import Counts
 
 TEXTS = ("greedy", "sampled", "book")
-DEFAULT_TEMPERATURE = 0.6
-# What the benchmarks' flags are called here, and those of a standalone draft.
-OWN_FLAGS = {"draft_policy": "policies", "draft_budget": "budgets"}
-STANDALONE_FLAGS = {"target": "model", "model": "draft_model"}
+GREEDY = Sampling()
 # Settings that are each row's own.
 ROW_SETTINGS = (
     "draft_policy",
@@ -47,125 +41,149 @@ ROW_SETTINGS = (
     "verification",
     "temperature",
 )
+Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = arguments.Parser(description=__doc__.splitlines()[0], formatter_class=arguments.HelpFormatter)
-    arguments.add_model_arguments(parser)
-    arguments.add_size_arguments(parser)
-    arguments.add_sampling_arguments(parser)
-    add = parser.add_argument
-    add("--gamma", type=int, default=3, help="tokens drafted per round")
-    add("--draft_model", help="a standalone draft's converted checkpoint (default: the target drafts for itself)")
-    add("--policies", nargs="+", choices=settings.POLICIES, default=["streaming", "snapkv"], help="cache policies")
-    add("--budgets", type=int, nargs="+", default=[128, 512], help="KV entries per row, for all but full")
-    add("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="what is drafted")
-    arguments.add_variant_arguments(parser)
-    parser.set_defaults(temperature=DEFAULT_TEMPERATURE, draft_positions=None, draft_ranks=None)
-    return parser
+@dataclass(frozen=True)
+class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"draft_policy": "--policies", "draft_budget": "--budgets"}
+
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    sizes: Sizes = field(default_factory=Sizes)
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.6))
+    output: Output = field(default_factory=Output)
+    draft: Draft = field(default_factory=Draft)
+    gamma: int = 3
+    """tokens drafted per round"""
+    draft_model: Annotated[str | None, arg(help_behavior_hint="(default: the target drafts for itself)")] = None
+    """a standalone draft's converted checkpoint"""
+    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")
+    """cache policies"""
+    budgets: tuple[int, ...] = (128, 512)
+    """KV entries per row, for all but full"""
+    texts: tuple[Literal[TEXTS], ...] = TEXTS  # type: ignore[valid-type]
+    """what is drafted"""
+
+    def check(self) -> None:
+        require_at_least("budgets", min(self.budgets), 1)
+        require_at_least("gamma", self.gamma, 1)
+        require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
+        if self.target.load_format == "dummy":
+            raise ConfigError(
+                "random weights have no acceptance",
+                where=flag("load_format"),
+                seen="dummy",
+                required="a trained model",
+                fix=f"leave out {flag('load_format')}",
+            )
+        if self.sampling.temperature == 0 and "sampled" in self.texts:
+            raise ConfigError(
+                "sampled text needs a temperature",
+                where=f"{flag('temperature')} with {flag('texts')} sampled",
+                seen=0.0,
+                required="> 0",
+                fix=f"leave out {flag('temperature')}, or name {flag('texts')} greedy book",
+            )
+
+    def drafts(self) -> list[dict[str, Any]]:
+        """What each of the drafts is chosen to be."""
+        kind = (
+            {"draft": "self"} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
+        )
+        pairs = [(policy, budget) for policy in self.policies if policy != "full" for budget in self.budgets]
+        chosen = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
+        chosen += [{"draft_policy": "full"}] if "full" in self.policies else []
+        return [{**kind, "gamma": self.gamma, **one} for one in chosen]
 
 
-def main() -> None:
-    args = make_parser().parse_args()
-    require_appendable(args.output)
-    _check(args)
-    standalone = args.draft_model is not None
-    resolve = settings.standalone_settings if standalone else settings.draft_settings
-    variants = [(policy, budget) for policy in args.policies if policy != "full" for budget in args.budgets]
-    variants += [("full", None)] if "full" in args.policies else []
-    flags = {variant: settings.variant_flags(args, *variant, args.gamma) for variant in variants}
-    with flags_named(OWN_FLAGS | (STANDALONE_FLAGS if standalone else {})):
-        # All of them, so that what cannot be is found before anything is loaded; the one that needs most is prepared.
-        resolved = {variant: resolve(settings.with_flags(args, flags[variant])) for variant in variants}
-        most = max(variants, key=lambda one: (resolved[one].policy == "snapkv", resolved[one].capacity))
-        setup = prepare(settings.with_flags(args, flags[most]), settings.sampling_settings(args), resolved[most])
-    setup, continuations = _with_continuations(setup)
-    prefill_seconds = benchmark.prefill(setup)
+def main(flags: Flags) -> None:
+    from common.jsonl import publish
+    from common.provenance import provenance
+    from common.say import say
+    from engine.bench import passes, record
+    from engine.bench.resolved import largest_draft
+    from engine.bench.session import Session
+
+    flags.check()
+    variants = flags.draft.variants(*flags.drafts())
+    sizes = flags.sizes
+    # All are checked before anything is loaded, and there is room for the one that needs most.
+    most = largest_draft(variants, flags.target, sizes)
+    config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output, draft=most)
+    session = Session.open(config)
+    session, continuations = _with_continuations(session)
+    prefill_seconds = passes.prefill(session)
     rows = []
     for variant in variants:
-        for text in args.texts:
-            temperature = args.temperature if text == "sampled" else 0.0
-            one = under(setup, temperature=temperature, **flags[variant])
+        for text in flags.texts:
+            one = session.variant(draft=variant, sampling=flags.sampling if text == "sampled" else GREEDY)
             rows.append(_measured(one, text, continuations))
             say(_line(rows[-1]))
-    record = {
-        "benchmark": "acceptance",
-        "model": setup.name,
-        "dataset": setup.dataset,
-        "B": args.B,
-        "prefix_len": args.prefix_len,
-        "gen_len": args.gen_len,
-        **{name: value for name, value in report.settings_record(setup).items() if name not in ROW_SETTINGS},
-        "prefill_seconds": round(prefill_seconds, 2),
-        "rows": rows,
-        **provenance(),
-    }
-    publish(args.output, record)
+    settings = record.settings_record(session)
+    publish(
+        flags.output.output,
+        {
+            "benchmark": "acceptance",
+            "model": session.name,
+            "dataset": session.plan.dataset,
+            "B": sizes.B,
+            "prefix_len": session.plan.prefix_len,
+            "gen_len": sizes.gen_len,
+            **{name: value for name, value in settings.items() if name not in ROW_SETTINGS},
+            "prefill_seconds": round(prefill_seconds, 2),
+            "rows": rows,
+            **provenance(),
+        },
+    )
 
 
-def _check(args: argparse.Namespace) -> None:
-    settings.require_at_least("budgets", min(args.budgets), 1)
-    settings.require_at_least("gamma", args.gamma, 1)
-    settings.require_at_least("gen_len", args.gen_len, args.gamma + 2)
-    if args.load_format == "dummy":
-        raise ConfigError(
-            "random weights have no acceptance",
-            where="--load_format",
-            seen="dummy",
-            required="a trained model",
-            fix="leave out --load_format",
-        )
-    if args.temperature == 0 and "sampled" in args.texts:
-        raise ConfigError(
-            "sampled text needs a temperature",
-            where="--temperature with --texts sampled",
-            seen=0.0,
-            required="> 0",
-            fix="leave out --temperature, or name --texts greedy book",
-        )
-
-
-def _with_continuations(setup: Setup) -> tuple[Setup, list[list[int]]]:
+def _with_continuations(session: Session) -> tuple[Session, list[list[int]]]:
     """Prompts that the data set goes on behind, and what it goes on with."""
-    assert setup.tokenizer is not None
-    args = setup.args
-    books, n_token = setup.books(), args.prefix_len + args.gen_len
-    stretches = make_prompts(books, setup.tokenizer, n_prompts=args.B, prefix_len=n_token)
-    prompts = [stretch[: args.prefix_len] for stretch in stretches]
-    return dataclasses.replace(setup, prompts=prompts), [stretch[args.prefix_len :] for stretch in stretches]
+    from engine.bench.data import make_prompts
+
+    assert session.tokenizer is not None
+    plan = session.plan
+    n_token = plan.prefix_len + plan.gen_len
+    stretches = make_prompts(session.books(), session.tokenizer, n_prompts=plan.n_rows, prefix_len=n_token)
+    prompts = [stretch[: plan.prefix_len] for stretch in stretches]
+    return session.variant(prompts=prompts), [stretch[plan.prefix_len :] for stretch in stretches]
 
 
-def _measured(setup: Setup, text: str, continuations: Sequence[Sequence[int]]) -> dict:
-    drafter = make_drafter(setup, None)
+def _measured(session: Session, text: str, continuations: Sequence[Sequence[int]]) -> dict:
+    from engine.bench import passes
+    from engine.evaluation.teacher_forcing import forced_acceptance
+    from engine.stats import total
+
+    drafter = session.drafter()
     if text == "book":
-        counts = total(forced_acceptance(setup.runner, drafter, setup.prompts, continuations))
+        counts = total(forced_acceptance(session.runner, drafter, session.prompts, continuations))
         written: Sequence[Sequence[int]] = continuations
     else:
-        output = benchmark.decode(setup, text, drafter)
+        output = passes.decode(session, text, drafter)
         counts, written = output.stats.counts, output.tokens
-    setup.runner.drop_graphs()
-    return _row(setup, text, counts, written)
+    session.runner.drop_graphs()
+    return _row(session, text, counts, written)
 
 
-def _row(setup: Setup, text: str, counts: Counts, written: Sequence[Sequence[int]]) -> dict:
-    draft = setup.draft
-    assert draft is not None
+def _row(session: Session, text: str, counts: Counts, written: Sequence[Sequence[int]]) -> dict:
+    from engine.bench import record
+
+    settings = record.settings_record(session)
     row = {
         "text": text,
-        "temperature": setup.sampling.params.temperature,
-        "verification": setup.sampling.mode,
-        "draft_policy": draft.policy,
-        "draft_budget": draft.capacity if draft.policy != "full" else None,
-        "n_sink": draft.n_sink,
-        "snapkv_window": draft.window,
-        "draft_positions": draft.positions,
+        "temperature": session.sampling.params.temperature,
+        "verification": session.sampling.mode,
+        "draft_policy": settings["draft_policy"],
+        "draft_budget": settings["draft_budget"] if settings["draft_policy"] != "full" else None,
+        **{name: settings[name] for name in ("n_sink", "snapkv_window", "draft_positions")},
         "acceptance_rate": counts.acceptance_rate,
         "judged": counts.judged,
         "acceptance_per_position": counts.acceptance_per_position,
         "mean_accepted_length": counts.mean_accepted_length,
-        "distinct_4gram_fraction": report.distinct_4gram_fraction(written),
+        "distinct_4gram_fraction": record.distinct_4gram_fraction(written),
     }
-    return report.rounded(row)
+    return record.rounded(row)
 
 
 def _line(row: dict) -> str:
@@ -177,4 +195,4 @@ def _line(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

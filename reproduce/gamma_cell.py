@@ -1,4 +1,4 @@
-"""Speedups of fixed gammas and budgets, and of `auto`, in turn with plain decoding from one prefilled state.
+"""Speedups of fixed gammas and budgets, and of `auto`, interleaved with plain decoding from one prefilled state.
 
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
 
@@ -9,61 +9,76 @@ the time of that is in no speedup (`measured_costs_seconds`). The record is the 
 cost_model_error.py compares it with what the cost model predicts.
 """
 
-import argparse
-import dataclasses
+from __future__ import annotations
+
 import itertools
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
 
-from common.exit import exit_on_user_error
-from common.jsonl import publish, require_appendable
-from common.provenance import provenance
-from engine.bench import arguments, settings
-from engine.bench import passes as benchmark
-from engine.bench import record as report
-from engine.bench.flag_names import flags_named
-from engine.bench.passes import costs_of, decode, make_pacing
-from engine.bench.settings import DraftSettings
-from engine.bench.setup import Setup, make_drafters, prepare
-from engine.cost_model.costs import Costs
-from engine.decoding import GenerateOutput
-from engine.drafters import Drafter
-from engine.stats import total
-from reproduce.paper.variants import under
+from common import cli
+from common.errors import require_at_least
+from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
+from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET
 
-# The ways that choose from round to round.
-AUTO, AUTO_BUDGET = "auto", "auto budget"
+if TYPE_CHECKING:
+    from engine.bench.session import Session
+    from engine.cost_model.costs import Costs
+    from engine.decoding import GenerateOutput
+    from engine.drafters import Drafter
+
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
-# What a benchmark's flags of one value are called here.
-OWN_FLAGS = {"gamma": "gammas", "draft_budget": "budgets"}
 # The first new token is the prompt's, before any round.
 LEAST_GEN_LEN = 2
+SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = arguments.Parser(description=__doc__.splitlines()[0], formatter_class=arguments.HelpFormatter)
-    arguments.add_model_arguments(parser)
-    arguments.add_size_arguments(parser)
-    arguments.add_sampling_arguments(parser)
-    add = parser.add_argument
-    add("--gammas", type=int, nargs="+", default=[1, 3, 5], help="fixed gammas")
-    add("--budgets", type=int, nargs="+", default=[128, 512], help="KV entries of the draft")
-    add("--draft_policy", choices=["streaming", "snapkv"], default="streaming", help="what the draft's cache keeps")
-    add("--repeats", type=int, default=3, help="how often all ways run, in turn")
-    arguments.add_variant_arguments(parser)
-    return parser
+@dataclass(frozen=True)
+class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"gamma": "--gammas", "draft_budget": "--budgets"}
+
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    sizes: Sizes = field(default_factory=Sizes)
+    sampling: Sampling = field(default_factory=Sampling)
+    output: Output = field(default_factory=Output)
+    draft: SelfDraft = field(default_factory=SelfDraft)
+    gammas: tuple[int, ...] = (1, 3, 5)
+    """fixed gammas"""
+    budgets: tuple[int, ...] = (128, 512)
+    """KV entries of the draft"""
+    draft_policy: BudgetedName = "streaming"
+    """what the draft's cache keeps"""
+    repeats: int = 3
+    """how often all are run, interleaved"""
+
+    def check(self) -> None:
+        for name in ("gammas", "budgets"):
+            require_at_least(name, min(getattr(self, name)), 1)
+        require_at_least("gen_len", self.sizes.gen_len, LEAST_GEN_LEN)
+        require_at_least("repeats", self.repeats, 1)
+
+    def drafts(self) -> dict[str, dict[str, Any]]:
+        """What each that drafts is chosen to be, by its name; every gamma and budget counts once."""
+        budgets, gammas = sorted(set(self.budgets)), sorted(set(self.gammas))
+        pairs = {f"b={budget} g={gamma}": (budget, gamma) for budget, gamma in itertools.product(budgets, gammas)}
+        pairs |= {AUTO: (budgets[-1], AUTO), AUTO_BUDGET: (AUTO, AUTO)}
+        return {
+            name: {"draft_policy": self.draft_policy, "draft_budget": budget, "gamma": gamma}
+            for name, (budget, gamma) in pairs.items()
+        }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Run:
     """costs: what the run chose by, measured in `cost_seconds`; none where it had nothing to choose."""
 
@@ -72,121 +87,110 @@ class Run:
     cost_seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to decode; without drafters, plainly."""
+@dataclass(frozen=True)
+class Contender:
+    """One of what is compared; without drafters, plain decoding."""
 
     name: str
-    setup: Setup
+    session: Session
     budget: int | str | None
     gamma: int | str
     drafters: Sequence[Drafter] = ()
 
     def run(self) -> Run:
+        from engine.bench.passes import costs_of, decode, make_pacing
+
         if not self.drafters:
-            return Run(decode(self.setup, self.name), (), 0.0)
+            return Run(decode(self.session, self.name), (), 0.0)
         started = time.perf_counter()
-        costs = costs_of(self.setup, self.drafters)
+        costs = costs_of(self.session, self.drafters)
         cost_seconds = time.perf_counter() - started
-        pacing = make_pacing(self.setup, self.drafters, costs)
-        return Run(decode(self.setup, self.name, pacing=pacing), costs, cost_seconds)
+        pacing = make_pacing(self.session, self.drafters, costs)
+        return Run(decode(self.session, self.name, pacing=pacing), costs, cost_seconds)
 
 
-def main() -> None:
-    args = make_parser().parse_args()
-    check(args)
-    pairs = list(itertools.product(args.budgets, args.gammas))
-    automatic = {AUTO: max(args.budgets), AUTO_BUDGET: settings.AUTO}
-    choices = [*pairs, *((budget, settings.AUTO) for budget in automatic.values())]
-    with flags_named(OWN_FLAGS):
-        drafts = [settings.draft_settings(settings.with_flags(args, _flags(args, *choice))) for choice in choices]
-        setup = prepare(args, settings.sampling_settings(args), with_every_cache(drafts))
-    prefill_seconds = benchmark.prefill(setup)
-    benchmark.warm_up(setup)
-    plain = Way("plain", setup, None, 0)
-    ways = [plain, *(_way(setup, args, f"b={budget} g={gamma}", budget, gamma) for budget, gamma in pairs)]
-    ways += [_way(setup, args, name, budget, settings.AUTO) for name, budget in automatic.items()]
-    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
-    for repeat in range(args.repeats):
-        for way in ways if repeat % 2 == 0 else reversed(ways):  # against drift
-            runs[way.name].append(way.run())
-    record = {
-        "benchmark": "gamma_cell",
-        "model": setup.name,
-        "dataset": setup.dataset,
-        "B": args.B,
-        "prefix_len": args.prefix_len,
-        "gen_len": args.gen_len,
-        "repeats": args.repeats,
-        **{name: value for name, value in report.settings_record(setup).items() if name not in ROW_SETTINGS},
-        "prefill_seconds": round(prefill_seconds, 2),
-        "rows": [_row(way, runs[way.name], runs[plain.name]) for way in ways],
-        **provenance(),
-    }
-    publish(args.output, record)
+def main(flags: Flags) -> None:
+    from common.jsonl import publish
+    from common.provenance import provenance
+    from engine.bench import passes, record
+    from engine.bench.plan import resolve_several
+    from engine.bench.session import Session
+
+    flags.check()
+    chosen = flags.drafts()
+    drafts = dict(zip(chosen, flags.draft.variants(*chosen.values()), strict=True))
+    config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
+    session = Session.of_plan(resolve_several(config, list(drafts.values())))
+    prefill_seconds = passes.prefill(session)
+    passes.warm_up(session)
+    plain = Contender("plain", session, None, 0)
+    contenders = [plain]
+    for name, draft in drafts.items():
+        own = session.variant(draft=draft)
+        drafters = own.drafters()
+        passes.warm_up(own, drafters)
+        contenders.append(Contender(name, own, chosen[name]["draft_budget"], chosen[name]["gamma"], drafters))
+    runs: dict[str, list[Run]] = {one.name: [] for one in contenders}
+    for repeat in range(flags.repeats):
+        for one in contenders if repeat % 2 == 0 else reversed(contenders):  # against drift
+            runs[one.name].append(one.run())
+    settings = record.settings_record(session)
+    publish(
+        flags.output.output,
+        {
+            "benchmark": "gamma_cell",
+            "model": session.name,
+            "dataset": session.plan.dataset,
+            "B": session.plan.n_rows,
+            "prefix_len": session.plan.prefix_len,
+            "gen_len": session.plan.gen_len,
+            "repeats": flags.repeats,
+            **{name: value for name, value in settings.items() if name not in ROW_SETTINGS},
+            "prefill_seconds": round(prefill_seconds, 2),
+            "rows": [_row(one, runs[one.name], runs[plain.name]) for one in contenders],
+            **provenance(),
+        },
+    )
 
 
-def check(args: argparse.Namespace) -> None:
-    """Errors: ConfigError for a number too small. Every gamma and budget counts once."""
-    require_appendable(args.output)
-    for name in ("gammas", "budgets"):
-        settings.require_at_least(name, min(getattr(args, name)), 1)
-        setattr(args, name, sorted(set(getattr(args, name))))
-    settings.require_at_least("gen_len", args.gen_len, LEAST_GEN_LEN)
-    settings.require_at_least("repeats", args.repeats, 1)
-
-
-def with_every_cache(drafts: Sequence[DraftSettings]) -> DraftSettings:
-    """What there has to be room for: the largest gamma, and the caches of all drafts, which are held at once."""
-    budgets = tuple(budget for draft in drafts for budget in draft.capacities)
-    gamma = max(draft.gamma for draft in drafts)
-    return dataclasses.replace(drafts[0], gamma=gamma, capacity=max(budgets), budgets=budgets)
-
-
-def _flags(args: argparse.Namespace, budget: int | str, gamma: int | str) -> dict[str, object]:
-    return settings.variant_flags(args, args.draft_policy, budget, gamma)
-
-
-def _way(setup: Setup, args: argparse.Namespace, name: str, budget: int | str, gamma: int | str) -> Way:
-    own = under(setup, **_flags(args, budget, gamma))
-    drafters = make_drafters(own, None)
-    benchmark.warm_up(own, drafters)
-    return Way(name, own, budget, gamma, drafters)
-
-
-def _row(way: Way, own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+def _row(one: Contender, own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Lists have one value a repeat, but `measured_costs`, which has one a drafter for each.
 
     speedups: to plain decoding in the same repeat; speedup: their median.
     """
+    from engine.bench import record
+    from engine.stats import total
+
     rates = list(map(_tokens_per_second, own))
     speedups = [rate / _tokens_per_second(base) for rate, base in zip(rates, plain, strict=True)]
     choices = [[round_.choice for round_ in run.output.stats.rounds] for run in own]
-    same = [report.identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(own, plain, strict=True)]
+    same = [record.identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(own, plain, strict=True)]
     row = {
-        "way": way.name,
-        "draft_budget": way.budget,
-        "gamma": way.gamma,
+        "way": one.name,
+        "draft_budget": one.budget,
+        "gamma": one.gamma,
         "tokens_per_second": rates,
         "speedup": median(speedups),
         "speedups": speedups,
         "acceptance_rate": total([run.output.stats.counts for run in own]).acceptance_rate,
-        "identical_rows": min(same) if way.setup.sampling.reproducible else None,
-        "gammas": [[choice.gamma for choice in run] for run in choices] if way.gamma == settings.AUTO else None,
-        "budgets": [[report.drafting_budget(way.setup, choice) for choice in run] for run in choices]
-        if way.budget == settings.AUTO
+        "identical_rows": min(same) if one.session.sampling.reproducible else None,
+        "gammas": [[choice.gamma for choice in run] for run in choices] if one.gamma == AUTO else None,
+        "budgets": [[record.drafting_budget(one.session, choice) for choice in run] for run in choices]
+        if one.budget == AUTO
         else None,
-        "measured_costs": [report.costs_record(way.setup, run.costs) for run in own] if own[0].costs else None,
+        "measured_costs": [record.costs_record(one.session, run.costs) for run in own] if own[0].costs else None,
         "measured_costs_seconds": [run.cost_seconds for run in own] if own[0].costs else None,
     }
-    return report.rounded(row)
+    return record.rounded(row)
 
 
 def _tokens_per_second(run: Run) -> float:
-    rate = report.tokens_per_second(run.output)
+    from engine.bench import record
+
+    rate = record.tokens_per_second(run.output)
     assert rate is not None  # LEAST_GEN_LEN
     return rate
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

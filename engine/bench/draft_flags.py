@@ -51,7 +51,7 @@ class DraftFlags:
         given to those that have it. Errors: ConfigError for one that none has.
         """
         given = self.given()
-        configs = [drafter_config(self.KINDS, given | chosen, strict=False) for chosen in each]
+        configs = [drafter_config(self.KINDS, {**given, **chosen}, strict=False) for chosen in each]
         allowed = {name for config in configs for name in _options(config)}
         if useless := [name for name in given if name not in allowed]:
             _refuse(useless, given, ", ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))

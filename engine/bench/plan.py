@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,7 @@ from engine.bench.resolved import (
     resolve_positions,
     resolve_sampling,
 )
+from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
 from models.attention import select_backend
@@ -140,6 +141,18 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
         group=group,
         draft_group=draft_group,
     )
+
+
+def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig]) -> Plan:
+    """With room for the caches of all those drafts at once, and for rounds of all their gammas. Errors: UserError."""
+    length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
+    each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
+    deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))
+    plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)))
+    assert plan.draft is not None
+    budgets = tuple(sorted({capacity for draft in each for capacity in draft.capacities}))
+    held = replace(plan.draft, budgets=budgets, capacity=budgets[-1], auto_gamma=len(drafts) > 1)
+    return replace(plan, draft=held)
 
 
 def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:

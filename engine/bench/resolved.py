@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from common.errors import ConfigError, flag
-from engine.bench.config import Sampling, Target
+from engine.bench.config import DEFAULT_PREFIX_LEN, Sampling, Sizes, Target
 from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtype
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
@@ -185,6 +186,19 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
         quantize=weights if weights != "same" else target.quantize if is_target else None,
         kv_dtype=KV_DTYPES.get(entries, dtype),
     )
+
+
+def largest_draft(drafts: Sequence[DrafterConfig], target: Target, sizes: Sizes) -> DrafterConfig:
+    """Of several drafts, the one that needs most memory: one that chooses entries by attention, then by their number.
+
+    Errors: ConfigError for any that cannot be.
+    """
+
+    def needs(draft: DrafterConfig) -> tuple[int, int]:
+        resolved = resolve_draft(draft, target, sizes.prefix_len or DEFAULT_PREFIX_LEN, sizes.gen_len)
+        return (resolved.policy.n_observed if resolved.policy else 0), sum(resolved.capacities)
+
+    return max(drafts, key=needs)
 
 
 def resolve_draft_dtype(target: Target, wanted: str) -> torch.dtype:
