@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.bench.cost_report import cost_table
+from engine.bench.cost_tables import cost_table
 from reproduce import acceptance_by_budget, acceptance_by_context, cost_model_error, cost_ratios, speedup_tables
 from reproduce import throughput_latency as throughput
 from reproduce.pages.page_records import Records, source
