@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
+import numpy as np
+
+from common.tables import Column, console
 from engine.acceptance import AcceptanceRate
 from engine.bench.cost_grid import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
@@ -73,53 +78,63 @@ def _choice_record(choice: Prediction) -> dict[str, object]:
 
 def acceptance_table(drafts: Sequence[Draft], acceptances: Acceptances) -> str:
     """Measured acceptance with its standard error (see `AcceptanceRate`): a line per draft and context."""
-    lines = [
-        "acceptance, and its standard error if drafts were independent: a lower bound",
-        f"{'draft':<16}{'context':>9}{'acceptance':>16}{'judged':>9}",
+    rows = [(draft, context, at[draft]) for draft in drafts for context, at in acceptances.items()]
+    columns = [
+        Column(lambda row: _draft_name(*row[0]), "draft", align="<"),
+        Column(itemgetter(1), "context"),
+        Column(lambda row: f"{row[2].value:.3f} ± {row[2].standard_error:.3f}", "acceptance"),
+        Column(lambda row: row[2].n, "verified positions"),
     ]
-    for draft in drafts:
-        for context, at_context in acceptances.items():
-            acceptance = at_context[draft]
-            rate = f"{acceptance.value:.3f} ± {acceptance.standard_error:.3f}"
-            lines.append(f"{_draft_name(*draft):<16}{context:>9}{rate:>16}{acceptance.n:>9}")
-    return "\n".join(lines)
+    title = "acceptance, and its standard error if drafts were independent: a lower bound"
+    return f"{title}\n{console(rows, columns)}"
 
 
 def _draft_name(policy: object, budget: object) -> str:
     return f"{policy} {budget}"
 
 
-def cost_table(grid: CostGrid) -> str:
+# A cell of the grid: the indices of its batch and of its context.
+Place = tuple[int, int]
+
+
+def cost_rows(grid: CostGrid) -> list[Place]:
+    """What `cost_columns` make rows of."""
+    return list(itertools.product(range(len(grid.batches)), range(len(grid.contexts))))
+
+
+def _size_columns(grid: CostGrid) -> list[Column]:
+    return [Column(lambda at: grid.batches[at[0]], "B"), Column(lambda at: grid.contexts[at[1]], "context")]
+
+
+def cost_columns(grid: CostGrid) -> list[Column]:
     """Milliseconds of plain steps, and verifications and draft steps as shares of them."""
-    budgets = sorted({budget for _, budget in grid.drafts})
-    draft_of = {budget: next(i for i, (_, b) in enumerate(grid.drafts) if b == budget) for budget in budgets}
-    head = [f"{'B':>4}{'context':>9}{'plain ms':>10}"]
-    head += [f"{f'verify g={gamma}':>12}" for gamma in grid.gammas]
-    head += [f"{f'draft b={budget}':>14}" for budget in budgets]
-    lines = ["costs; verification and draft step in plain steps", "".join(head)]
-    for i, batch in enumerate(grid.batches):
-        for j, context in enumerate(grid.contexts):
-            plain = grid.plain[i, j]
-            line = f"{batch:>4}{context:>9}{plain:>10.1f}"
-            line += "".join(f"{ms / plain:>12.2f}" for ms in grid.verify[i, j])
-            line += "".join(f"{grid.draft[i, j, draft_of[budget]] / plain:>14.2f}" for budget in budgets)
-            lines.append(line)
-    return "\n".join(lines)
+
+    def share(costs: np.ndarray, place: int, head: str) -> Column:
+        return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
+
+    places = {budget: place for place, (_, budget) in enumerate(grid.drafts)}
+    verify = [share(grid.verify, place, f"verify g={gamma}") for place, gamma in enumerate(grid.gammas)]
+    draft = [share(grid.draft, place, f"draft b={budget}") for budget, place in sorted(places.items())]
+    return [*_size_columns(grid), Column(lambda at: grid.plain[at], "plain ms", ".1f"), *verify, *draft]
+
+
+def cost_table(grid: CostGrid) -> str:
+    return f"costs; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
 
 
 def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances, gammas: Sequence[int]) -> str:
     """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
-    lines = [
-        f"predicted speedup, {_draft_name(*draft)} (darker is larger; below 1 plain decoding wins)",
-        f"{'B':>4}{'context':>9}{'acceptance':>12}" + "".join(f"{f'g={gamma}':>9}" for gamma in gammas),
-    ]
-    for batch in grid.batches:
-        for context in grid.contexts:
-            choices = [predict(grid, batch, context, draft, acceptances, gamma) for gamma in gammas]
-            cells = (f"{_shade(choice.speedup)} {choice.speedup:.2f}" for choice in choices)
-            rate = f"{acceptances[context][draft].value:.3f}"
-            lines.append(f"{batch:>4}{context:>9}{rate:>12}" + "".join(f"{cell:>9}" for cell in cells))
-    return "\n".join(lines)
+
+    def predicted(gamma: int) -> Column:
+        return Column(
+            lambda at: predict(grid, grid.batches[at[0]], grid.contexts[at[1]], draft, acceptances, gamma).speedup,
+            f"g={gamma}",
+            lambda speedup: f"{_shade(speedup)} {speedup:.2f}",
+        )
+
+    alpha = Column(lambda at: acceptances[grid.contexts[at[1]]][draft].value, "acceptance", ".3f")
+    title = f"predicted speedup, {_draft_name(*draft)} (darker is larger; below 1 plain decoding wins)"
+    return f"{title}\n{console(cost_rows(grid), [*_size_columns(grid), alpha, *map(predicted, gammas)])}"
 
 
 def _shade(speedup: float) -> str:
@@ -130,17 +145,15 @@ def _shade(speedup: float) -> str:
 
 def best_table(best: Sequence[Mapping[str, object]]) -> str:
     """What pays best at each batch and context, from the rows of `best_of`; and what it may be no better than."""
-    lines = ["what pays best", f"{'B':>4}{'context':>9}  draft"]
-    for row in best:
-        draft = (
-            f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
-        )
-        near = row["within_noise_of"]
-        remark = f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else ""
-        lines.append(f"{row['B']:>4}{row['prefix_len']:>9}  {draft}{remark}")
-    if any(row["within_noise_of"] for row in best):
-        lines.append(NOISE)
-    return "\n".join(lines)
+    columns = [Column("B", "B"), Column("prefix_len", "context"), Column(_best, "draft", align="<")]
+    table = f"what pays best\n{console(best, columns)}"
+    return f"{table}\n{NOISE}" if any(row["within_noise_of"] for row in best) else table
+
+
+def _best(row: Mapping[str, object]) -> str:
+    draft = f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
+    near = row["within_noise_of"]
+    return draft + (f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else "")
 
 
 def _choice_name(choice: Mapping[str, object]) -> str:

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
+from common.tables import Column, console
 from engine.bench.settings import AUTO
+
+COLUMNS = [
+    Column(itemgetter(0), "", align="<"),
+    Column(itemgetter(1), "plain decoding"),
+    Column(itemgetter(2), "speculation"),
+]
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record's headline as a short table."""
-    one, unit = ("-", "-") if record["baseline_step_ms"] is None else ("1", "1.00")
-    rows: list[tuple[str, str, str]] = [
-        ("", "plain decoding", "speculation"),
-        (
-            "tokens per second",
-            _number(record["baseline_tokens_per_second"]),
-            _number(record["decode_tokens_per_second"]),
-        ),
-        ("ms per step / round", _number(record["baseline_step_ms"]), _number(record["round_ms"])),
+    """The record's headline as a short table: a line for each figure."""
+
+    def of_speculation(figure: str, key: str, digits: int) -> tuple[str, str, str]:
+        return figure, "-", _number(record[key], digits)
+
+    baseline_ms = record["baseline_step_ms"]
+    one, unit = ("-", "-") if baseline_ms is None else ("1", "1.00")
+    tokens = record["baseline_tokens_per_second"], record["decode_tokens_per_second"]
+    lines = [
+        ("tokens per second", *map(_number, tokens)),
+        ("ms per step / round", _number(baseline_ms), _number(record["round_ms"])),
         ("speedup (all rows busy)", unit, _number(record["speedup"], 2)),
         ("speedup (to the last row)", unit, _number(record["wall_speedup"], 2)),
-        ("acceptance rate", "-", _number(record["acceptance_rate"], 3)),
+        of_speculation("acceptance rate", "acceptance_rate", 3),
         (f"tokens per round (of {_most_tokens(record)})", one, _number(record["mean_accepted_length"], 2)),
         ("identical rows", "-", _identical(record)),
     ]
     if record["verify_step_ms"] is not None:
-        rows += [
-            ("ms per draft step", "-", _number(record["draft_step_ms"])),
-            ("ms per verification", "-", _number(record["verify_step_ms"])),
-            ("ms of a round's rest", "-", _number(record["other_ms_per_round"])),
+        lines += [
+            of_speculation("ms per draft step", "draft_step_ms", 1),
+            of_speculation("ms per verification", "verify_step_ms", 1),
+            of_speculation("ms of a round's rest", "other_ms_per_round", 1),
         ]
-    if AUTO in (record["gamma"], record["draft_budget"]):
-        rows.append(("rounds by choice", "", _chosen(record)))
     if record["benchmark"] == "baseline":
-        rows = [(name, plain, "") for name, plain, _ in rows[:3]]
-    return "\n".join(f"  {name:<28}{plain:>16}{speculative:>18}".rstrip() for name, plain, speculative in rows)
+        return console(lines[:2], COLUMNS[:2])
+    shown = console(lines, COLUMNS)
+    if AUTO in (record["gamma"], record["draft_budget"]):
+        shown += f"\n  rounds by choice: {_chosen(record)}"
+    return shown
 
 
 def _chosen(record: dict[str, Any]) -> str:
