@@ -30,9 +30,9 @@ from engine.bench.flag_names import flags_named
 from engine.bench.setup import Setup, make_drafter, prepare
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import Counts, total
+from reproduce.paper.columns import TEXTS
 from reproduce.paper.variants import under
 
-TEXTS = ("greedy", "sampled", "book")
 DEFAULT_TEMPERATURE = 0.6
 # What the benchmarks' flags are called here, and those of a standalone draft.
 OWN_FLAGS = {"draft_policy": "policies", "draft_budget": "budgets"}

@@ -37,10 +37,9 @@ from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
 from engine.stats import total
+from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET
 from reproduce.paper.variants import under
 
-# The ways that choose from round to round.
-AUTO, AUTO_BUDGET = "auto", "auto budget"
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
 # What a benchmark's flags of one value are called here.
