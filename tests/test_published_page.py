@@ -62,8 +62,14 @@ def test_predictions_take_measured_costs_and_the_published_acceptance(tmp_path):
 
 @pytest.mark.parametrize(
     "other",
-    [{"draft_weights": "int4"}, {"draft_budget": 256}, {"B": 16}, {"gamma": "auto"}]
-    + [{"status": "error"}, {"model": "Llama-2-7b"}],
+    [
+        {"draft_weights": "int4"},
+        {"draft_budget": 256},
+        {"B": 16},
+        {"gamma": "auto"},
+        {"status": "error"},
+        {"model": "M"},
+    ],
     ids=str,
 )
 def test_costs_of_something_else_predict_nothing(tmp_path, other):
