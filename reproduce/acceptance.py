@@ -24,12 +24,12 @@ from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
+from reproduce.paper.columns import TEXTS
 
 if TYPE_CHECKING:
     from engine.bench.session import Session
     from engine.stats import Counts
 
-TEXTS = ("greedy", "sampled", "book")
 GREEDY = Sampling()
 # Settings that are each row's own.
 ROW_SETTINGS = (

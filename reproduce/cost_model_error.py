@@ -8,9 +8,10 @@ acceptance rate of the run that it is compared with.
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,22 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.interrupts
 
 import numpy as np
+from engine.bench.settings import DEFAULT_N_SINK, require_at_least
 
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
+from common.tables import Column, console
 from engine.bench.cost_report import LEAST
-from engine.bench.settings import DEFAULT_N_SINK, require_at_least
 from engine.cost_model.costs import CostGrid, tokens_per_round
 from reproduce.gamma_cell import LEAST_GEN_LEN
-from reproduce.paper import auto_against_fixed, reproduction
-from reproduce.paper.figures import CATEGORIES, Figure, Panel, Series
-from reproduce.paper.reproduction import Record, side_by_side
+from reproduce.paper import auto_against_fixed, columns, reproduction
+from reproduce.paper.figures import Figure, Panel, Series, lines
+from reproduce.paper.published import Record
 from reproduce.sweeping.cells import Cell, grid
 
 NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamma_cell.py"
-# Rows and contexts are the costs' grid, and runs are made at its corners, and at one place between them.
-SIZES = reproduction.Sizes(B=(1, 8), gamma=(1, 3, 5), draft_budget=(128, 512))
-BETWEEN = (4, 2000)
 # The sizes' flags here, by what the cost model calls them.
 FLAGS = {"batches": "B", "contexts": "prefix_len", "gammas": "gamma", "budgets": "draft_budget"}
 TARGET = 0.10
@@ -44,44 +43,56 @@ SET_UP = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_we
 SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
 
+@dataclass(frozen=True)
+class CostModel(reproduction.Grid):
+    """Rows and contexts are the costs' grid, and runs are made at its corners, and at one place between them."""
+
+    B: Sequence[int] = (1, 8)
+    gamma: Sequence[int] = (1, 3, 5)
+    draft_budget: Sequence[int] = (128, 512)
+    between: Sequence[int] = (4, 2000)
+    repeats: int = 3
+    compile: bool = False
+
+    def cells(self) -> list[Cell]:
+        """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
+        self._check()
+        gammas, budgets = (sorted(set(values)) for values in (self.gamma, self.draft_budget))
+        fixed = self.given("compile") | self.target()
+        costs = {"batches": self.B, "contexts": self.prefix_len, "gammas": gammas, "budgets": budgets}
+        costs |= {"policies": ["streaming"], "alpha": 0.8}
+        runs = {"gammas": gammas, "budgets": budgets, "gen_len": self.gen_len, "repeats": self.repeats}
+        batch, context = self.between
+        sizes = grid(CELL, fixed | runs, {"B": self.B, "prefix_len": self.prefix_len})
+        sizes.append(Cell(CELL, {**fixed, **runs, "B": batch, "prefix_len": context}))
+        return [Cell(GRID, {**fixed, **costs}), *{cell.key: cell for cell in sizes}.values()]
+
+    def _check(self) -> None:
+        for name, flag in FLAGS.items():
+            require_at_least(flag, min(getattr(self, flag)), LEAST[name])
+        # Behind the sinks, which no flag here changes, there is room for the largest block.
+        require_at_least("draft_budget", min(self.draft_budget), DEFAULT_N_SINK + max(self.gamma) + 1)
+        require_at_least("gen_len", self.gen_len, LEAST_GEN_LEN)
+        require_at_least("repeats", self.repeats, 1)
+        for name, value, sizes in zip(("rows", "prompt tokens"), self.between, (self.B, self.prefix_len), strict=True):
+            if not min(sizes) <= value <= max(sizes):
+                raise ConfigError(
+                    "the run between lies outside of the costs' grid",
+                    where=f"--between: {name}",
+                    seen=value,
+                    required=f"{min(sizes)} to {max(sizes)}",
+                    fix="name a size between those of --B and --prefix_len",
+                )
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.COST_MODEL)
-    reproduction.add_sizes(parser, SIZES)
+    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.COST_MODEL, CostModel())
     parser.epilog = "The values of --B and --prefix_len are also the costs' grid: runs are made at its corners."
     add = parser.add_argument
-    add("--between", type=int, nargs=2, default=list(BETWEEN), help="rows and prompt tokens of one more run")
-    add("--repeats", type=int, default=3, help="how often every run is made, in turn with all others of its size")
-    add("--compile", action="store_true", help="as that of the benchmarks")
+    add("--between", type=int, nargs=2, help="rows and prompt tokens of one more run")
+    add("--repeats", type=int, help="how often every run is made, interleaved with all others of its size")
+    parser.set_defaults(between=list(CostModel.between), repeats=CostModel.repeats)
     return parser
-
-
-def cells(args: argparse.Namespace) -> list[Cell]:
-    """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
-    for name, flag in FLAGS.items():
-        require_at_least(flag, min(getattr(args, flag)), LEAST[name])
-    # Behind the sinks, which no flag here changes, there is room for the largest block.
-    require_at_least("draft_budget", min(args.draft_budget), DEFAULT_N_SINK + max(args.gamma) + 1)
-    require_at_least("gen_len", args.gen_len, LEAST_GEN_LEN)
-    require_at_least("repeats", args.repeats, 1)
-    gammas, budgets = (sorted(set(values)) for values in (args.gamma, args.draft_budget))
-    fixed = reproduction.given(args, "device", "dtype", "dataset") | ({"compile": True} if args.compile else {})
-    fixed |= {} if args.model is None else {"model": reproduction.checkpoint_path(args.model, "model")}
-    costs = {"batches": args.B, "contexts": args.prefix_len, "gammas": gammas, "budgets": budgets}
-    costs |= {"policies": ["streaming"], "alpha": 0.8}
-    runs = {"gammas": gammas, "budgets": budgets, "gen_len": args.gen_len, "repeats": args.repeats}
-    sizes = [*grid(CELL, fixed | runs, {"B": args.B, "prefix_len": args.prefix_len})]
-    batch, context = args.between
-    for name, value, measured in (("rows", batch, args.B), ("prompt tokens", context, args.prefix_len)):
-        if not min(measured) <= value <= max(measured):
-            raise ConfigError(
-                "the run between lies outside of the costs' grid",
-                where=f"--between: {name}",
-                seen=value,
-                required=f"{min(measured)} to {max(measured)}",
-                fix="name a size between those of --B and --prefix_len",
-            )
-    sizes.append(Cell(CELL, {**fixed, **runs, "B": batch, "prefix_len": context}))
-    return [Cell(GRID, {**fixed, **costs}), *dict((cell.key, cell) for cell in sizes).values()]
 
 
 def comparisons(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -141,18 +152,16 @@ def grid_of(record: Record) -> CostGrid:
     )
 
 
-ERROR_HEAD = ["rows", "context", "budget", "gamma", "acceptance", "predicted", "measured", "error"]
-
-
-def error_lines(compared: Sequence[dict[str, Any]]) -> list[list[str]]:
-    return [
-        [
-            *(str(row[name]) for name in ("B", "prefix_len", "draft_budget", "gamma")),
-            *(f"{row[name]:.2f}" for name in ("acceptance_rate", "predicted", "measured")),
-            f"{row['error']:+.1%}",
-        ]
-        for row in compared
-    ]
+ERRORS = (
+    Column("B", "rows"),
+    Column("prefix_len", "context"),
+    columns.BUDGET,
+    columns.GAMMA,
+    Column("acceptance_rate", "acceptance", ".2f"),
+    Column("predicted", "predicted", ".2f"),
+    Column("measured", "measured", ".2f"),
+    Column("error", "error", "+.1%"),
+)
 
 
 def error_summary(compared: Sequence[dict[str, Any]]) -> str:
@@ -167,7 +176,7 @@ def table(records: list[Record]) -> str:
     return "\n".join(
         [
             "  Speedups, predicted by the cost model and measured end to end\n",
-            side_by_side(ERROR_HEAD, error_lines(compared)),
+            console(compared, ERRORS),
             f"  {error_summary(compared)}",
             *(auto_against_fixed.table(choosing, records) for choosing in auto_against_fixed.WAYS),
         ]
@@ -176,28 +185,22 @@ def table(records: list[Record]) -> str:
 
 def figure(records: list[Record]) -> Figure:
     compared = comparisons(records)
-    by_size: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in compared:
-        by_size.setdefault((row["B"], row["prefix_len"]), []).append(row)
     ends = [row[name] for row in compared for name in ("predicted", "measured")] or [1.0]
     diagonal = Series("equal", [min(ends), max(ends)], [min(ends), max(ends)], "#999999", marker="")
-    points = [
-        Series(
-            f"B {size[0]}, {size[1]} tokens",
-            [row["measured"] for row in rows],
-            [row["predicted"] for row in rows],
-            colour,
-            has_line=False,
-        )
-        for (size, rows), colour in zip(sorted(by_size.items()), itertools.cycle(CATEGORIES), strict=False)
-    ]
+    points = lines(
+        sorted(compared, key=itemgetter("B", "prefix_len")),
+        lambda row: f"B {row['B']}, {row['prefix_len']} tokens",
+        itemgetter("measured"),
+        itemgetter("predicted"),
+        marker="o",
+        has_line=False,
+    )
     left = Panel("the cost model", "measured speedup", "predicted speedup", (diagonal, *points), is_log_x=False)
     return Figure("Predicted and measured speedups", (left, auto_against_fixed.panel(records)))
 
 
 def main() -> None:
-    args = make_parser().parse_args()
-    reproduction.present(args, cells(args), NAME, table, figure)
+    reproduction.run(make_parser().parse_args(), CostModel, NAME, table, figure)
 
 
 if __name__ == "__main__":

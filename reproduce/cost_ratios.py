@@ -14,77 +14,52 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.interrupts
 
 from common.exit import exit_on_user_error
-from reproduce.paper import reproduction
+from common.tables import Column, console
+from reproduce.paper import columns, reproduction
+from reproduce.paper.columns import KINDS, quotient
+from reproduce.paper.curves import by_rows, in_common
 from reproduce.paper.figures import Figure, Panel, shades
-from reproduce.paper.published import SELF, Ratio, published, same_context
-from reproduce.paper.reproduction import NONE, Record, Sizes, number, published_text, quotient, side_by_side
-from reproduce.speedup_tables import measured_series, published_series, shared
+from reproduce.paper.published import Fact, Record, published
+from reproduce.paper.reproduction import Speculation
 
 NAME = "cost_ratios"
-SIZES = Sizes()
-KINDS = {"verify": "verification / plain step", "draft": "draft step / plain step"}
 
 
-def ratio_of(record: Record, kind: str) -> float | None:
-    return quotient(record, f"{kind}_step_ms")
-
-
-def is_same(fact: Ratio, record: Record) -> bool:
-    """Whether the record measured the very setting of the published ratio."""
-    return (
-        published().is_model(fact.target, record.get("model"))
-        and reproduction.draft_name(record) == SELF
-        and record["B"] == fact.B
-        and same_context(record["prefix_len"], fact.context)
-        and fact.gamma in (None, record["gamma"])
-        and fact.budget in (None, record.get("draft_budget"))
-    )
+def facts_of(kind: str) -> list[Fact]:
+    return [fact for fact in published().ratios if fact.what == kind]
 
 
 def table(records: list[Record]) -> str:
-    head = ["ratio", "target", "draft", "context", "rows", "gamma", "budget", "published", "measured"]
-    parts = []
-    for kind, title in KINDS.items():
-        found = []
-        facts = [fact for fact in published().ratios if fact.kind == kind]
-        for record in records:
-            known = [fact.ratio for fact in facts if is_same(fact, record)]
-            place = [reproduction.target_name(record), reproduction.draft_name(record)]
-            size = [str(record[key]) for key in ("prefix_len", "B", "gamma", "draft_budget")]
-            shown = [published_text(known[0]) if known else "-", number(ratio_of(record, kind))]
-            found.append(((*place, record["prefix_len"], record["B"]), [title, *place, *size, *shown]))
-        for fact in facts:
-            if not any(is_same(fact, record) for record in records):
-                size = [str(fact.context), str(fact.B), str(fact.gamma or "-"), str(fact.budget or "-")]
-                shown = [title, fact.target, SELF, *size, published_text(fact.ratio), NONE]
-                found.append(((fact.target, SELF, fact.context, fact.B), shown))
-        parts += [shown for _, shown in sorted(found, key=lambda pair: pair[0])]
+    rows = [
+        row | {"kind": kind, "ratio": quotient(row, f"{kind}_step_ms")}
+        for kind in KINDS
+        for row in columns.beside(records, facts_of(kind))
+    ]
+    kind = Column("kind", "ratio", KINDS.__getitem__, align="<")
+    measured = columns.measured("ratio", "measured", ".2f")
     return (
         "  Costs in steps of plain decoding\n\n"
-        f"{reproduction.differences(records)}\n"
+        f"{columns.differences(records)}\n"
         "  The published ratios are theoretical and were read off figures; measured ones are medians of timed "
-        f"rounds.\n\n{side_by_side(head, parts)}"
+        f"rounds.\n\n{console(rows, [kind, *columns.SETTING, columns.published_column(), measured])}"
     )
 
 
 def figure(records: list[Record]) -> Figure:
     colours = shades([fact.context for fact in published().ratios] + [record["prefix_len"] for record in records])
-    common = shared(records)
+    title = in_common(records)
     panels = []
-    for kind, title in KINDS.items():
-        facts = [fact for fact in published().ratios if fact.kind == kind]
-        own = [record | {"ratio": ratio_of(record, kind)} for record in records]
-        series = [*published_series(facts, "ratio", colours), *measured_series(own, "ratio", colours, common)]
-        fact = facts[0]
-        at = f"gamma {fact.gamma}" if fact.gamma else f"budget {fact.budget}"
-        title_ = f"published: {fact.target}, {at}, theoretical"
-        panels.append(Panel(title_, "rows decoded together", title, tuple(series)))
-    return Figure(f"Costs in steps of plain decoding\n{common}".strip(), tuple(panels))
+    for kind, label in KINDS.items():
+        facts = facts_of(kind)
+        at = f"gamma {facts[0].gamma}" if facts[0].gamma else f"budget {facts[0].budget}"
+        series = by_rows(facts, records, lambda record, of=kind: quotient(record, f"{of}_step_ms"), colours, title)
+        panels.append(Panel(f"published: {facts[0].target}, {at}, theoretical", "rows decoded together", label, series))
+    return Figure(f"Costs in steps of plain decoding\n{title}".strip(), tuple(panels))
 
 
 def main() -> None:
-    args = reproduction.speculation_parser(__doc__.splitlines()[0], SIZES).parse_args()
-    reproduction.present(args, reproduction.speculation_cells(args), NAME, table, figure)
+    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.SPEEDUPS, Speculation())
+    reproduction.run(parser.parse_args(), Speculation, NAME, table, figure)
 
 
 if __name__ == "__main__":

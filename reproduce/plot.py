@@ -10,6 +10,7 @@ one of the two numbers are left out, which is said.
 import argparse
 import sys
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -18,13 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupts
 
+from engine.bench.arguments import Parser
+
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
 from common.jsonl import read_lines
-from engine.bench.arguments import Parser
 from reproduce.paper import figures
-from reproduce.paper.figures import CATEGORIES, MARKERS, Figure, Panel, Series
-from reproduce.paper.reproduction import REPRODUCTION, Record
+from reproduce.paper.figures import Figure, Panel, lines
+from reproduce.paper.published import Record
+from reproduce.paper.reproduction import REPRODUCTION
 
 DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # rather than counted up
 AXES = (*DOUBLED, "gamma", "temperature")
@@ -72,16 +75,16 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     for name in SETTINGS:
         if name != x and _n_combinations(records, [*varied, name]) > _n_combinations(records, varied):
             varied.append(name)
-    lines: dict[str, dict[float, list[float]]] = {}
+
+    def label(record: Record) -> str:
+        name = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        return fill(name.replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
+
+    points: dict[tuple[str, float], list[float]] = {}
     for record in records:
-        label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
-        label = fill(label.replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
-        lines.setdefault(label, {}).setdefault(record[x], []).append(record[y])
-    series = tuple(
-        Series(label, list(points), list(map(median, points.values())), colour, marker=marker)
-        for place, (label, points) in enumerate(lines.items())
-        for colour, marker in [(CATEGORIES[place % len(CATEGORIES)], MARKERS[place % len(MARKERS)])]
-    )
+        points.setdefault((label(record), record[x]), []).append(record[y])
+    medians = [(*place, median(values)) for place, values in points.items()]
+    series = tuple(lines(medians, itemgetter(0), itemgetter(1), itemgetter(2)))
     is_log = x in DOUBLED and min(record[x] for record in records) > 0
     reference = (1.0, "plain decoding") if y.endswith("speedup") else None
     return Panel(y, x, y, series, is_log_x=is_log, reference=reference)
@@ -107,20 +110,25 @@ def main() -> None:
     add("--y", nargs="+", default=list(MEASURED), help=f"what to draw (default: {' '.join(MEASURED)})")
     add("--figures", default=str(REPRODUCTION / "figures"), help="the folder for the figure, as PNG and SVG")
     args = parser.parse_args()
+    draw(args.records, args.x, args.y, Path(args.figures))
+
+
+def draw(paths: Sequence[str], x: str | None, ys: Sequence[str], folder: Path) -> None:
+    """A figure with a panel for each of `ys`, and what is in it said."""
     figures.require_matplotlib()
-    records = read_records(args.records)
-    measured = [record for record in records if any(_is_number(record.get(y)) for y in args.y)]
-    x = args.x or most_varied(measured)
-    drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in args.y}
+    records = read_records(paths)
+    measured = [record for record in records if any(_is_number(record.get(y)) for y in ys)]
+    x = x or most_varied(measured)
+    drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in ys}
     panels = tuple(panel(kept, x, y) for y, kept in drawn.items() if kept)
     if not panels:
-        required = f"numbers under {x} and one of {', '.join(args.y)}"
+        required = f"numbers under {x} and one of {', '.join(ys)}"
         raise _refuse("no record can be drawn", "RECORDS", f"{len(records)} records", required, "name others: --x, --y")
     for y, kept in drawn.items():
         lacking = "; the others lack a number" if len(kept) < len(records) else ""
         print(f"  {y} over {x}: {len(kept)} of {len(records)} records{lacking}")
-    name = Path(args.records[0]).stem
-    for path in figures.save(Figure(name, panels), name, Path(args.figures)):
+    name = Path(paths[0]).stem
+    for path in figures.save(Figure(name, panels), name, folder):
         print(f"  {path}")
 
 

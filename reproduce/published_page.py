@@ -78,9 +78,10 @@ def page(folder: Path = RESULTS, figures: Path = reproduction.FIGURES) -> str:
 def main() -> None:
     parser = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE)
     parser.add_argument("--figures", type=Path, default=reproduction.FIGURES, help="the folder with the figures")
-    args = generated_page.parse(parser)
+    args = parser.parse_args()
     generated_page.require_folder("figures", args.figures)
-    generated_page.write_or_check(args, page(args.results, args.figures), "reproduce/published_page.py")
+    options = generated_page.Options(args.results, args.page, args.check)
+    options.write_or_check(page(options.results, args.figures), "reproduce/published_page.py")
 
 
 if __name__ == "__main__":

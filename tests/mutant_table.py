@@ -802,7 +802,7 @@ MUTANTS = (
     ),
     Mutant(
         "predictions take the acceptance of the shortest context",
-        "engine/bench/cost_report.py",
+        "engine/bench/cost_tables.py",
         "acceptances[context][draft]\n    speedup",
         "next(iter(acceptances.values()))[draft]\n    speedup",
         COSTS,

@@ -7,13 +7,14 @@ from statistics import median
 from typing import Any
 
 import pytest
+from engine.bench.settings import DraftSettings
 
 from common.errors import ConfigError
-from engine.bench.settings import DraftSettings
 from reproduce import cost_model_error, gamma_cell
+from reproduce.cost_model_error import CostModel
 from reproduce.pages.measured_tables import choosing_section
 from reproduce.paper import auto_against_fixed, reproduction
-from reproduce.paper.auto_against_fixed import GAMMA, GAMMA_AND_BUDGET, against_fixed, summary
+from reproduce.paper.auto_against_fixed import COLUMNS, GAMMA, GAMMA_AND_BUDGET, Against, against_fixed, summary
 
 PLAIN = [10.0, 20.0, 10.0]
 
@@ -43,30 +44,29 @@ CHOSEN = {"gammas": [[3], [3], [3, 0]], "budgets": [[64], [512], [64, None]]}
 BOTH = row("auto budget", "auto", "auto", [14.0, 14.0, 14.0], **CHOSEN)
 
 
+def cells_of(found: Against) -> list[str]:
+    return [column.cell(found) for column in COLUMNS]
+
+
 def test_auto_gamma_is_held_against_its_own_budget_repeat_by_repeat():
     (found,) = against_fixed(GAMMA, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
     # Held against gamma 3 in the last repeat, too, in which plain decoding was the better.
     assert found.ratios == (12 / 12, 18 / 24, 9 / 9)
-    assert (found.usual, found.usual_gamma, found.usual_budget) == (1.2, 3, 512)
-    assert (found.best, found.best_gamma, found.best_budget) == (1.3, 5, 512)
+    assert (found.usual, found.best) == (LARGE, WIDE)
     assert found.mean_gamma == 2.0 and not found.share_by_budget
 
 
 def test_an_automatic_budget_is_held_against_the_best_budget():
     (found,) = against_fixed(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
-    assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual_budget == 64
-    assert (found.best, found.best_gamma, found.best_budget) == (1.4, 3, 64)
-    (line,) = auto_against_fixed.lines(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
-    assert "plain: 25 64: 50 512: 25" in line
+    assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual == found.best == SMALL
+    assert "plain: 25 64: 50 512: 25" in cells_of(found)
     assert found.share_by_budget == {64: 0.5, 512: 0.25, None: 0.25}
 
 
 def test_plain_decoding_can_be_the_best():
     slow = row("b=512 g=3", 512, 3, [5.0, 10.0, 5.0])
     (found,) = against_fixed(GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3, budgets=None))])
-    assert (found.best, found.best_gamma) == (1.0, 0) and found.ratio == 1.0
-    (line,) = auto_against_fixed.lines(GAMMA, [cell(slow, AUTO)])
-    assert "plain" in line
+    assert found.best["way"] == "plain" and found.ratio == 1.0 and "plain" in cells_of(found)
 
 
 @pytest.mark.parametrize("n_repeats,n_outside", [(1, 0), (4, 0), (5, 1), (7, 1), (8, 2), (13, 4), (20, 6)])
@@ -77,7 +77,7 @@ def test_the_interval_is_that_of_the_median(monkeypatch, n_repeats, n_outside):
     auto = row("auto", 512, "auto", [10 * ratio for ratio in ratios], gammas=[[1]] * n_repeats, budgets=None)
     records = [cell(row("b=512 g=3", 512, 3, [9.0] * n_repeats), auto)]
     (found,) = against_fixed(GAMMA, records)
-    (line,) = auto_against_fixed.lines(GAMMA, records)
+    line = cells_of(found)
     if n_outside == 0:
         assert found.interval is None and line[-2] == "-"
     else:
@@ -89,8 +89,7 @@ def test_the_interval_is_that_of_the_median(monkeypatch, n_repeats, n_outside):
 def test_without_gamma_3_the_nearest_stands_for_it():
     near, far = row("b=512 g=4", 512, 4, [12.0, 24.0, 12.0]), row("b=512 g=1", 512, 1, [20.0, 40.0, 20.0])
     (found,) = against_fixed(GAMMA, [cell(near, far, AUTO)])
-    assert found.usual_gamma == 4 and found.best_gamma == 1
-    assert "4, 512" in auto_against_fixed.lines(GAMMA, [cell(near, far, AUTO)])[0]
+    assert (found.usual, found.best) == (near, far) and "4, 512" in cells_of(found)
 
 
 def test_a_record_without_the_way_is_left_out():
@@ -142,8 +141,7 @@ def test_the_panel_has_a_point_for_every_run():
         ("gamma and budget auto", [2]),
     ]
     assert panel.x_names == ("4 x 1000", "8 x 1000", "4 x 1000")
-    place = auto_against_fixed.HEAD.index("new tokens")
-    assert [line[place] for line in auto_against_fixed.lines(GAMMA, runs)] == ["64", "64", "128"]
+    assert [cells_of(found)[2] for found in against_fixed(GAMMA, runs)] == ["64", "64", "128"]
 
 
 def test_every_cache_of_a_cell_is_planned_for():
@@ -157,26 +155,36 @@ def test_every_cache_of_a_cell_is_planned_for():
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "sizes",
     [
-        "--gen_len 1",
-        "--repeats 0",
-        "--gamma 0 3",
-        "--B 0 8",
-        "--prefix_len 1 1000",
-        "--draft_budget 128 9",
-        "--draft_budget 128 --gamma 3 124",
+        {"gen_len": 1},
+        {"repeats": 0},
+        {"gamma": (0, 3)},
+        {"B": (0, 8)},
+        {"prefix_len": (1, 1000)},
+        {"draft_budget": (128, 9)},
+        {"draft_budget": (128,), "gamma": (3, 124)},
     ],
+    ids=str,
 )
-def test_what_no_cell_can_run_is_refused_before_any_does(flags):
-    flag = flags.split()[0]
-    with pytest.raises(ConfigError, match=rf"where: .*{flag}\b"):
-        cost_model_error.cells(cost_model_error.make_parser().parse_args(flags.split()))
+def test_what_no_cell_can_run_is_refused_before_any_does(sizes):
+    with pytest.raises(ConfigError, match=rf"where: .*{next(iter(sizes))}\b"):
+        CostModel(**sizes).cells()
 
 
-@pytest.mark.parametrize("flags", ["--draft_budget 128 10", "--draft_budget 128 --gamma 3 123"])
-def test_a_budget_has_room_for_the_largest_block_behind_the_sinks(flags):
-    assert cost_model_error.cells(cost_model_error.make_parser().parse_args(flags.split()))
+def test_a_run_between_lies_between():
+    for between in ((9, 2000), (4, 999)):
+        with pytest.raises(ConfigError, match=r"where: +--between"):
+            CostModel(between=between).cells()
+
+
+def test_a_budget_has_room_for_the_largest_block_behind_the_sinks():
+    assert CostModel(draft_budget=(128, 10)).cells() and CostModel(draft_budget=(128,), gamma=(3, 123)).cells()
+
+
+def test_a_gamma_or_budget_that_is_given_twice_is_measured_once():
+    for made in CostModel(gamma=(3, 1, 3), draft_budget=(128, 128)).cells():
+        assert (made.flags["gammas"], made.flags["budgets"]) == ([1, 3], [128])
 
 
 def test_figures_are_drawn_although_nobody_reads_the_table(tmp_path, monkeypatch):
@@ -184,14 +192,8 @@ def test_figures_are_drawn_although_nobody_reads_the_table(tmp_path, monkeypatch
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    args = cost_model_error.make_parser().parse_args(["--output", f"{tmp_path}/rows.jsonl", "--figures", str(tmp_path)])
+    sweep = reproduction.Sweep(f"{tmp_path}/rows.jsonl", str(tmp_path))
     with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
         patch.setattr("sys.stdout", Left())
-        reproduction.present(args, [], "errors", cost_model_error.table, cost_model_error.figure)
+        reproduction.present([], sweep, "errors", cost_model_error.table, cost_model_error.figure)
     assert (tmp_path / "errors.png").is_file() and (tmp_path / "errors.svg").is_file()
-
-
-def test_a_gamma_or_budget_that_is_given_twice_is_measured_once():
-    twice = ["--gamma", "3", "1", "3", "--draft_budget", "128", "128"]
-    for made in cost_model_error.cells(cost_model_error.make_parser().parse_args(twice)):
-        assert (made.flags["gammas"], made.flags["budgets"]) == ([1, 3], [128])

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate
-from engine.bench import cost_report
+from engine.bench import cost_report, cost_tables
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 
 PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0, 4.0
@@ -89,11 +89,11 @@ def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
             for draft, alpha, costs in zip(DRAFTS, alphas, (cheap, dear), strict=True)
             for gamma in (1, 3)
         }
-        best = cost_report.best_of(grid, 1, 100, given({100: alphas}), [1, 3])
+        best = cost_tables.best_of(grid, 1, 100, given({100: alphas}), [1, 3])
         chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
         assert chosen == max(by_hand, key=by_hand.__getitem__)
         assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
-    nothing = cost_report.best_of(grid, 1, 100, given({100: (0.0, 0.0)}), [1, 3])
+    nothing = cost_tables.best_of(grid, 1, 100, given({100: (0.0, 0.0)}), [1, 3])
     assert nothing["gamma"] == 0 and nothing["draft_policy"] is None and nothing["predicted_speedup"] == 1
 
 
@@ -102,11 +102,11 @@ def test_each_context_is_predicted_from_its_own_acceptance():
     costs = Costs(100, (1, 3), (110, 130), 5, 1)
     grid = CostGrid.of((1,), (100, 200), DRAFTS, [[[costs, costs]] * 2])
     acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
-    best = [cost_report.best_of(grid, 1, context, acceptances, [1, 3]) for context in (100, 200)]
+    best = [cost_tables.best_of(grid, 1, context, acceptances, [1, 3]) for context in (100, 200)]
     assert [row["draft_policy"] for row in best] == ["streaming", "snapkv"]
     wanted = [tokens_per_round(alpha, 3) * 100 / costs.round_ms(3) for alpha in (0.9, 0.8)]
     assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted, abs=1e-4)
-    at_100, at_200 = cost_report.heat_map(grid, DRAFTS[0], acceptances, [1, 3]).splitlines()[2:]
+    at_100, at_200 = cost_tables.heat_map(grid, DRAFTS[0], acceptances, [1, 3]).splitlines()[2:]
     assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
     assert "0.300" in at_200 and f"{tokens_per_round(0.3, 3) * 100 / costs.round_ms(3):.2f}" in at_200
 
@@ -118,14 +118,14 @@ def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
 
     def found(judged, alphas):
         acceptances = given({100: alphas}, judged)
-        best = cost_report.best_of(grid, 1, 100, acceptances, [1])
-        return best["within_noise_of"], cost_report.best_table([{"B": 1, "prefix_len": 100, **best}])
+        best = cost_tables.best_of(grid, 1, 100, acceptances, [1])
+        return best["within_noise_of"], cost_tables.best_table([{"B": 1, "prefix_len": 100, **best}])
 
     near, table = found(100, (0.80, 0.78))
     assert (near["draft_policy"], near["draft_budget"], near["gamma"]) == ("snapkv", 512, 1)
     row, note = table.splitlines()[-2:]
     assert row.endswith(" streaming 64, gamma 1: 1.55 (within noise of snapkv 512, gamma 1)")
-    assert note == cost_report.NOISE
+    assert note == cost_tables.NOISE
     # The standard error of the difference is 0.059 here, and half of that with four times the drafts.
     assert math.hypot(0.04, AcceptanceRate(0.75, 100).standard_error) == pytest.approx(0.059, abs=1e-3)
     assert found(100, (0.80, 0.75))[0] and not found(100, (0.80, 0.735))[0]
@@ -138,9 +138,9 @@ def test_a_draft_that_was_never_rejected_may_be_no_better_than_another():
     costs = Costs(100, (1,), (110,), 5, 1)
     grid = CostGrid.of((1,), (100,), DRAFTS, [[[costs, costs]]])
     acceptances = given({100: (1.0, 0.8)}, judged=5)
-    near = cost_report.best_of(grid, 1, 100, acceptances, [1])["within_noise_of"]
+    near = cost_tables.best_of(grid, 1, 100, acceptances, [1])["within_noise_of"]
     assert near["draft_policy"] == "snapkv"
-    printed = cost_report.acceptance_table(DRAFTS, acceptances).splitlines()[-2].split()
+    printed = cost_tables.acceptance_table(DRAFTS, acceptances).splitlines()[-2].split()
     assert printed == ["streaming", "64", "100", "1.000", "±", "0.132", "5"]
 
 
@@ -152,19 +152,19 @@ def test_plain_decoding_may_be_as_good_and_a_draft_as_good_as_plain_decoding():
         (0.75, "streaming 64, gamma 1: 1.09"),
         (0.45, "none: plain decoding is faster"),
     ):
-        best = cost_report.best_of(grid, 1, 100, given({100: (alpha,)}, judged=100), [1])
-        row, *notes = cost_report.best_table([{"B": 1, "prefix_len": 100, **best}]).splitlines()[2:]
-        assert row.endswith(f"  {says}") and notes == [cost_report.NOISE] * ("within noise" in says)
+        best = cost_tables.best_of(grid, 1, 100, given({100: (alpha,)}, judged=100), [1])
+        row, *notes = cost_tables.best_table([{"B": 1, "prefix_len": 100, **best}]).splitlines()[2:]
+        assert row.endswith(f"  {says}") and notes == [cost_tables.NOISE] * ("within noise" in says)
 
 
 def test_the_gammas_of_one_draft_share_its_noise():
     """A gamma moves less against another of the same draft than against one whose acceptance is another's."""
     draft, other = DRAFTS
-    longer = cost_report.Prediction(draft, gamma=3, speedup=1.50, error=0.10)
-    shorter = cost_report.Prediction(draft, gamma=2, speedup=1.45, error=0.06)
-    assert not cost_report.is_within_noise(longer, shorter)
-    assert cost_report.is_within_noise(longer, cost_report.Prediction(other, gamma=2, speedup=1.45, error=0.06))
-    assert cost_report.is_within_noise(longer, cost_report.Prediction(draft, gamma=2, speedup=1.47, error=0.06))
+    longer = cost_tables.Prediction(draft, gamma=3, speedup=1.50, error=0.10)
+    shorter = cost_tables.Prediction(draft, gamma=2, speedup=1.45, error=0.06)
+    assert not cost_tables.is_within_noise(longer, shorter)
+    assert cost_tables.is_within_noise(longer, cost_tables.Prediction(other, gamma=2, speedup=1.45, error=0.06))
+    assert cost_tables.is_within_noise(longer, cost_tables.Prediction(draft, gamma=2, speedup=1.47, error=0.06))
 
 
 def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
@@ -177,7 +177,7 @@ def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
         "acceptance_rates_by_context": [[0.8, 0.9], [0.5, 0.6667]],
         "acceptance_judged_by_context": [[400, 100], [100, 90]],
     }
-    lines = [line.split() for line in cost_report.acceptance_table(DRAFTS, acceptances).splitlines()[2:]]
+    lines = [line.split() for line in cost_tables.acceptance_table(DRAFTS, acceptances).splitlines()[2:]]
     assert lines == [
         ["streaming", "64", "100", "0.800", "±", "0.020", "400"],
         ["streaming", "64", "200", "0.900", "±", "0.031", "100"],
@@ -191,7 +191,7 @@ def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
 def test_the_heat_map_is_darker_where_speculation_gains_more():
     costs = [Costs(100, (1, 3), (verify, verify), 1, 1) for verify in (400.0, 100.0)]
     grid = CostGrid.of((1, 8), (100,), DRAFTS[:1], [[[costs[0]]], [[costs[1]]]])
-    lines = cost_report.heat_map(grid, DRAFTS[0], given({100: (0.9,)}), [1, 3]).splitlines()
+    lines = cost_tables.heat_map(grid, DRAFTS[0], given({100: (0.9,)}), [1, 3]).splitlines()
     assert len(lines) == 4 and "g=1" in lines[1] and "g=3" in lines[1]
     assert "0.47" in lines[2] and "3.31" in lines[3]
-    assert cost_report.SHADES[-1] * 2 in lines[3] and cost_report.SHADES[-1] not in lines[2]
+    assert cost_tables.SHADES[-1] * 2 in lines[3] and cost_tables.SHADES[-1] not in lines[2]

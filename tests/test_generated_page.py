@@ -1,7 +1,8 @@
-"""A page is not made from records that are not there, nor where none can be."""
+"""Generated pages are what their records say, are made of records that are there, and go where a page can be."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,41 +10,64 @@ import pytest
 
 from common.errors import ConfigError
 from reproduce import performance_page, published_page
+from reproduce.pages.page_records import GPU
 
 SCRIPTS = pytest.mark.parametrize("script", [performance_page, published_page], ids=lambda module: module.__name__)
+# A record that is on both pages.
+COSTS = {"benchmark": "gpu_costs", "cell": "c", "status": "done", "model": "M", "load_format": "dummy", "gpu": "G"}
+COSTS |= {"B": 32, "prefix_len": 16384, "gamma": 3, "draft_budget": 256, "baseline_step_ms": 20.0, "round_ms": 31.25}
+COSTS |= {"draft_step_ms": 4.0, "model": "meta-llama/Meta-Llama-3.1-8B", "verify_step_ms": 30.0}
 
 
 @pytest.fixture
-def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs a script that has to refuse one of its places, and to leave the committed pages alone."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs a script, by default in a folder without records; its exit code."""
 
-    def refuse(script, what: str, **places: Path) -> None:
-        page = tmp_path / "page.md"
-        page.write_text("as it was")
-        places = {"results": tmp_path, "page": page} | places
-        flags = [text for flag, place in places.items() for text in (f"--{flag}", str(place))]
-        monkeypatch.setattr(sys, "argv", ["page", *flags])
-        with pytest.raises(ConfigError, match=what):
+    def run(script, *flags: str, **places: Path) -> int:
+        places = {"results": tmp_path, "page": tmp_path / "page.md"} | places
+        named = [text for flag, place in places.items() for text in (f"--{flag}", str(place))]
+        monkeypatch.setattr(sys, "argv", ["page", *flags, *named])
+        try:
             script.main()
-        assert page.read_text() == "as it was"
+        except SystemExit as end:
+            return end.code
+        return 0
 
-    return refuse
-
-
-@SCRIPTS
-def test_records_are_in_a_folder(script, refuse, tmp_path):
-    for place in (tmp_path / "mistyped", tmp_path / "page.md"):
-        seen = f"no such folder\n  where:    --results\n  seen:     {place}\n"
-        refuse(script, f"{seen}.*\n  fix:      correct the path, or leave out --results$", results=place)
+    return run
 
 
 @SCRIPTS
-def test_a_page_is_a_file_in_a_folder(script, refuse, tmp_path):
-    folder = tmp_path / "nowhere"
-    seen = f"no folder for the page\n  where:    --page\n  seen:     {folder / 'x.md'}\n"
-    refuse(script, f"{seen}.*\n  fix:      create {folder}, or leave out --page$", page=folder / "x.md")
-    refuse(script, "a folder is no page\n  where:    --page\n", page=tmp_path)
+def test_the_committed_page_is_what_its_records_say(script):
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), script.__name__
 
 
-def test_figures_are_in_a_folder(refuse, tmp_path):
-    refuse(published_page, "no such folder\n  where:    --figures\n", figures=tmp_path / "mistyped")
+@SCRIPTS
+def test_check_fails_on_a_stale_page(script, run, tmp_path, capsys):
+    assert run(script, "--check") == 1
+    assert f"python {script.__name__.replace('.', '/')}.py" in capsys.readouterr().err
+    assert run(script) == run(script, "--check") == 0
+    before = (tmp_path / "page.md").read_text()
+    (tmp_path / GPU).write_text(json.dumps(COSTS) + "\n")
+    assert run(script, "--check") == 1 and (tmp_path / "page.md").read_text() == before
+    assert run(script) == 0 and (tmp_path / "page.md").read_text() != before
+
+
+@SCRIPTS
+def test_a_place_that_cannot_be_is_refused(script, run, tmp_path):
+    page, folder = tmp_path / "page.md", tmp_path / "nowhere"
+    page.write_text("as it was")
+    refused = {
+        r"no such folder\n  where:    --results\n.*\n.*\n  fix:      correct the path": {"results": folder},
+        r"no such folder\n  where:    --results\n": {"results": page},
+        rf"no folder for the page\n  where:    --page\n.*\n.*\n  fix:      create {folder}": {"page": folder / "x.md"},
+        r"a folder is no page\n  where:    --page\n": {"page": tmp_path},
+    }
+    for what, places in refused.items():
+        with pytest.raises(ConfigError, match=what):
+            run(script, **places)
+    assert page.read_text() == "as it was" and not folder.exists()
+
+
+def test_figures_are_in_a_folder(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"no such folder\n  where:    --figures\n"):
+        run(published_page, figures=tmp_path / "mistyped")

@@ -4,10 +4,49 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError
 from engine.bench.arguments import Parser
+
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a script that makes a page. Errors: ConfigError unless there are records to read, and a place for the page."""
+
+    results: Path
+    page: Path
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        require_folder("results", self.results)
+        if not self.page.parent.is_dir():
+            raise ConfigError(
+                "there is no folder for the page",
+                where="--page",
+                seen=self.page,
+                required="a file in an existing folder",
+                fix=f"create {self.page.parent}, or leave out --page",
+            )
+        if self.page.is_dir():
+            raise ConfigError(
+                "a folder is no page",
+                where="--page",
+                seen=self.page,
+                required="a file",
+                fix="name a file in that folder",
+            )
+
+    def write_or_check(self, wanted: str, script: str) -> None:
+        """Write the page, or exit with code 1 if it is not the wanted text; `script` is what makes it."""
+        if not self.check:
+            self.page.write_text(wanted, encoding="utf-8")
+            print(f"wrote {self.page}")
+        elif not self.page.is_file() or self.page.read_text(encoding="utf-8") != wanted:
+            print(f"{self.page} is not what its records say: python {script}", file=sys.stderr)
+            sys.exit(1)
 
 
 def make_parser(description: str, results: Path, page: Path) -> argparse.ArgumentParser:
@@ -17,25 +56,6 @@ def make_parser(description: str, results: Path, page: Path) -> argparse.Argumen
     parser.add_argument("--results", type=Path, default=results, help="the folder with the records")
     parser.add_argument("--page", type=Path, default=page, help="the page to write")
     return parser
-
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line's flags. Errors: ConfigError unless there are records to read, and a place for the page."""
-    args = parser.parse_args()
-    require_folder("results", args.results)
-    if not args.page.parent.is_dir():
-        raise ConfigError(
-            "there is no folder for the page",
-            where="--page",
-            seen=args.page,
-            required="a file in an existing folder",
-            fix=f"create {args.page.parent}, or leave out --page",
-        )
-    if args.page.is_dir():
-        raise ConfigError(
-            "a folder is no page", where="--page", seen=args.page, required="a file", fix="name a file in that folder"
-        )
-    return args
 
 
 def require_folder(flag: str, folder: Path) -> None:
@@ -48,13 +68,3 @@ def require_folder(flag: str, folder: Path) -> None:
             required="an existing folder",
             fix=f"correct the path, or leave out --{flag}",
         )
-
-
-def write_or_check(args: argparse.Namespace, wanted: str, script: str) -> None:
-    """Write the page, or with --check exit with code 1 if it is not the wanted text; `script` is what makes it."""
-    if not args.check:
-        args.page.write_text(wanted, encoding="utf-8")
-        print(f"wrote {args.page}")
-    elif not args.page.is_file() or args.page.read_text(encoding="utf-8") != wanted:
-        print(f"{args.page} is not what its records say: python {script}", file=sys.stderr)
-        sys.exit(1)

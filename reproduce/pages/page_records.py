@@ -1,4 +1,4 @@
-"""The records that reproduce/README.md is made of, and how it refers to them."""
+"""The records that pages are made of: which of them count, their tables, and how a page refers to them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.bench.settings import AUTO
-from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS, Record, machine_name
-from reproduce.performance_page import read
+
+from common.errors import DataError
+from common.jsonl import read_lines
+from common.tables import Column, markdown
+from reproduce.paper.columns import NONE, machine_name
+from reproduce.paper.published import Record
+from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS
 from reproduce.sweeping.runner import OK, read_rows
 
 GPU = "gpu.jsonl"
@@ -34,7 +39,7 @@ def read_records(folder: Path) -> Records:
     return Records(
         [record for record in runs if record.get("load_format") != "dummy"],
         _swept(folder, ACCEPTANCE),
-        [*costs, *(record | {"file": GPU} for record in gpu)],
+        [*costs, *gpu],
         _swept(folder, COST_MODEL),
     )
 
@@ -49,16 +54,54 @@ def _is_fixed(record: Record) -> bool:
     return isinstance(record.get("gamma"), int) and record.get("draft_budget") != AUTO
 
 
+def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
+    """The file's records of those kinds that count: the last one of each cell, and none of a quick run.
+
+    Errors: DataError naming a line that is no record.
+    """
+    kept: dict[object, Record] = {}
+    for number, record in read_lines(folder / name):
+        if not isinstance(record, dict):
+            raise DataError(
+                "a line is not a record",
+                where=f"{folder / name}, line {number}",
+                seen=str(record)[:80],
+                required="a JSON object",
+                fix="delete this line, and measure again what it recorded",
+            )
+        if record.get("benchmark") in benchmarks and not record.get("quick") and record.get("status") != "skipped":
+            key = (record["benchmark"], record["cell"]) if "cell" in record else number
+            kept.pop(key, None)
+            kept[key] = record | {"file": name}
+    return list(kept.values())
+
+
 def link(text: str, record: Record) -> str:
     return f"[{text}](results/{record['file']})"
 
 
-def source(records: Sequence[Record]) -> str:
-    """Which files, commits and machines a table comes from."""
+def source(records: Sequence[Record], results: str = "results") -> str:
+    """Which files in the folder `results`, as seen from the page, commits and machines a table comes from."""
     files = dict.fromkeys(record["file"] for record in records)
     commits = dict.fromkeys((record.get("git_commit") or "unknown")[:12] for record in records)
-    machines = dict.fromkeys(f"{machine_name(record)}, PyTorch {record.get('torch_version')}" for record in records)
+    machines = dict.fromkeys(map(_machine, records))
     return (
-        f"Record: {', '.join(f'[{name}](results/{name})' for name in files)}; "
+        f"Record: {', '.join(f'[{name}]({results}/{name})' for name in files)}; "
         f"commit {', '.join(f'`{commit}`' for commit in commits)}; {'; '.join(machines)}."
     )
+
+
+def _machine(record: Record) -> str:
+    triton = f", Triton {record['triton_version']}" if record.get("triton_version") else ""
+    return f"{machine_name(record)}, PyTorch {record.get('torch_version')}{triton}"
+
+
+def table(what: str, records: Sequence[Record], columns: Sequence[Column], file: str, results: str = "results") -> str:
+    """A row per record, and where they come from; or that there are none."""
+    if not records:
+        return absent(what, file, results)
+    return f"{markdown(records, columns)}\n\n{source(records, results)}"
+
+
+def absent(what: str, file: str, results: str = "results") -> str:
+    return f"{what}: {NONE} (no such record in `{results.removeprefix('../')}/{file}`)."

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median
-from typing import Any
 
-from reproduce.gamma_cell import AUTO, AUTO_BUDGET
+from common.tables import Column, console
+from reproduce.paper.columns import NONE
 from reproduce.paper.figures import CATEGORIES, MARKERS, Panel, Series
-from reproduce.paper.reproduction import NONE, Record, side_by_side
+from reproduce.paper.published import Record
 
+# The ways of gamma_cell.py that choose from round to round.
+AUTO, AUTO_BUDGET = "auto", "auto budget"
 # The aim: what a way that chooses keeps, at least, of the better of gamma 3 and plain decoding.
 LEAST_RATIO = 0.95
 USUAL_GAMMA = 3
@@ -51,25 +53,28 @@ WAYS = (GAMMA, GAMMA_AND_BUDGET)
 
 @dataclass(frozen=True)
 class Against:
-    """One run. Speedups are medians over plain decoding; `ratios`: to the better of gamma 3 and plain, by repeat.
+    """One run: the row of what chooses, and of the fixed choices that it is held against. Speedups are medians over
+    plain decoding; `ratios`: to the better of gamma 3 and plain, by repeat.
 
-    index: the run's place among all runs, the same for every way of it. share_by_budget: of all rounds; None is plain.
+    index: the run's place among all runs, the same for every way of it.
     """
 
     index: int
-    B: int
-    prefix_len: int
-    gen_len: int
-    auto: float
-    usual: float
-    usual_gamma: int
-    usual_budget: int
-    best: float
-    best_gamma: int
-    best_budget: int | None
-    mean_gamma: float
-    share_by_budget: dict[int | None, float]
+    record: Record
+    auto: Record
+    usual: Record
+    best: Record
     ratios: tuple[float, ...]
+
+    @property
+    def mean_gamma(self) -> float:
+        return fmean(gamma for run in self.auto["gammas"] for gamma in run)
+
+    @property
+    def share_by_budget(self) -> dict[int | None, float]:
+        """Which share of the rounds of all repeats drafted with which budget, None being plain; none if not chosen."""
+        counts = Counter(budget for run in self.auto["budgets"] or () for budget in run)
+        return {budget: n / counts.total() for budget, n in counts.items()}
 
     @property
     def ratio(self) -> float:
@@ -112,61 +117,36 @@ def _against(choosing: Choosing, index: int, record: Record) -> Against:
     best = max([plain, *fixed], key=_speedup)
     better = max([plain, usual], key=_speedup)
     rates = zip(auto["tokens_per_second"], better["tokens_per_second"], strict=True)
-    return Against(
-        index=index,
-        B=record["B"],
-        prefix_len=record["prefix_len"],
-        gen_len=record["gen_len"],
-        auto=auto["speedup"],
-        usual=usual["speedup"],
-        usual_gamma=usual["gamma"],
-        usual_budget=usual["draft_budget"],
-        best=best["speedup"],
-        best_gamma=best["gamma"],
-        best_budget=best["draft_budget"],
-        mean_gamma=fmean(gamma for run in auto["gammas"] for gamma in run),
-        share_by_budget=_shares(auto["budgets"]),
-        ratios=tuple(own / other for own, other in rates),
-    )
+    ratios = tuple(own / other for own, other in rates)
+    return Against(index, record, auto, usual, best, ratios)
 
 
-def _shares(budgets: Sequence[Sequence[int | None]] | None) -> dict[int | None, float]:
-    """Which share of the rounds of all repeats drafted with which budget; none where it is not chosen."""
-    counts = Counter(budget for run in budgets or () for budget in run)
-    return {budget: n / counts.total() for budget, n in counts.items()}
-
-
-def _speedup(row: dict[str, Any]) -> float:
+def _speedup(row: Record) -> float:
     return row["speedup"]
 
 
 BEST = "best gamma, budget"
 USUAL = f"gamma {USUAL_GAMMA} or nearest"
-HEAD = ["rows", "context", "new tokens", USUAL, "gamma, budget", "best fixed", BEST, "auto", "mean gamma"]
-HEAD += ["% of rounds by budget", "repeats", "auto / better", "90% interval", "lowest"]
+COLUMNS = (
+    Column(lambda found: found.record["B"], "rows"),
+    Column(lambda found: found.record["prefix_len"], "context"),
+    Column(lambda found: found.record["gen_len"], "new tokens"),
+    Column(lambda found: _speedup(found.usual), USUAL, ".2f"),
+    Column(lambda found: _fixed(found.usual), "gamma, budget"),
+    Column(lambda found: _speedup(found.best), "best fixed", ".2f"),
+    Column(lambda found: _fixed(found.best), BEST),
+    Column(lambda found: _speedup(found.auto), "auto", ".2f"),
+    Column(lambda found: found.mean_gamma, "mean gamma", ".1f"),
+    Column(lambda found: _budgets(found.share_by_budget), "% of rounds by budget"),
+    Column(lambda found: len(found.ratios), "repeats"),
+    Column(lambda found: found.ratio, "auto / better", ".3f"),
+    Column(lambda found: found.interval, "90% interval", lambda ends: "{:.2f} to {:.2f}".format(*ends)),
+    Column(lambda found: min(found.ratios), "lowest", ".3f"),
+)
 
 
-def lines(choosing: Choosing, records: Sequence[Record]) -> list[list[str]]:
-    """The fields under HEAD, for each run that has this way."""
-    return [
-        [
-            str(row.B),
-            str(row.prefix_len),
-            str(row.gen_len),
-            f"{row.usual:.2f}",
-            f"{row.usual_gamma}, {row.usual_budget}",
-            f"{row.best:.2f}",
-            "plain" if row.best_gamma == 0 else f"{row.best_gamma}, {row.best_budget}",
-            f"{row.auto:.2f}",
-            f"{row.mean_gamma:.1f}",
-            _budgets(row.share_by_budget),
-            str(len(row.ratios)),
-            f"{row.ratio:.3f}",
-            "-" if row.interval is None else "{:.2f} to {:.2f}".format(*row.interval),
-            f"{min(row.ratios):.3f}",
-        ]
-        for row in against_fixed(choosing, records)
-    ]
+def _fixed(row: Record) -> str:
+    return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
 
 
 def _budgets(shares: dict[int | None, float]) -> str:
@@ -191,20 +171,20 @@ def summary(choosing: Choosing, records: Sequence[Record]) -> str:
 
 
 def table(choosing: Choosing, records: Sequence[Record]) -> str:
-    compared = lines(choosing, records)
+    compared = against_fixed(choosing, records)
     if not compared:
         return f"\n  {choosing.plain_title}: {NONE}"
-    return f"\n  {choosing.plain_title}\n\n{side_by_side(HEAD, compared)}\n  {summary(choosing, records)}"
+    return f"\n  {choosing.plain_title}\n\n{console(compared, COLUMNS)}\n  {summary(choosing, records)}"
 
 
 def panel(records: Sequence[Record]) -> Panel:
     """Speedups of the runs, in the order of the table; what is fixed has the best of the measured budgets."""
     auto, both = (against_fixed(choosing, records) for choosing in WAYS)
     shown = [
-        ("best fixed", both, [row.best for row in both]),
-        (USUAL, both, [row.usual for row in both]),
-        ("gamma auto, largest budget", auto, [row.auto for row in auto]),
-        ("gamma and budget auto", both, [row.auto for row in both]),
+        ("best fixed", both, [_speedup(row.best) for row in both]),
+        (USUAL, both, [_speedup(row.usual) for row in both]),
+        ("gamma auto, largest budget", auto, [_speedup(row.auto) for row in auto]),
+        ("gamma and budget auto", both, [_speedup(row.auto) for row in both]),
     ]
     series = [
         Series(name, [row.index for row in rows], speedups, colour, marker=marker, has_line=False)

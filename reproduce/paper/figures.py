@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 
 # Okabe and Ito's palette, without its yellow, which is lost on white.
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 CATEGORIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
 # viridis up to 0.9 of its range, dark to light: also without colour vision the order can be seen.
 SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
@@ -80,6 +74,34 @@ class Panel:
 class Figure:
     title: str
     panels: tuple[Panel, ...]
+
+
+def lines(
+    rows: Iterable[Any],
+    label: Callable[[Any], str],
+    x: Callable[[Any], float | None],
+    y: Callable[[Any], float | None],
+    colour: Callable[[Any], str] | None = None,
+    marker: Callable[[Any], str] | str | None = None,
+    name: Callable[[Any], str] | None = None,
+    **style: Any,
+) -> list[Series]:
+    """A series for each label, of the rows that have both numbers, by x; in the colour and with the marker of its first
+    row, or, where none is given, with those of its place among the series. name: what is written beside a row's point.
+    """
+    groups: dict[str, list[tuple[float, float, Any]]] = {}
+    for row in rows:
+        at, height = x(row), y(row)
+        if at is not None and height is not None:
+            groups.setdefault(label(row), []).append((at, height, row))
+    found = []
+    for place, (title, group) in enumerate(groups.items()):
+        xs, ys, members = zip(*sorted(group, key=itemgetter(0)), strict=True)
+        own_colour = colour(members[0]) if colour else CATEGORIES[place % len(CATEGORIES)]
+        own_marker = marker(members[0]) if callable(marker) else marker or MARKERS[place % len(MARKERS)]
+        names = tuple(map(name, members)) if name else ()
+        found.append(Series(title, xs, ys, own_colour, marker=own_marker, names=names, **style))
+    return found
 
 
 def shades(values: Iterable[float]) -> dict[float, str]:

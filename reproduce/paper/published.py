@@ -3,57 +3,68 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 from engine.cost_model.costs import tokens_per_round
 
 FILE = Path(__file__).resolve().parent / "published.json"
 SELF = "self"
-TEXTS = ("system", "paper", "source", "dataset", "draft_policy", "formula")
+TEXTS = ("system", "paper", "source", "dataset", "tensor_parallel", "draft_policy", "draft_budget", "formula", "notes")
 # Contexts within this share of each other are the same setting: 8000 and 8192 tokens, say.
 SAME_CONTEXT = 0.03
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Speedup:
-    """Tokens per second of speculation over those of plain decoding, at `context` prompt tokens and `B` rows.
+class Fact:
+    """One published number, and its setting; what is None was not said, or does not matter.
 
-    draft: "self", or the name of the draft model. gamma: None where none was shown.
+    what: "table" and "figure 6" are speedups over plain decoding, "acceptance" is the share of verified positions that
+    are accepted, "verify" and "draft" are a verification and a draft step over a step of plain decoding.
+    draft: "self", or the name of the draft model. context: prompt tokens. B: rows.
     """
 
-    machine: str
+    what: str
+    value: float
     target: str
-    draft: str
     context: int
-    B: int
-    gamma: int | None
-    speedup: float
+    machine: str | None = None
+    draft: str = SELF
+    B: int | None = None
+    gamma: int | None = None
+    budget: int | None = None
 
+    @property
+    def origin(self) -> str | None:
+        """Where it was published: which machine's table, or the figure."""
+        return f"{self.what}, {self.machine}" if self.what == "figure 6" else self.machine
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Share of the drafted tokens that are accepted."""
+    @property
+    def record(self) -> Record:
+        """Its setting, as a record of a run has it that measured nothing."""
+        draft = {"draft_model": None if self.draft == SELF else self.draft, "draft_policy": published().draft_policy}
+        size = {"prefix_len": self.context, "B": self.B, "gamma": self.gamma, "draft_budget": self.budget}
+        return {"model": self.target, **draft, **size}
 
-    target: str
-    draft: str
-    context: int
-    alpha: float
+    def is_of(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record is of this model in this setting."""
+        return published().is_model(self.target, record.get("model")) and self.is_setting_of(record)
 
-
-@dataclass(frozen=True)
-class Ratio:
-    """Of one step of plain decoding: what a verification ("verify"), or one draft step ("draft"), costs."""
-
-    kind: str
-    target: str
-    gamma: int | None
-    budget: int | None
-    context: int
-    B: int
-    ratio: float
+    def is_setting_of(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record is of this setting, whatever its target model."""
+        return (
+            draft_name(record) == self.draft
+            and (self.what != "acceptance" or record.get("draft_policy") == published().draft_policy)
+            and same_context(record["prefix_len"], self.context)
+            and self.B in (None, record["B"])
+            and self.gamma in (None, record["gamma"])
+            and self.budget in (None, record.get("draft_budget"))
+        )
 
 
 @dataclass(frozen=True)
@@ -70,15 +81,14 @@ class Published:
     formula: str
     notes: dict[str, str]
     checkpoint_names: dict[str, tuple[str, ...]]
-    speedup_tables: tuple[Speedup, ...]
-    acceptance: tuple[Acceptance, ...]
-    figure_6: tuple[Speedup, ...]
-    ratios: tuple[Ratio, ...]
+    speedup_tables: tuple[Fact, ...]
+    acceptance: tuple[Fact, ...]
+    figure_6: tuple[Fact, ...]
+    ratios: tuple[Fact, ...]
 
     @property
-    def machines(self) -> tuple[str, ...]:
-        """Those of the speedup tables, in their order."""
-        return tuple(dict.fromkeys(row.machine for row in self.speedup_tables))
+    def speedups(self) -> tuple[Fact, ...]:
+        return *self.speedup_tables, *self.figure_6
 
     @property
     def setting(self) -> str:
@@ -90,9 +100,9 @@ class Published:
 
     def alpha(self, target: str, draft: str, context: int) -> float | None:
         """The acceptance published for this context, None if there is none."""
-        for row in self.acceptance:
-            if (row.target, row.draft) == (target, draft) and same_context(row.context, context):
-                return row.alpha
+        for fact in self.acceptance:
+            if (fact.target, fact.draft) == (target, draft) and same_context(fact.context, context):
+                return fact.value
         return None
 
     def is_model(self, name: str, recorded: str | None) -> bool:
@@ -104,22 +114,37 @@ class Published:
 @cache
 def published() -> Published:
     """The facts in published.json."""
-    facts = json.loads(FILE.read_text(encoding="utf-8"))
+    contents = json.loads(FILE.read_text(encoding="utf-8"))
+    fixed = {"budget": contents["draft_budget"]}
+
+    def facts(name: str, what: str, value: str, **setting: int) -> tuple[Fact, ...]:
+        return tuple(
+            Fact(**{"what": row.pop("kind", what), "value": row.pop(value)} | setting | row) for row in contents[name]
+        )
+
     return Published(
-        **{key: facts[key] for key in TEXTS},
-        tensor_parallel=facts["tensor_parallel"],
-        draft_budget=facts["draft_budget"],
-        notes=facts["notes"],
-        checkpoint_names={model: tuple(known) for model, known in facts["checkpoint_names"].items()},
-        speedup_tables=tuple(Speedup(**row) for row in facts["speedup_tables"]),
-        acceptance=tuple(Acceptance(**row) for row in facts["acceptance"]),
-        figure_6=tuple(Speedup(**row) for row in facts["figure_6"]),
-        ratios=tuple(Ratio(**row) for row in facts["ratios"]),
+        **{key: contents[key] for key in TEXTS},
+        checkpoint_names={model: tuple(known) for model, known in contents["checkpoint_names"].items()},
+        speedup_tables=facts("speedup_tables", "table", "speedup", **fixed),
+        acceptance=facts("acceptance", "acceptance", "alpha", **fixed),
+        figure_6=facts("figure_6", "figure 6", "speedup", **fixed),
+        ratios=facts("ratios", "ratio", "ratio"),
     )
 
 
 def same_context(a: int, b: int) -> bool:
     return abs(a - b) <= SAME_CONTEXT * max(a, b)
+
+
+def target_name(record: Mapping[str, Any]) -> str:
+    """The published name of the record's model, where it is a published one, else its own."""
+    known = (name for name in published().checkpoint_names if published().is_model(name, record.get("model")))
+    return next(known, str(record.get("model")))
+
+
+def draft_name(record: Mapping[str, Any]) -> str:
+    """ "self", or the name of the draft model, as published where it is."""
+    return target_name({"model": record["draft_model"]}) if record.get("draft_model") else SELF
 
 
 def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_target: float) -> float:

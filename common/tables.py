@@ -1,0 +1,51 @@
+"""Tables: a column is described once, and drawn for the console or in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: what it takes of a row, what stands above it, how a value is shown.
+
+    key: an entry of the row, which is a mapping then, or a function of the row. format: a specification as of
+    `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers.
+    """
+
+    key: str | Callable[[Any], object]
+    head: str
+    format: str | Callable[[Any], str] = ""
+    missing: str = "-"
+    align: str = ">"
+
+    def cell(self, row: Any) -> str:
+        """What the row shows here."""
+        value = self.key(row) if callable(self.key) else row.get(self.key)
+        if value is None:
+            return self.missing
+        return self.format(value) if callable(self.format) else format(value, self.format)
+
+
+def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") -> str:
+    """A line of heads and a line for each row, in columns that are as wide as what is in them."""
+    lines = _lines(rows, columns)
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    shown = (
+        "  ".join(f"{cell:{column.align}{width}}" for cell, column, width in zip(line, columns, widths, strict=True))
+        for line in lines
+    )
+    return "\n".join(f"{indent}{line}".rstrip() for line in shown)
+
+
+def markdown(rows: Iterable[Any], columns: Sequence[Column]) -> str:
+    """The same as a table of GitHub's Markdown."""
+    head, *lines = ([cell.replace("|", r"\|") for cell in line] for line in _lines(rows, columns))
+    rule = ["---:" if column.align == ">" else "---" for column in columns]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
+
+
+def _lines(rows: Iterable[Any], columns: Sequence[Column]) -> list[list[str]]:
+    return [[column.head for column in columns], *([column.cell(row) for column in columns] for row in rows)]

@@ -1,0 +1,162 @@
+"""What a measured grid of costs predicts: the tables of the cost model, and what pays best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+
+from common.tables import Column, console
+from engine.acceptance import AcceptanceRate
+from engine.bench.cost_grid import Draft
+from engine.cost_model.costs import CostGrid, tokens_per_round
+
+SHADES = " .:-=+*#%@"
+NOISE = "within noise: closer than one standard error of acceptance moves them; the noise of the costs is not in it"
+
+# The acceptance of every draft, by context (tokens).
+Acceptances = Mapping[int, Mapping[Draft, AcceptanceRate]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted speedup of one choice at a batch and a context; no draft and gamma 0 for plain decoding.
+
+    error: how far one standard error of the draft's acceptance moves it. That of the costs is not in it.
+    """
+
+    draft: Draft | None
+    gamma: int
+    speedup: float
+    error: float
+
+
+NO_DRAFT = Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)
+
+
+def best_of(
+    grid: CostGrid, batch: int, context: int, acceptances: Acceptances, gammas: Sequence[int]
+) -> dict[str, object]:
+    """The draft and gamma with the largest predicted speedup; gamma 0 and no draft where plain decoding is faster.
+
+    `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
+    """
+    drafted = (predict(grid, batch, context, draft, acceptances, gamma) for draft in grid.drafts for gamma in gammas)
+    best, *others = sorted([NO_DRAFT, *drafted], key=lambda choice: choice.speedup, reverse=True)
+    near = next((other for other in others if is_within_noise(best, other)), None)
+    return {**_choice_record(best), "within_noise_of": near and _choice_record(near)}
+
+
+def predict(grid: CostGrid, batch: int, context: int, draft: Draft, acceptances: Acceptances, gamma: int) -> Prediction:
+    """From the draft's acceptance at that context, which is one of those that acceptance was measured at."""
+    costs, acceptance = grid.at(batch, context, draft), acceptances[context][draft]
+    speedup = costs.speedup(tokens_per_round(acceptance.value, gamma), gamma)
+    return Prediction(draft, gamma, speedup, error=costs.speedup(acceptance.tokens_error(gamma), gamma))
+
+
+def is_within_noise(one: Prediction, other: Prediction) -> bool:
+    """Whether two choices differ by less than one standard error of acceptance moves their difference.
+
+    The gammas of one draft move together, by its one acceptance; those of two drafts are taken as independent.
+    """
+    if one.draft == other.draft:
+        noise = abs(one.error - other.error)
+    else:
+        noise = math.hypot(one.error, other.error)
+    return abs(one.speedup - other.speedup) < noise
+
+
+def _choice_record(choice: Prediction) -> dict[str, object]:
+    policy, budget = choice.draft or (None, None)
+    speedup = round(choice.speedup, 4)
+    return {"draft_policy": policy, "draft_budget": budget, "gamma": choice.gamma, "predicted_speedup": speedup}
+
+
+def acceptance_table(drafts: Sequence[Draft], acceptances: Acceptances) -> str:
+    """Measured acceptance with its standard error (see `AcceptanceRate`): a line per draft and context."""
+    rows = [(draft, context, at[draft]) for draft in drafts for context, at in acceptances.items()]
+    columns = [
+        Column(lambda row: _draft_name(*row[0]), "draft", align="<"),
+        Column(itemgetter(1), "context"),
+        Column(lambda row: f"{row[2].value:.3f} ± {row[2].standard_error:.3f}", "acceptance"),
+        Column(lambda row: row[2].n, "verified positions"),
+    ]
+    title = "acceptance, and its standard error if drafts were independent: a lower bound"
+    return f"{title}\n{console(rows, columns)}"
+
+
+def _draft_name(policy: object, budget: object) -> str:
+    return f"{policy} {budget}"
+
+
+# A cell of the grid: the indices of its batch and of its context.
+Place = tuple[int, int]
+
+
+def cost_rows(grid: CostGrid) -> list[Place]:
+    """What `cost_columns` make rows of."""
+    return list(itertools.product(range(len(grid.batches)), range(len(grid.contexts))))
+
+
+def _size_columns(grid: CostGrid) -> list[Column]:
+    return [Column(lambda at: grid.batches[at[0]], "B"), Column(lambda at: grid.contexts[at[1]], "context")]
+
+
+def cost_columns(grid: CostGrid) -> list[Column]:
+    """Milliseconds of plain steps, and verifications and draft steps as shares of them."""
+
+    def share(costs: np.ndarray, place: int, head: str) -> Column:
+        return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
+
+    places = {budget: place for place, (_, budget) in enumerate(grid.drafts)}
+    verify = [share(grid.verify, place, f"verify g={gamma}") for place, gamma in enumerate(grid.gammas)]
+    draft = [share(grid.draft, place, f"draft b={budget}") for budget, place in sorted(places.items())]
+    return [*_size_columns(grid), Column(lambda at: grid.plain[at], "plain ms", ".1f"), *verify, *draft]
+
+
+def cost_table(grid: CostGrid) -> str:
+    return f"costs; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
+
+
+def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances, gammas: Sequence[int]) -> str:
+    """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
+
+    def predicted(gamma: int) -> Column:
+        return Column(
+            lambda at: predict(grid, grid.batches[at[0]], grid.contexts[at[1]], draft, acceptances, gamma).speedup,
+            f"g={gamma}",
+            lambda speedup: f"{_shade(speedup)} {speedup:.2f}",
+        )
+
+    alpha = Column(lambda at: acceptances[grid.contexts[at[1]]][draft].value, "acceptance", ".3f")
+    title = f"predicted speedup, {_draft_name(*draft)} (darker is larger; below 1 plain decoding wins)"
+    return f"{title}\n{console(cost_rows(grid), [*_size_columns(grid), alpha, *map(predicted, gammas)])}"
+
+
+def _shade(speedup: float) -> str:
+    """Two characters: blank at 0.5 and below, black at 2 and above."""
+    place = round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))
+    return 2 * SHADES[place]
+
+
+def best_table(best: Sequence[Mapping[str, object]]) -> str:
+    """What pays best at each batch and context, from the rows of `best_of`; and what it may be no better than."""
+    columns = [Column("B", "B"), Column("prefix_len", "context"), Column(_best, "draft", align="<")]
+    table = f"what pays best\n{console(best, columns)}"
+    return f"{table}\n{NOISE}" if any(row["within_noise_of"] for row in best) else table
+
+
+def _best(row: Mapping[str, object]) -> str:
+    draft = f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
+    near = row["within_noise_of"]
+    return draft + (f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else "")
+
+
+def _choice_name(choice: Mapping[str, object]) -> str:
+    if not choice["gamma"]:
+        return "plain decoding"
+    return f"{_draft_name(choice['draft_policy'], choice['draft_budget'])}, gamma {choice['gamma']}"

@@ -1,0 +1,86 @@
+"""The scripts of published tables, run over cells that are measured in no time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, speedup_tables, throughput_latency
+from reproduce.paper import figures, reproduction
+from reproduce.sweeping import runner
+from reproduce.sweeping.cells import Cell
+
+BUILT_IN, LLAMA = "SmolLM2-135M-Instruct", "Llama-3.1-8B"
+SPECULATION = (speedup_tables, cost_ratios, throughput_latency)
+ACCEPTANCE = (acceptance_by_context, acceptance_by_budget)
+ORIGIN = {"git_commit": "0123456789abcdef", "machine": "a CPU, 2 cores", "gpu": None, "torch_version": "2.13"}
+STORAGE = {"dtype": "float32", "kv_dtype": "float32", "draft_dtype": "bfloat16", "draft_weights": None}
+TIMES = {"baseline_step_ms": 100.0, "draft_step_ms": 25.0, "verify_step_ms": 150.0, "round_ms": 240.0}
+THIRTEEN = 13  # rows that no machine can hold
+
+
+def speculation(flags: dict[str, Any], is_self: bool) -> dict[str, Any]:
+    """A run whose speedup is 0.8 where one row decodes, else 1.3."""
+    B = flags["B"]
+    size = {"B": B, **{name: flags[name] for name in ("prefix_len", "gamma")}}
+    accepted = {"acceptance_rate": 0.8, "mean_accepted_length": 2.952, "distinct_4gram_fraction": 0.8}
+    tokens = {"baseline_tokens_per_second": 10.0 * B, "decode_tokens_per_second": 12.3 * B}
+    who = {"draft_model": None if is_self else "SmolLM2-draft", "draft_budget": flags["streamingllm_budget"]}
+    speedups = {"speedup": 0.8 if B == 1 else 1.3, "wall_speedup": 0.7, "identical_sequences": B, "sequences": B}
+    return size | who | accepted | tokens | speedups | TIMES
+
+
+def acceptance(flags: dict[str, Any]) -> dict[str, Any]:
+    row = {"judged": 300, "acceptance_per_position": [0.9, 0.8], "mean_accepted_length": 3.1}
+    rows = [
+        row
+        | {"text": text, "draft_policy": policy, "draft_budget": budget, "acceptance_rate": 0.5 + budget / 2000}
+        | {"distinct_4gram_fraction": 0.75}
+        for text in flags["texts"]
+        for policy in flags["policies"]
+        for budget in flags["budgets"]
+    ]
+    return {name: flags[name] for name in ("B", "prefix_len", "gamma")} | {"rows": rows}
+
+
+class Runs:
+    """Runs scripts; `code` is the last one's exit code, `measured` all cells that were measured."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.patch, self.capture = folder, patch, capture
+        self.model, self.code, self.measured, self.save = BUILT_IN, 0, [], figures.save
+        patch.setattr(runner, "_run", self.measure)
+        patch.setattr(reproduction, "DEFAULT_DRAFT", folder / "no draft")
+
+    def measure(self, cell: Cell, *_: object) -> dict[str, Any]:
+        self.measured.append(cell)
+        row = {"key": cell.key, "script": cell.script, "flags": cell.given, "seconds": 1.0}
+        if cell.given["B"] == THIRTEEN:
+            return row | {"status": "failed", "error": "thirteen rows", "record": None}
+        is_acceptance = cell.script == reproduction.ACCEPT
+        own = acceptance(cell.given) if is_acceptance else speculation(cell.given, cell.script == reproduction.SELFSPEC)
+        record = ORIGIN | STORAGE | {"model": self.model, "dataset": "default", "load_format": "pth"} | own
+        return row | {"status": "ok", "error": None, "record": record}
+
+    def __call__(self, script: ModuleType, *flags: str, draws: bool = False) -> str:
+        """What the script printed, given these flags, and folders of its own."""
+        self.patch.setattr(figures, "save", self.save if draws else lambda figure, name, folder: [])
+        file = reproduction.ACCEPTANCE if script in ACCEPTANCE else reproduction.SPEEDUPS
+        own = ["--output", str(self.folder / file), "--figures", str(self.folder / "figures")]
+        self.patch.setattr(sys, "argv", [script.NAME, *own, *flags])
+        self.code = 0
+        try:
+            script.main()
+        except SystemExit as end:
+            self.code = end.code
+        said = self.capture.readouterr()
+        return said.out + said.err
+
+
+def words(text: str, *starts: str) -> list[list[str]]:
+    """The words of every line that starts with these."""
+    return [line.split() for line in text.splitlines() if line.split()[: len(starts)] == list(starts)]
