@@ -5,9 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
 
-from engine.bench.cost_report import main
+from common import cli
+from engine.bench.cost_flags import CostFlags
+from engine.cost_model.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    cli.run_alone(main, CostFlags)

@@ -2,38 +2,36 @@
 
     python reproduce/cpu_selfspec.py --output reproduce/results/cpu_selfspec.jsonl
 
-Every (gamma, budget, draft dtype, draft weights, way) cell appends one record per pair, then all cells one summary
-each. The ways are what a run does without flags, with --compile also compiled, with --eager also PyTorch's own
-pointwise functions; each is measured beside a baseline of its own way.
+Every (gamma, budget, draft dtype, draft weights, pointwise functions) cell appends one record per pair, then all cells
+one summary each. Pointwise functions are those of a run without flags, with --compile also compiled ones, with --eager
+also PyTorch's own; each cell is measured beside a baseline with the same.
 """
 
-import copy
-import dataclasses
+from __future__ import annotations
+
 import itertools
 import json
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
 
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
-from common.jsonl import append_or_put_off, publish
-from common.provenance import provenance
-from engine.bench import arguments, settings
-from engine.bench import passes as benchmark
-from engine.bench import record as report
-from engine.bench.setup import Setup, load_draft_model, make_drafter, prepare
-from engine.noise import Source, compiled_source, in_passes
-from engine.timing import PhaseTimer
-from models import Transformer
-from models.pointwise import EAGER, Pointwise, compiled, use_pointwise
-from models.pointwise_cpp import pointwise_beside
-from models.quantize import SCHEMES
+from tyro.conf import arg
+
+from common import cli
+from common.errors import ConfigError, flag, require_at_least
+from engine.bench.config import Output, Rows, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.draft_flags import draft_flags
+from models.names import Dtype, Scheme
+
+if TYPE_CHECKING:
+    from engine.bench.session import Session
+    from engine.noise import Source
+    from models.pointwise import Pointwise
 
 USUAL, COMPILED, IN_EAGER = "usual", "compiled", "eager"
 MEDIANS = (
@@ -49,34 +47,85 @@ MEDIANS = (
     "mean_accepted_length",
     "identical_sequences",
 )
+Drafts: Any = draft_flags()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cell:
-    """One way to draft; `weights` as --draft_weights, `way` how pointwise functions run."""
+    """One draft; `weights` as --draft_weights, `functions` how pointwise functions run."""
 
-    gamma: int
-    budget: int
-    draft_dtype: str
-    weights: str
-    way: str
+    options: tuple[tuple[str, Any], ...]
+    functions: str
 
 
-def cell_setup(setup: Setup, cell: Cell, models: dict[tuple, Transformer | None]) -> Setup:
-    """The same target, cache and prompts under another way to draft; `models` keeps what drafts, by its form."""
-    args = copy.copy(setup.args)
-    args.gamma, args.streamingllm_budget, args.draft_dtype = cell.gamma, cell.budget, cell.draft_dtype
-    args.draft_weights, args.compile = cell.weights, cell.way == COMPILED
-    draft = settings.draft_settings(args)
-    form = draft.dtype, draft.quantize
-    if form not in models:
-        models[form] = load_draft_model(setup.runner.model, setup.target, setup.target_ranks, draft, args)
-    return dataclasses.replace(setup, args=args, draft=draft, draft_model=models[form])
+@dataclass(frozen=True)
+class Flags:
+    target: Target = field(default_factory=lambda: Target(device="cpu"))
+    text: Text = field(default_factory=Text)
+    sizes: Sizes = field(default_factory=lambda: Sizes(prefix_len=7500))
+    rows: Rows = field(default_factory=Rows)
+    sampling: Sampling = field(default_factory=Sampling)
+    output: Output = field(default_factory=Output)
+    draft: Drafts = field(default_factory=Drafts)
+    gammas: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --gamma)")] = None
+    """draft lengths to compare"""
+    budgets: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --draft_budget)")] = None
+    """budgets to compare"""
+    draft_dtypes: Annotated[
+        tuple[Literal["same"] | Dtype, ...] | None, arg(help_behavior_hint="(default: --draft_dtype)")
+    ] = None
+    """draft dtypes to compare"""
+    weights: Annotated[
+        tuple[Literal["same"] | Scheme, ...] | None, arg(help_behavior_hint="(default: --draft_weights)")
+    ] = None
+    """draft weights to compare"""
+    eager: bool = False
+    """also with PyTorch's own pointwise functions"""
+    pairs: int = 5
+    """interleaved repetitions of every cell"""
+
+    # The options that each list has several values of.
+    LISTS: ClassVar[dict[str, str]] = {
+        "gamma": "gammas",
+        "draft_budget": "budgets",
+        "draft_dtype": "draft_dtypes",
+        "draft_weights": "weights",
+    }
+
+    def check(self) -> None:
+        require_at_least("pairs", self.pairs, 1)
+        require_at_least("gammas", min(self.gammas or [0]), 0)
+        given = self.draft.given()
+        if "auto" in (given.get("gamma"), given.get("draft_budget")):
+            raise ConfigError(
+                "fixed drafts are compared here",
+                where=f"{flag('gamma')}, {flag('draft_budget')}",
+                seen="auto",
+                required="numbers",
+                fix="compare auto with them by reproduce/gamma_cell.py",
+            )
+        for option, several in self.LISTS.items():
+            if getattr(self, several) and option in given:
+                raise ConfigError(
+                    "one value and several were given",
+                    where=f"{flag(option)} and {flag(several)}",
+                    seen=f"{given[option]} and {' '.join(map(str, getattr(self, several)))}",
+                    required="either",
+                    fix=f"leave out {flag(option)}",
+                )
+
+    def cells(self) -> list[Cell]:
+        several = {option: dict.fromkeys(getattr(self, name) or ()) for option, name in self.LISTS.items()}
+        lists = [[(option, value) for value in values] for option, values in several.items() if values]
+        functions = [USUAL, *([COMPILED] if self.target.compile else []), *([IN_EAGER] if self.eager else [])]
+        return [Cell(*values) for values in itertools.product(itertools.product(*lists), functions)]
 
 
-def use_functions(setup: Setup, pointwise: Pointwise, source: Source) -> None:
-    setup.runner.noise_source = source
-    for model in filter(None, (setup.runner.model, setup.draft_model)):
+def use_functions(session: Session, pointwise: Pointwise, source: Source) -> None:
+    from models.pointwise import use_pointwise
+
+    session.runner.noise_source = source
+    for model in filter(None, (session.runner.model, session.draft_model)):
         use_pointwise(model, pointwise)
 
 
@@ -85,6 +134,8 @@ def summarise(records: list[dict]) -> dict:
     settings = ("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma")
     settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "pointwise")
     settings += ("compile",)
+    from common.provenance import provenance
+
     return {
         "benchmark": "cpu_selfspec_summary",
         **{key: records[0][key] for key in settings},
@@ -102,81 +153,57 @@ def _median(values: list) -> float | None:
     return None if None in values else median(values)
 
 
-def _once(given: list | None, usual: Any) -> list:
-    """Every value that was given once, or the usual one."""
-    return list(dict.fromkeys(given or [usual]))
+def main(flags: Flags) -> None:
+    from common.jsonl import append_or_put_off, publish
+    from engine.bench import passes, record
+    from engine.bench.plan import resolve
+    from engine.bench.resolved import largest_draft
+    from engine.bench.session import Session
+    from engine.noise import compiled_source, in_passes
+    from engine.timing import PhaseTimer
+    from models.pointwise import EAGER, compiled
+    from models.pointwise_cpp import pointwise_beside
 
-
-def main() -> None:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
-    arguments.add_common_arguments(parser)
-    arguments.add_sampling_arguments(parser)
-    arguments.add_draft_arguments(parser)
-    parser.add_argument("--gammas", type=int, nargs="+", help="draft lengths to compare (default: --gamma)")
-    parser.add_argument("--budgets", type=int, nargs="+", help="budgets to compare (default: --streamingllm_budget)")
-    parser.add_argument(
-        "--draft_dtypes",
-        nargs="+",
-        choices=["same", *settings.DTYPES],
-        help="draft dtypes to compare (default: --draft_dtype)",
-    )
-    parser.add_argument(
-        "--weights", nargs="+", choices=["same", *SCHEMES], help="draft weights to compare (default: --draft_weights)"
-    )
-    parser.add_argument("--eager", action="store_true", help="also with PyTorch's own pointwise functions")
-    parser.add_argument("--pairs", type=int, default=5, help="interleaved repetitions of every cell")
-    parser.set_defaults(prefix_len=7500, device="cpu", no_baseline=False)
-    args = parser.parse_args()
-    settings.require_at_least("pairs", args.pairs, 1)
-    settings.require_at_least("gammas", min(args.gammas or [0]), 0)
-    gammas, budgets = _once(args.gammas, args.gamma), _once(args.budgets, args.streamingllm_budget)
-    draft_dtypes, weights = _once(args.draft_dtypes, args.draft_dtype), _once(args.weights, args.draft_weights)
-    ways = [USUAL, *([COMPILED] if args.compile else []), *([IN_EAGER] if args.eager else [])]
-
-    args.draft_dtype, args.compile = draft_dtypes[-1], False
-    args.gamma, args.streamingllm_budget = max(gammas), max(budgets)
-    draft = settings.draft_settings(args)
-    if draft.automatic:
-        raise ConfigError(
-            "fixed drafts are compared here",
-            where="--gamma, --draft_budget",
-            seen=settings.AUTO,
-            required="numbers",
-            fix="compare auto with them by reproduce/gamma_cell.py",
-        )
-    setup = prepare(args, settings.sampling_settings(args), draft)
-    models: dict[tuple, Transformer | None] = {}
-    cells = [Cell(*values) for values in itertools.product(gammas, budgets, draft_dtypes, weights, ways)]
-    setups = {cell: cell_setup(setup, cell, models) for cell in cells}
-    usual = pointwise_beside(setup.runner.model.backend)
-    functions = {USUAL: (usual, in_passes), IN_EAGER: (EAGER, in_passes)}
-    functions |= {COMPILED: (compiled(), compiled_source())} if COMPILED in ways else {}
-    prefill_seconds = benchmark.prefill(setup)
+    flags.check()
+    cells = flags.cells()
+    drafts = dict(zip(cells, flags.draft.variants(*(dict(cell.options) for cell in cells)), strict=True))
+    target = replace(flags.target, compile=False)
+    most = largest_draft(list(drafts.values()), target, flags.sizes)
+    deepest = replace(most, gamma=max(int(draft.gamma) for draft in drafts.values()))
+    config = RunConfig(target, flags.text, flags.sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
+    session = Session.of_plan(resolve(config))
+    sessions = {
+        cell: session.variant(draft=draft, target=replace(target, compile=cell.functions == COMPILED))
+        for cell, draft in drafts.items()
+    }
+    functions = {USUAL: (pointwise_beside(session.runner.model.backend), in_passes), IN_EAGER: (EAGER, in_passes)}
+    functions |= {COMPILED: (compiled(), compiled_source())} if flags.target.compile else {}
+    prefill_seconds = passes.prefill(session)
     records: dict[Cell, list[dict]] = {cell: [] for cell in cells}
-    for pair, way in itertools.product(range(args.pairs), ways):
-        plain = dataclasses.replace(setup, args=next(s.args for c, s in setups.items() if c.way == way))
-        use_functions(plain, *functions[way])
+    for pair, kind in itertools.product(range(flags.pairs), dict.fromkeys(cell.functions for cell in cells)):
+        own_cells = [cell for cell in cells if cell.functions == kind]
+        plain = sessions[own_cells[0]]
+        use_functions(plain, *functions[kind])
         if pair == 0:
-            benchmark.warm_up(plain)
-        baseline = benchmark.decode(plain, f"baseline {pair}")
-        for cell in (cell for cell in cells if cell.way == way):
-            own = setups[cell]
-            use_functions(own, *functions[way])
-            drafter = make_drafter(own, baseline)
+            passes.warm_up(plain)
+        baseline = passes.decode(plain, f"baseline {pair}")
+        for cell in own_cells:
+            own = sessions[cell]
+            use_functions(own, *functions[kind])
+            drafter = own.drafter(baseline.tokens)
             if pair == 0:
-                benchmark.warm_up(own, [drafter])
+                passes.warm_up(own, [drafter])
             timer = PhaseTimer(own.runner.device)
-            speculative = benchmark.decode(own, f"gamma {drafter.gamma}", drafter, timer)
+            speculative = passes.decode(own, f"gamma {drafter.gamma}", drafter, timer)
             # On a CPU a phase needs no synchronisation, so timing it costs nothing.
-            passes = benchmark.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
-            record = report.make_record("cpu_selfspec", own, passes)
-            records[cell].append(record)
-            append_or_put_off(args.output, record, setup.put_off)
-    *others, last = [report.rounded(summarise(kept)) for kept in records.values()]
+            made = passes.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
+            records[cell].append(record.make_record("cpu_selfspec", own, made))
+            append_or_put_off(flags.output.output, records[cell][-1], session.put_off)
+    *others, last = [record.rounded(summarise(kept)) for kept in records.values()]
     for summary in others:
-        append_or_put_off(args.output, summary, setup.put_off)
-    publish(args.output, last, *map(json.dumps, others), put_off=setup.put_off)
+        append_or_put_off(flags.output.output, summary, session.put_off)
+    publish(flags.output.output, last, *map(json.dumps, others), put_off=session.put_off)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -1,16 +1,15 @@
-"""What a round of speculation costs on this machine, and so what pays: measured costs -> predicted speedup.
+"""`python -m engine.cost_model`."""
 
-    python -m engine.cost_model --batches 1 4 8 --contexts 1000 4000 --budgets 128 512 --alpha 0.8
+from common import cli
+from engine.bench.cost_flags import CostFlags
 
-measures plain steps, verifications and draft steps on a grid, over KV caches of random entries, and prints the
-predicted speedup of every (policy, budget, gamma), with the best of each batch and context.
 
-    speedup = tokens_per_round(alpha, gamma) * plain / (gamma * draft + verify(gamma) + other)
+def main(flags: CostFlags) -> None:
+    from engine.bench.cost_report import report
 
-is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with what else a round takes.
-"""
+    flags.check()
+    report(flags)
 
-from engine.bench.cost_report import main
 
 if __name__ == "__main__":
-    main()
+    cli.run_alone(main, CostFlags)

@@ -1,0 +1,122 @@
+"""Measure what rounds cost on this machine, and predict what speculation gains.
+
+    python -m engine.cost_model --batches 1 4 8 --contexts 1000 4000 --budgets 128 512 --alpha 0.8
+
+measures plain steps, verifications and draft steps on a grid, over KV caches of random entries, and prints the
+predicted speedup of every (policy, budget, gamma), with the best of each batch and context.
+
+    speedup = tokens_per_round(alpha, gamma) * plain / (gamma * draft + verify(gamma) + other)
+
+is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with what else a round takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from tyro.conf import arg
+
+from common.errors import ConfigError, flag, require_at_least
+from engine.bench.config import Output, Sampling, Target, Text
+from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
+from engine.drafters.config import DrafterConfig
+
+# What the acceptance is measured on: rows of text, and tokens of each.
+ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
+# The gamma that acceptance is measured at, if no smaller one is the largest.
+ACCEPTANCE_GAMMA = 3
+# The least that each list of sizes may hold.
+LEAST = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
+SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
+
+
+@dataclass(frozen=True)
+class CostFlags:
+    """What is measured, and predicted."""
+
+    FLAGS: ClassVar[dict[str, str]] = {
+        "B": "--batches (or --acceptance_rows)",
+        "prefix_len": "--contexts",
+        "gamma": "--gammas",
+        "draft_policy": "--policies",
+        "draft_budget": "--budgets",
+    }
+
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    sampling: Sampling = field(default_factory=Sampling)
+    output: Output = field(default_factory=Output)
+    draft: SelfDraft = field(default_factory=SelfDraft)
+    batches: tuple[int, ...] = (1, 4, 8)
+    """rows decoded together"""
+    contexts: tuple[int, ...] = (1000, 4000)
+    """tokens per row"""
+    policies: tuple[BudgetedName, ...] = ("streaming", "snapkv")
+    """of the draft"""
+    budgets: tuple[int, ...] = (64, 128, 256, 512)
+    """KV entries of the draft"""
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 6)
+    """tokens drafted per round"""
+    alpha: Annotated[float | None, arg(help_behavior_hint="(default: measured on the data set's own text)")] = None
+    """acceptance rate of every draft"""
+    acceptance_rows: Annotated[int | None, arg(help_behavior_hint=f"(default: {ACCEPTANCE_ROWS})")] = None
+    """rows of text it is measured on, at each context"""
+    gen_len: Annotated[int | None, arg(help_behavior_hint=f"(default: {ACCEPTANCE_TOKENS})")] = None
+    """tokens of each of them"""
+
+    def sorted(self, name: str) -> list[int]:
+        """The sizes of a list, each once, ascending."""
+        return sorted(set(getattr(self, name)))
+
+    @property
+    def n_acceptance_rows(self) -> int:
+        return ACCEPTANCE_ROWS if self.acceptance_rows is None else self.acceptance_rows
+
+    @property
+    def n_acceptance_tokens(self) -> int:
+        return ACCEPTANCE_TOKENS if self.gen_len is None else self.gen_len
+
+    @property
+    def drafts(self) -> list[tuple[str, int]]:
+        """Policies and budgets."""
+        return [(policy, budget) for policy in self.policies for budget in self.sorted("budgets")]
+
+    def configs(self) -> dict[tuple[str, int], DrafterConfig]:
+        """The drafts, at the largest gamma. Errors: ConfigError."""
+        chosen = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in self.drafts]
+        gamma = {"gamma": max(self.gammas)}
+        return dict(zip(self.drafts, self.draft.variants(*({**one, **gamma} for one in chosen)), strict=True))
+
+    def check(self) -> None:
+        """Errors: ConfigError for a number too small, for what has no effect, and for random weights without alpha."""
+        for name, minimum in LEAST.items():
+            require_at_least(name, min(getattr(self, name)), minimum)
+        if self.alpha is None:
+            require_at_least("acceptance_rows", self.n_acceptance_rows, 1)
+            least = min(ACCEPTANCE_GAMMA, max(self.gammas)) + 2
+            require_at_least("gen_len", self.n_acceptance_tokens, least)
+        elif useless := [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]:
+            raise ConfigError(
+                "no acceptance is measured where it is given",
+                where=" and ".join(map(flag, useless)),
+                seen=f"given, with {flag('alpha')}",
+                required="either",
+                fix=f"leave out {' and '.join(map(flag, useless))}",
+            )
+        elif not 0 <= self.alpha <= 1:
+            raise ConfigError(
+                "an acceptance rate is a probability",
+                where=flag("alpha"),
+                seen=self.alpha,
+                required="0 to 1",
+                fix="use 0.8",
+            )
+        if self.target.load_format == "dummy" and self.alpha is None:
+            raise ConfigError(
+                "random weights have no acceptance",
+                where=flag("alpha"),
+                seen=f"not given, with {flag('load_format')} dummy",
+                required="an acceptance rate",
+                fix=f"add {flag('alpha')} 0.8",
+            )
