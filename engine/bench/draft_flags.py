@@ -53,8 +53,8 @@ class DraftFlags:
         given = self.given()
         configs = [drafter_config(self.KINDS, {**given, **chosen}, strict=False) for chosen in each]
         allowed = {name for config in configs for name in _options(config)}
-        if useless := [name for name in given if name not in allowed]:
-            _refuse(useless, given, ", ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))
+        if useless := [name for name in given if name not in (*allowed, "draft")]:
+            _refuse(useless, given, " and ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))
         for config in configs:
             config.check()
         return configs
