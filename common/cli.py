@@ -49,7 +49,7 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
                 kind,
                 args=argv,
                 prog=prog,
-                description=_description(kind),
+                description=_description(),
                 config=STYLE,
                 use_underscores=True,
                 console_outputs=True,
@@ -71,9 +71,9 @@ def _program() -> str:
     return path.name
 
 
-def _description(kind: type) -> str:
-    """The text of the file that the configuration is for, which is the program's."""
-    return (sys.modules[kind.__module__].__doc__ or kind.__doc__ or "").strip()
+def _description() -> str:
+    """What the program's own file says of it."""
+    return (sys.modules["__main__"].__doc__ or "").strip()
 
 
 def _without_values(unknown: Sequence[str]) -> str:

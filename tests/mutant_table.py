@@ -874,7 +874,7 @@ MUTANTS = (
     ),
     Mutant(
         "the tokenizer may be one id larger than the model",
-        "engine/bench/model_source.py",
+        "models/checkpoints/model_source.py",
         "if largest >= vocab_size",
         "if largest > vocab_size",
         ("test_benchmarks.py",),

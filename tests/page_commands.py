@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine.bench.arguments import Parser
 from torch.distributed.run import get_args_parser
 
-from engine.bench.arguments import Parser
 from engine.bench.plan import Plan
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.presets import PRESETS
@@ -208,7 +208,7 @@ class Planner:
                 "engine.bench.plan.available_bytes", lambda device: self.gpu_bytes if n_gpus else self.cpu_bytes
             )
             patch.setattr("engine.bench.arguments.DEFAULT_CHECKPOINT", built_in)
-            patch.setattr("engine.bench.model_source.DEFAULT_CHECKPOINT", built_in)
+            patch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", built_in)
             patch.setattr("engine.bench.setup._join_ranks", reach)
             patch.setattr("reproduce.paper.reproduction.DEFAULT_DRAFT", built_in.parent / "SmolLM2-draft/model.pth")
             patch.setattr("reproduce.paper.reproduction.run_cells", reach_cells)

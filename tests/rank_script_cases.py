@@ -40,9 +40,9 @@ def refuse_the_checkpoint() -> None:
     def refuse(*args: object, **kwargs: object) -> Transformer:
         raise CheckpointError(DAMAGE, where="model.pth", seen="nothing", required="a file", fix="copy it there")
 
-    import engine.bench.model_source
+    import models.checkpoints.model_source
 
-    engine.bench.model_source.load_model = refuse
+    models.checkpoints.model_source.load_model = refuse
 
 
 def change_a_decision() -> None:

@@ -15,11 +15,12 @@ from engine.parallel import end_on_ranks
 
 
 def main(flags: SelfSpecFlags) -> None:
-    from engine.bench import passes, record
+    from engine.bench import passes
+    from engine.bench.finish import finish
     from engine.bench.session import Session
 
     session = Session.open(flags.config())
-    record.finish("selfspec", session, passes.speculation_passes(session))
+    finish("selfspec", session, passes.speculation_passes(session))
 
 
 if __name__ == "__main__":

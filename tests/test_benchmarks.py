@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.bench.model_source import find_model
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
+from models.checkpoints.model_source import find_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
@@ -598,7 +598,7 @@ def test_entries_that_attention_cannot_read_take_memory(
 def test_the_default_model_is_asked_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.bench.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
+    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
     message = refusal("baseline", ["--model", str(tmp_path / "default" / "model.pth")], monkeypatch, capsys)
     assert "make demo" in message
 

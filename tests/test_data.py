@@ -14,8 +14,8 @@ from tiny import TINY
 from common.errors import ConfigError, DataError
 from engine.bench import data
 from engine.bench.data import load_books, make_prompts
-from engine.bench.model_source import ModelSource
 from engine.bench.plan import resolve_dataset
+from models.checkpoints.model_source import ModelSource
 
 BOS = 7
 
@@ -128,7 +128,7 @@ def test_default_book(tmp_path, monkeypatch):
 )
 def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folder, load_format, resolved):
     """The built-in model is where it was fetched; what was converted from it elsewhere is another."""
-    monkeypatch.setattr("engine.bench.model_source.DEFAULT_CHECKPOINT", tmp_path / "built-in")
+    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "built-in")
     for name in ("built-in", "converted", "org/name"):
         (tmp_path / name).mkdir(parents=True)
     source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")

@@ -90,7 +90,7 @@ def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPa
     for name in BUILT_IN:
         (folder / name).symlink_to(checkpoint)
     book.write_text(" ".join(f"{word} and" for word in range(200)))
-    for module in ("engine.bench.arguments", "engine.bench.model_source"):
+    for module in ("engine.bench.arguments", "models.checkpoints.model_source"):
         monkeypatch.setattr(f"{module}.DEFAULT_CHECKPOINT", folder / DEFAULT_NAME)
     monkeypatch.setattr("engine.bench.data.DEFAULT_BOOK", book)
     monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 0)

@@ -154,8 +154,8 @@ def test_without_pg19_a_text_is_asked_for_at_once(
     def load(*args: object, **kwargs: object) -> None:
         raise AssertionError("something is loaded")
 
-    monkeypatch.setattr("engine.bench.model_source.load_tokenizer", load)
-    monkeypatch.setattr("engine.bench.model_source.load_model", load)
+    monkeypatch.setattr("models.checkpoints.model_source.load_tokenizer", load)
+    monkeypatch.setattr("models.checkpoints.model_source.load_model", load)
     message = refusal("baseline", ["--model", f"checkpoints/{DRAFT}/model.pth", *SMALL.split()], monkeypatch, capsys)
     for part in ("PG-19", "--dataset FOLDER_OR_FILE (.txt, .jsonl, .parquet)", "--dataset default"):
         assert part in message

@@ -3,75 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from engine.bench.config import (
-    Output,
-    Passes,
-    RankOptions,
-    Rows,
-    RunConfig,
-    Sampling,
-    Sizes,
-    Target,
-    TargetBesideDraft,
-    Text,
-)
-from engine.bench.draft_flags import DraftFlags, draft_flags
+from engine.bench.config import Passes, PlainRun, RankOptions, RunConfig, TargetBesideDraft
+from engine.bench.draft_flags import draft_flags
 
-SelfDrafts = draft_flags()
-Standalone = draft_flags(["standalone"], flags={"draft_model": "model"})
+SelfDraft: Any = draft_flags()
+Standalone: Any = draft_flags(["standalone"], flags={"draft_model": "model"})
 
 
-@dataclass(frozen=True)
-class BaselineFlags:
-    """Plain decoding."""
-
-    target: Target = field(default_factory=Target)
-    text: Text = field(default_factory=Text)
-    sizes: Sizes = field(default_factory=Sizes)
-    rows: Rows = field(default_factory=Rows)
-    sampling: Sampling = field(default_factory=Sampling)
+@dataclass(frozen=True, kw_only=True)
+class BaselineFlags(PlainRun):
     ranks: RankOptions = field(default_factory=RankOptions)
-    output: Output = field(default_factory=Output)
-    printoutput: bool = False
-    """print every row's generated text"""
 
     def config(self) -> RunConfig:
-        return run_config(self)
+        """The run that they ask for. Errors: ConfigError for draft flags without effect."""
+        own = dict(vars(self))
+        if "draft" in own:
+            own["draft"] = own["draft"].config()
+        return RunConfig(**own)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SelfSpecFlags(BaselineFlags):
-    """Speculation that needs no second model."""
-
-    draft: SelfDrafts = field(default_factory=SelfDrafts)  # type: ignore[valid-type]
+    draft: SelfDraft = field(default_factory=SelfDraft)
     passes: Passes = field(default_factory=Passes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongSpecFlags(BaselineFlags):
-    """Speculation with a model of its own that drafts."""
-
     FLAGS: ClassVar[dict[str, str]] = {"model": "--target", "draft_model": "--model"}
 
     target: TargetBesideDraft = field(default_factory=TargetBesideDraft)
-    draft: Standalone  # type: ignore[valid-type]
+    draft: Standalone
     passes: Passes = field(default_factory=Passes)
-
-
-def run_config(flags: BaselineFlags) -> RunConfig:
-    """The run that those flags ask for. Errors: ConfigError for draft flags without effect."""
-    draft = getattr(flags, "draft", None)
-    return RunConfig(
-        target=flags.target,
-        text=flags.text,
-        sizes=flags.sizes,
-        rows=flags.rows,
-        sampling=flags.sampling,
-        ranks=flags.ranks,
-        output=flags.output,
-        draft=draft.config() if isinstance(draft, DraftFlags) else None,
-        passes=getattr(flags, "passes", Passes()),
-        printoutput=flags.printoutput,
-    )

@@ -135,8 +135,8 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """A run. ranks: None for a program that runs on one process. draft: None for plain decoding."""
+class PlainRun:
+    """A run of plain decoding. ranks: None for a program that runs on one process."""
 
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
@@ -145,6 +145,13 @@ class RunConfig:
     sampling: Sampling = field(default_factory=Sampling)
     ranks: RankOptions | None = None
     output: Output = field(default_factory=Output)
+    printoutput: bool = False
+    """print every row's generated text"""
+
+
+@dataclass(frozen=True)
+class RunConfig(PlainRun):
+    """A run. draft: None for plain decoding."""
+
     draft: DrafterConfig | None = None
     passes: Passes = field(default_factory=Passes)
-    printoutput: bool = False

@@ -1,14 +1,4 @@
-"""Measure what rounds cost on this machine, and predict what speculation gains.
-
-    python -m engine.cost_model --batches 1 4 8 --contexts 1000 4000 --budgets 128 512 --alpha 0.8
-
-measures plain steps, verifications and draft steps on a grid, over KV caches of random entries, and prints the
-predicted speedup of every (policy, budget, gamma), with the best of each batch and context.
-
-    speedup = tokens_per_round(alpha, gamma) * plain / (gamma * draft + verify(gamma) + other)
-
-is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with what else a round takes.
-"""
+"""The command line of the cost model."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from common.process import LEADER, world_size
 from engine.bench.config import DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.data import BUILT_IN, PG19
 from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
-from engine.bench.model_source import ModelSource, check_vocabulary, find_model
 from engine.bench.prompt_files import read_prompts
 from engine.bench.resolved import (
     AUTO,
@@ -28,6 +27,7 @@ from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
 from models.attention import select_backend
+from models.checkpoints.model_source import ModelSource, check_vocabulary, find_model
 from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme

@@ -14,7 +14,6 @@ from common.say import dtype_name, say
 from engine.bench.config import RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
 from engine.bench.memory import used_bytes
-from engine.bench.model_source import ModelSource
 from engine.bench.plan import Plan, remarks, resolve, shares_target
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_positions, resolve_sampling
 from engine.bench.room import require_room
@@ -29,6 +28,7 @@ from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
+from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 from models.llama import attention_spec, select_layers
 from models.pointwise import Pointwise, compiled, use_pointwise

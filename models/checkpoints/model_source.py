@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from common.errors import CheckpointError, ConfigError
-from models import ModelConfig, Transformer, load_model
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.checkpoints.loading import CONFIG, WEIGHTS
+from models.checkpoints.loading import CONFIG, WEIGHTS, load_model
 from models.checkpoints.manifest import check_files
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from models.config import ModelConfig
+from models.llama import Transformer
 from models.presets import preset_config, preset_name
 from models.tensor_parallel import Exchange
 
