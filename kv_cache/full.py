@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from kv_cache.base import KVCache, KVShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FullKVCache(KVCache):
@@ -17,7 +21,7 @@ class FullKVCache(KVCache):
         max_batch: int,
         max_len: int,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from common.errors import ConfigError
 from kv_cache.base import KVShape
 from kv_cache.streaming import StreamingKVCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SnapKVCache(StreamingKVCache):
@@ -34,7 +36,7 @@ class SnapKVCache(StreamingKVCache):
         budget: int,
         window: int = 32,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         pool: int = 5,
     ) -> None:
         check_snapkv(budget, window, pool)
@@ -59,7 +61,7 @@ class SnapKVCache(StreamingKVCache):
                 fix="pass ModelRunner.last_queries(row, prompt, cache.n_observed)",
             )
         votes = attention_received(queries(), keys())[:, : length - self.window]
-        pooled = F.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
+        pooled = torch.nn.functional.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
         chosen = pooled.topk(self.n_sink, dim=1).indices.sort(dim=1).values
         recent = torch.arange(length - self.window, length, device=chosen.device)
         return torch.cat([chosen, recent.expand(len(chosen), -1)], dim=1)

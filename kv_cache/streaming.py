@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from kv_cache.base import KVCache, KVShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StreamingKVCache(KVCache):
@@ -28,7 +32,7 @@ class StreamingKVCache(KVCache):
         budget: int,
         n_sink: int = 4,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         rotate_on_read: bool = False,
     ) -> None:
         check_budget(budget, n_sink)

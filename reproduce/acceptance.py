@@ -160,7 +160,7 @@ def _row(setup: Setup, text: str, counts: Counts, written: Sequence[Sequence[int
         "snapkv_window": draft.window,
         "draft_positions": draft.positions,
         "acceptance_rate": counts.acceptance_rate,
-        "judged": counts.judged,
+        "judged": counts.verified,
         "acceptance_per_position": counts.acceptance_per_position,
         "mean_accepted_length": counts.mean_accepted_length,
         "distinct_4gram_fraction": report.distinct_4gram_fraction(written),

@@ -407,8 +407,8 @@ MUTANTS = (
     Mutant(
         "8-bit entries share a scale over the block that they were written in",
         "kv_cache/entries.py",
-        "scale = (x.abs().amax(dim=-1) / LARGEST[dtype])",
-        "scale = (x.abs().amax(dim=(1, -1), keepdim=True)[..., 0].expand(x.shape[:-1]) / LARGEST[dtype])",
+        "scale = (x.abs().amax(dim=-1) / largest()[dtype])",
+        "scale = (x.abs().amax(dim=(1, -1), keepdim=True)[..., 0].expand(x.shape[:-1]) / largest()[dtype])",
         ("test_llama_scenarios.py",),
     ),
     Mutant(

@@ -124,7 +124,7 @@ class Both:
         tokens = torch.tensor(blocks)
         positions = torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1])
         # As in the engine, one extent for all rows, which may lie beyond the longest.
-        logits = self.runner.step(tokens, positions, int(positions.max()) + 1 + self.spare)
+        logits = self.runner.step(tokens, positions, self.cache.view(extent=int(positions.max()) + 1 + self.spare))
         for i, row in enumerate(self.rows):
             row.forget(starts[i])
             self._compare(logits[i], row.run(blocks[i]), i)
@@ -220,9 +220,9 @@ class Overheard(StandaloneDraft):
 
     rounds: list[tuple[list[int], list[int], list[list[int]]]]
 
-    def propose(self, current, lengths, extent, verification, gamma):
-        drafts = super().propose(current, lengths, extent, verification, gamma)
-        self.rounds.append((lengths.tolist(), current.tolist(), drafts.tokens.tolist()))
+    def propose(self, batch, verification, gamma):
+        drafts = super().propose(batch, verification, gamma)
+        self.rounds.append((batch.lengths.tolist(), batch.current.tolist(), drafts.tokens.tolist()))
         return drafts
 
 
@@ -346,7 +346,9 @@ def test_until_something_is_evicted_places_are_positions(n_sink):
     def logits_of_a_block(n_token: int, start: Tensor) -> list[Tensor]:
         tokens = torch.randint(61, (2, n_token), generator=generator)
         positions = start[:, None] + torch.arange(n_token)
-        logits = [runner.step(tokens, positions, int(positions.max()) + 1) for runner in runners]
+        logits = [
+            runner.step(tokens, positions, runner.cache.view(extent=int(positions.max()) + 1)) for runner in runners
+        ]
         in_cache = runners[0].cache
         places, slot_places = in_cache.rotary_positions(positions)
         if int(positions.max()) < budget:

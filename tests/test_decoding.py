@@ -140,7 +140,7 @@ def test_counts_add_up_when_rows_accept_differently(kind):
         assert len(tokens) == 1 + row.emitted == 1 + row.accepted + row.added
         assert row.drafted == 5 * row.rounds if kind == "upto" else 0 < row.drafted < 5 * row.rounds
         assert row.accepted_at == sorted(row.accepted_at, reverse=True)
-        assert all(a <= j for a, j in zip(row.accepted_at, row.judged_at, strict=True))
+        assert all(a <= j for a, j in zip(row.accepted_at, row.verified_at, strict=True))
     assert len({row.accepted for row in out.stats.rows}) > 1
     assert out.stats.accepted == sum(row.accepted for row in out.stats.rows)
     steady = out.stats.steady()

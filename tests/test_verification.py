@@ -11,12 +11,12 @@ from black_box import FAMILIES, law_pairs, random_laws, recovered_laws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_tools import chi_square_p_value
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, batch_at, full_cache, random_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import ModelRunner, NGram, SavedText, SelfSpeculation
-from engine.modes import CoupledRound, Drafts, GreedyRound, RejectionRound, Rows, start_round
-from engine.sampling import Law, SamplingParams, logits_to_probs
+from engine.modes import Coupled, Drafts, Greedy, Rejection, Rows, verification_in
+from engine.sampling import Distribution, SamplingParams, logits_to_probs
 from engine.verification import verify_coupled, verify_greedy, verify_rejection
 from kv_cache import StreamingKVCache
 
@@ -158,10 +158,10 @@ def test_narrow_chi_square_with_the_engines_own_noise(gamma, params, record_prop
     target_logits = math.log(0.65) * torch.stack([ranks, ranks.roll(3), ranks.flip(0)])[: gamma + 1]
     draft_logits = target_logits.flip(-1)
     rows = Rows.of([params] * n_rows, range(n_rows), "cpu")
-    decision = RejectionRound(rows, torch.arange(n_rows) % 5 + 10)
+    decision = Rejection(rows, torch.arange(n_rows) % 5 + 10)
     drawn = [decision.draw(draft_logits[i].expand(n_rows, -1), i) for i in range(gamma)]
     drafts = Drafts(torch.stack([token for token, _ in drawn], 1), torch.stack([law for _, law in drawn], 1))
-    verdict = decision.judge(drafts, target_logits.expand(n_rows, -1, -1))
+    verdict = decision.verify(drafts, target_logits.expand(n_rows, -1, -1))
 
     p, q = logits_to_probs(target_logits, params), logits_to_probs(draft_logits, params)
     rejected = verdict.num_accepted == 0
@@ -242,9 +242,9 @@ def test_greedy_rows_are_verified_as_greedy_in_every_mode():
     wanted = verify_greedy(drafts, logits)
     laws = torch.nn.functional.one_hot(drafts, 5).double()
     lengths = torch.arange(300)
-    for decision in (RejectionRound(rows, lengths), CoupledRound(rows, lengths, 3, 5, torch.float64)):
+    for decision in (Rejection(rows, lengths), Coupled(rows, lengths, 3, 5, torch.float64)):
         for probs in (laws, None):
-            verdict = decision.judge(Drafts(drafts, probs), logits)
+            verdict = decision.verify(Drafts(drafts, probs), logits)
             for given_, wanted_ in zip(verdict, wanted, strict=True):
                 assert torch.equal(given_[at_zero], wanted_[at_zero])
 
@@ -266,18 +266,18 @@ def test_no_drafter_reads_a_value_back():
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2))
     prompts = random_prompts([7, 4])
-    lengths, extent = torch.tensor([len(prompt) for prompt in prompts]), max(map(len, prompts)) + 4
+    batch = batch_at([len(prompt) for prompt in prompts], [5, 6])
     streaming = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 6, 1, dtype=torch.float64), 3)
     rows = Rows.of([SamplingParams(1.0, top_p=0.9)] * 2, [0, 1], "cpu")
     for drafter in (streaming, NGram(runner, 3), SavedText(runner, {0: [1, 2, 3], 1: [4]}, 3)):
         for row, prompt in enumerate(prompts):
             runner.prefill_row(row, prompt)
-            drafter.admit(row, row, prompt)
+            drafter.follow(row, row, prompt, 0)
         for mode in ("greedy", "rejection", "coupled"):
-            decision = start_round(mode, rows, lengths, 3, model)
+            decision = verification_in(mode, rows, batch.lengths, 3, model)
             with torch.inference_mode(), NoHostSync():
-                drafts = drafter.propose(torch.tensor([5, 6]), lengths, extent, decision, 3)
-                drafter.rollback(lengths)
+                drafts = drafter.propose(batch, decision, 3)
+                drafter.rollback(batch.lengths)
             assert drafts.tokens.shape == (2, 3)
 
 
@@ -289,14 +289,14 @@ def test_no_round_reads_a_value_back():
     lengths, ragged = torch.tensor([3, 9, 1, 4]), torch.tensor([2, 0, 1, 2])
     with NoHostSync():
         for decision in (
-            GreedyRound(),
-            RejectionRound(rows, lengths),
-            CoupledRound(rows, lengths, 2, 6, torch.float32),
+            Greedy(),
+            Rejection(rows, lengths),
+            Coupled(rows, lengths, 2, 6, torch.float32),
         ):
             drawn = [decision.draw(logits[:, i], i) for i in range(2)]
             tokens = torch.stack([token for token, _ in drawn], dim=1)
             laws = torch.stack([law for _, law in drawn], dim=1) if drawn[0][1] is not None else None
             for drafts in (Drafts(tokens, laws), Drafts(tokens, None, ragged)):
-                decision.judge(drafts, logits)
+                decision.verify(drafts, logits)
     with pytest.raises(AssertionError, match="would wait"), NoHostSync():
-        Law.of([SamplingParams(1.0)]).probs(logits).sum().item()
+        Distribution.of([SamplingParams(1.0)]).probs(logits).sum().item()

@@ -83,7 +83,7 @@ def measure_acceptance(
         drafter = _drafter(setup, args, runner, draft, min(ACCEPTANCE_GAMMA, gamma))
         counts = forced_acceptance(runner, drafter, prompts, continuations, setup.sampling.params, setup.sampling.mode)
         summed = total(counts)
-        rates[draft] = AcceptanceRate(summed.accepted / summed.judged, summed.judged)
+        rates[draft] = AcceptanceRate(summed.accepted / summed.verified, summed.verified)
     return rates
 
 

@@ -26,7 +26,7 @@ from engine.bench.settings import (
 )
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
 from engine.runner import prefill_chunk_of
-from kv_cache.entries import LARGEST
+from kv_cache.entries import largest
 from models import ModelConfig
 from models.attention import select_backend
 from models.llama import attention_spec
@@ -240,7 +240,7 @@ def _dequantizes(
 
     turns_keys: keys are turned to their positions as they are read, dequantised for whatever attention.
     """
-    if entries not in LARGEST:
+    if entries not in largest():
         return None
     if turns_keys:
         return lambda n_token: True

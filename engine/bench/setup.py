@@ -18,10 +18,10 @@ from engine.bench.plan import Plan, remarks, require_room, resolve, shares_targe
 from engine.bench.settings import GREEDY, DraftSettings, Sampling
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
+from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.requests import check_prompt
-from engine.round import CudaGraphs
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
 from models import ModelConfig, Transformer
