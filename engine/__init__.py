@@ -1,16 +1,19 @@
 """The engine: runners, drafters, verification, and the one decode loop."""
 
-from engine.decoding import GenerateOutput, generate
+from engine.decoding import Decoder, GenerateOutput, generate
 from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
+from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 
 __all__ = [
+    "Decoder",
     "Drafter",
     "GenerateOutput",
     "ModelRunner",
     "NGram",
+    "Request",
     "SamplingParams",
     "SavedText",
     "SelfSpeculation",

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from pacings import Scripted
 from tiny import batch_at, full_cache, random_prompts, tiny_model
 from witness import WitnessModel
 
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 from engine import ModelRunner, NGram, SavedText, generate
 from engine.drafters.ngram import find_ngram
 from engine.modes import Greedy
+from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
 
@@ -61,7 +63,9 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
             seen.append((batch.lengths.tolist(), self._text.clone(), drafts))
             return drafts
 
-    out = generate(runner, prompts, max_new_tokens=40, drafter=Watched(runner, 4))
+    # Two plain rounds, now and then.
+    pacing = Scripted([Watched(runner, 4)], [PLAIN, Choice(0, 4), Choice(0, 4), Choice(0, 4), PLAIN])
+    out = generate(runner, prompts, max_new_tokens=40, pacing=pacing)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     ragged = set()
     for lengths, text, drafts in seen:
@@ -85,6 +89,9 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(), 3)
     assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
     drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(), 3)
+    assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
+    drafter.follow(0, 7, [1, 2, 10, 11], 2)  # rounds went by without it
+    drafts = drafter.propose(batch_at([4, 9, 9], [12, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
     drafter.follow(0, 9, [4, 4, 4, 4], 0)  # a shorter text in a row that held a longer one
     drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(), 3)
