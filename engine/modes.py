@@ -1,23 +1,26 @@
-"""The three verification modes: how a round's drafts are drawn, and how the target judges them.
+"""The three verification modes: how a round's drafts are drawn, and how the target verifies them.
 
-A round object joins the pure functions of `verification` with the law of each row and with random
-numbers keyed by what they are for. The first token after a prefill is a round without drafts.
+A mode joins the pure functions of `verification` with the distribution of each row and with random numbers
+keyed by what they are for. The first token after a prefill is that of a round without drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.noise import Source, Stream, gumbel, in_passes, uniform
-from engine.sampling import Law, LawShape, SamplingParams, greedy
+from engine.sampling import Distribution, Filters, SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
-from models import Transformer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from models import Transformer
 
 MODES = ("auto", "greedy", "rejection", "coupled")
 
@@ -25,8 +28,8 @@ MODES = ("auto", "greedy", "rejection", "coupled")
 class Drafts(NamedTuple):
     """A round's proposals.
 
-    tokens: `[B, g]` int64. probs: `[B, g, V]`, the laws that they were drawn from, where rejection needs
-    them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's tokens
+    tokens: `[B, g]` int64. probs: `[B, g, V]`, the distributions that they were drawn from, where rejection
+    needs them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's tokens
     are meant; None for all.
     """
 
@@ -37,12 +40,12 @@ class Drafts(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """What sampling depends on besides the logits: each row's law, and its `seed` and `request` id `[B]` int64.
+    """What sampling depends on besides the logits: each row's distribution, `seed` and `request` id `[B]` int64.
 
     source: what draws the uniform numbers, see `noise.uniform`.
     """
 
-    law: Law
+    distribution: Distribution
     seed: Tensor
     request: Tensor
     source: Source = in_passes
@@ -53,47 +56,47 @@ class Rows:
         params: Sequence[SamplingParams],
         requests: Sequence[int],
         device: str | torch.device,
-        shape: LawShape | None = None,
+        filters: Filters | None = None,
         source: Source = in_passes,
     ) -> Rows:
         return cls(
-            law=Law.of(params, device, shape),
+            distribution=Distribution.of(params, device, filters),
             seed=torch.tensor([row.seed for row in params], device=device),
             request=torch.tensor(requests, device=device),
             source=source,
         )
 
     def copy_(self, other: Rows) -> None:
-        """Take over the values of rows whose law has the same shape, in place."""
-        self.law.copy_(other.law)
+        """Take over the values of rows with the same filters, in place."""
+        self.distribution.copy_(other.distribution)
         self.seed.copy_(other.seed)
         self.request.copy_(other.request)
 
 
-class VerificationRound(Protocol):
-    """One round in one mode, over rows whose last token sits at position `lengths [B]`."""
+class Verification(Protocol):
+    """A round in one mode, over rows whose last token sits at position `lengths [B]`."""
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its law `[B, V]` if judging needs it."""
+        """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
         ...
 
-    def judge(self, drafts: Drafts, logits: Tensor) -> Verdict:
+    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         """The verdict of the target's `logits [B, g + 1, V]`."""
         ...
 
 
-class GreedyRound:
+class Greedy:
     """Every token is an argmax."""
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
         return greedy(logits), None
 
-    def judge(self, drafts: Drafts, logits: Tensor) -> Verdict:
+    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         return verify_greedy(drafts.tokens, logits, drafts.lengths)
 
 
 @dataclass(frozen=True)
-class RejectionRound:
+class Rejection:
     """Drafting, accepting and resampling each have a stream of their own.
 
     What a round drew behind its first rejection is drawn again by the next round from the same numbers,
@@ -104,12 +107,12 @@ class RejectionRound:
     lengths: Tensor
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        probs = self.rows.law.probs(logits)
+        probs = self.rows.distribution.probs(logits)
         noise = self._gumbel(self.lengths + 1 + i, Stream.DRAFT, probs)
         return (probs.log() + noise).argmax(dim=-1), probs
 
-    def judge(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        probs = self.rows.law.probs(logits)
+    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
+        probs = self.rows.distribution.probs(logits)
         n_drafts = drafts.tokens.shape[1]
         positions = self.lengths[:, None] + 1 + torch.arange(n_drafts, device=self.lengths.device)
         seed, request = self.rows.seed[:, None], self.rows.request[:, None]
@@ -123,14 +126,14 @@ class RejectionRound:
         return gumbel(rows.seed, rows.request, positions, stream, like.shape[-1], like.dtype, rows.source)
 
 
-class CoupledRound:
+class Coupled:
     """Draft and target share one Gumbel vector per position; it is computed once, for both.
 
-    With the first draft, or for judging where nothing was drawn: a rank that does not decide never needs it.
+    With the first draft, or for verifying where nothing was drawn: a rank that does not decide never needs it.
     """
 
     def __init__(self, rows: Rows, lengths: Tensor, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
-        self._law = rows.law
+        self._logprobs = rows.distribution.logprobs
         self._rows, self._lengths, self._gamma, self._vocab_size, self._dtype = rows, lengths, gamma, vocab_size, dtype
         self._drawn_with: Tensor | None = None
 
@@ -144,11 +147,11 @@ class CoupledRound:
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
         if i == 0 or self._drawn_with is None:
             self._drawn_with = self._noise()
-        return (self._law.logprobs(logits) + self._drawn_with[:, i]).argmax(dim=-1), None
+        return (self._logprobs(logits) + self._drawn_with[:, i]).argmax(dim=-1), None
 
-    def judge(self, drafts: Drafts, logits: Tensor) -> Verdict:
+    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
-        return verify_coupled(drafts.tokens, self._law.logprobs(logits), noise, drafts.lengths)
+        return verify_coupled(drafts.tokens, self._logprobs(logits), noise, drafts.lengths)
 
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
@@ -173,10 +176,10 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
     return mode if mode != "auto" else "rejection" if sampled else "greedy"
 
 
-def start_round(mode: str, rows: Rows, lengths: Tensor, gamma: int, model: Transformer) -> VerificationRound:
-    """A round of at most `gamma` drafts behind position `lengths [B]`, judged by `model`'s logits."""
+def verification_in(mode: str, rows: Rows, lengths: Tensor, gamma: int, model: Transformer) -> Verification:
+    """Of at most `gamma` drafts behind position `lengths [B]`, by `model`'s logits."""
     if mode == "greedy":
-        return GreedyRound()
+        return Greedy()
     if mode == "rejection":
-        return RejectionRound(rows, lengths)
-    return CoupledRound(rows, lengths, gamma, model.config.vocab_size, torch.promote_types(model.dtype, torch.float32))
+        return Rejection(rows, lengths)
+    return Coupled(rows, lengths, gamma, model.config.vocab_size, torch.promote_types(model.dtype, torch.float32))

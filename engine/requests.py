@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from common.errors import ConfigError
-from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts
 
-FinishReason = Literal["length", "stop", "error"] | None
+if TYPE_CHECKING:
+    from engine.runner import ModelRunner
+
+FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A prompt on its way through the batch. `index` is its place among the prompts, `id` keys its noise."""
+    """A prompt on its way through the batch: at most `limit` new tokens, the stop token included.
 
-    index: int
-    id: int
-    prompt: list[int]
+    id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it.
+    """
+
+    prompt: Sequence[int]
     limit: int
-    stop_tokens: frozenset[int]
-    sampling: SamplingParams
-    counts: Counts
+    stop_tokens: Collection[int] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    id: int = 0
+    index: int = 0
+    counts: Counts = field(default_factory=Counts)
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, Integral) or not 0 <= self.id < 2**32:  # a word of the random numbers' counter
+            where = f"prompt {self.index}: request_ids"
+            raise _refuse("a request id is out of range", where, self.id, "an integer, 0 <= id < 2**32")
 
     def extend(self, block: Sequence[int]) -> int:
         """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
@@ -53,16 +63,30 @@ class Request:
         self.error = f"row {self.index}: logits at position {position} are NaN or infinite"
 
 
+class Progress(Protocol):
+    """Notified of tokens as they are prefilled and emitted, and of every request that ends by itself."""
+
+    def prefilled(self, n_tokens: int) -> None: ...
+    def emitted(self, n_tokens: int) -> None: ...
+    def finished(self, request: Request) -> None: ...
+
+
+class Unwatched:
+    """A Progress that does nothing."""
+
+    def prefilled(self, n_tokens: int) -> None: ...
+    def emitted(self, n_tokens: int) -> None: ...
+    def finished(self, request: Request) -> None: ...
+
+
 def make_requests(
-    runner: ModelRunner,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]],
-    gamma: int,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     request_ids: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Check every prompt against the vocabulary, the context and the cache; errors as `generate` says."""
+    """One a prompt. Errors: ConfigError if a list is not as long as the prompts, or samples would share their noise."""
     n_prompts = len(prompts)
     limits = [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = _stops_per_prompt(stop_tokens, n_prompts)
@@ -78,27 +102,21 @@ def make_requests(
     for name, given in per_prompt.items():
         if len(given) != n_prompts:
             raise _refuse(f"{name} given per prompt does not match the prompts", name, len(given), n_prompts)
-    _check_ids(ids, samplings)
-    requests = []
-    for index, (prompt, limit, stop) in enumerate(zip(prompts, limits, stops, strict=True)):
-        check_prompt(runner, index, prompt, limit, gamma)
-        counts = Counts.of_gamma(gamma)
-        requests.append(Request(index, ids[index], list(prompt), limit, frozenset(stop), samplings[index], counts))
-    return requests
+    _check_noise(ids, samplings)
+    each = zip(prompts, limits, stops, samplings, ids, strict=True)
+    return [
+        Request(list(prompt), limit, frozenset(stop), sampling, id_, index)
+        for index, (prompt, limit, stop, sampling, id_) in enumerate(each)
+    ]
 
 
-def _check_ids(ids: Sequence[int], samplings: Sequence[SamplingParams]) -> None:
-    """Ids are 32-bit words of the random numbers' counter; two samples must not share their numbers."""
+def _check_noise(ids: Sequence[int], samplings: Sequence[SamplingParams]) -> None:
+    """Raise ConfigError if two samples of one call would have the same random numbers."""
     owner: dict[tuple[int, int], int] = {}
     for index, (request_id, sampling) in enumerate(zip(ids, samplings, strict=True)):
-        where = f"prompt {index}: request_ids"
-        if not isinstance(request_id, Integral) or not 0 <= request_id < 2**32:
-            raise _refuse("a request id is out of range", where, request_id, "an integer, 0 <= id < 2**32")
-        if sampling.greedy:
-            continue
-        first = owner.setdefault((request_id, sampling.seed), index)
+        first = index if sampling.greedy else owner.setdefault((request_id, sampling.seed), index)
         if first != index:
-            seen = f"id {request_id} and seed {sampling.seed}, as prompt {first}"
+            where, seen = f"prompt {index}: request_ids", f"id {request_id} and seed {sampling.seed}, as prompt {first}"
             raise _refuse("two requests would share their random numbers", where, seen, "another id or seed")
 
 

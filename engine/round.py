@@ -1,175 +1,150 @@
-"""What a round of decoding reads, in buffers that never move, and how its parts run: called, or replayed.
-
-A round has four parts (draft, verify, accept, and rolling the caches back), named with what the round chose to draft
-with and how far. Each is a function without arguments over tensors that stay where they are, so on a GPU it can be
-captured once as a CUDA graph and replayed from then on: whatever the rows' lengths become, whoever is refilled,
-nothing is captured or launched one by one again.
-"""
+"""Round: propose, verify, accept, roll back."""
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from common.errors import ConfigError
-from engine.modes import Rows
-from engine.noise import Source, in_passes
-from engine.runner import ModelRunner
-from engine.sampling import LawShape, SamplingParams
+from engine.batch import Batch
+from engine.drafters import Drafter
+from engine.graphs import Called, Captured
+from engine.modes import Drafts, verification_in
+from engine.runner import ModelRunner, finite_rows
+from engine.sampling import Filters
 
-Outputs = TypeVar("Outputs")
-
-
-class Graphs(Protocol):
-    """The recorded functions of one runner. `capture` returns what replays `part`, and the tensors that every replay
-    fills; `close` destroys all of them, after which others may be captured."""
-
-    def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]: ...
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class CudaGraphs:
-    """CUDA graphs on a stream and in a memory pool of their own; a pool, since they never run at the same time.
+class Outcome(NamedTuple):
+    """A row's round: how many tokens were drafted; the accepted ones and the target's own; which logits are finite."""
 
-    Destroying one frees the cuBLAS workspace of its stream, whatever else was captured there (pytorch #193402): that
-    is why no other owner captures on this stream, and why none of these is destroyed alone.
+    drafted: int
+    block: list[int]
+    finite: list[int]
+
+
+def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
+    """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name."""
+
+    def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
+        @wraps(method)
+        def run(self: Round) -> None:
+            outputs = self._run(method.__name__, partial(method, self))
+            if result is not None:
+                setattr(self, result, outputs)
+
+        return run
+
+    return decorate
+
+
+class Round:
+    """A round in which `drafter` proposes at most `gamma` tokens a row; without one, a plain step of the target.
+
+    The four parts run in order, as often as there are rounds, over the batch as it then is. Each fills a buffer, which
+    keeps its place where parts are captured:
+
+    drafts: what was proposed. logits: the target's, `[B, gamma + 1, V]`, behind each row's current token and drafts.
+    decided: `[B, 3 + gamma + gamma + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and
+    whether the logits at each position are finite.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+    drafts: Drafts
+    logits: Tensor
+    decided: Tensor
 
-    def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        graph = torch.cuda.CUDAGraph()
-        # The thread that watches over NCCL asks the GPU for its progress meanwhile, which "global" would refuse.
-        with _uncollected(), torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            outputs = part()
-        self._graphs.append(graph)
-        return graph.replay, outputs
+    def __init__(
+        self,
+        runner: ModelRunner,
+        batch: Batch,
+        drafter: Drafter | None,
+        gamma: int,
+        mode: str,
+        run: Called | Captured | None = None,
+    ) -> None:
+        self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
+        self._new_verification = partial(verification_in, mode, batch.rows, batch.lengths, gamma, runner.model)
+        self._verification = self._new_verification()
+        self._run = run or Called()
+        self._ahead = torch.arange(gamma + 1, device=runner.device)
+        self.drafts = Drafts(batch.current.new_empty(len(batch.current), 0))
 
-    def close(self) -> None:
-        torch.cuda.synchronize(self._device)  # they are replayed on other streams than their own
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # one that nothing refers to any more cannot be captured into
+    @_part("drafts")
+    def propose(self) -> Drafts:
+        """The drafter's tokens; nothing to call without a drafter."""
+        assert self.drafter is not None
+        self._verification = self._new_verification()
+        return self.drafter.propose(self.batch, self._verification, self.gamma)
 
+    @_part("logits")
+    def verify(self) -> Tensor:
+        """One forward of the target over each row's current token and its drafts."""
+        return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: it could hold graphs, and destroying one breaks a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def forward(self, block: Tensor) -> Tensor:
+        """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`, whose KV both caches store."""
+        positions = self.batch.lengths[:, None] + self._ahead
+        cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
+        return self.runner.step(block, positions, cache.view(extent=self.batch.extent(self.gamma)))
 
+    @_part("decided")
+    def accept(self) -> Tensor:
+        """How many drafts of each row stand, and the token behind them, on every rank."""
+        return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.gamma + self.gamma + 1)
 
-class RoundBuffers:
-    """The state that rounds read: `lengths` and `current [B]` int64, and the sampling of each row.
+    def _decide(self) -> Tensor:
+        verdict = self._verification.verify(self.drafts, self.logits)
+        lengths = self.drafts.lengths
+        drafted = torch.full_like(verdict.num_accepted, self.gamma) if lengths is None else lengths
+        counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
+        return torch.cat([counts, self.drafts.tokens, finite_rows(self.logits)], dim=1)
 
-    shape: which of a law's filters any request of the run uses, so that refilled rows change values only.
-    """
+    @_part(None)
+    def roll_back(self) -> None:
+        """Forget every rejected draft: in the target's cache and in the drafter's, what lies at or behind `lengths`."""
+        self.runner.rollback(self.batch.lengths)
+        if self.drafter is not None:
+            self.drafter.rollback(self.batch.lengths)
 
-    def __init__(self, n_rows: int, shape: LawShape, device: torch.device, source: Source = in_passes) -> None:
-        idle = [SamplingParams()] * n_rows
-        self.rows = Rows.of(idle, [0] * n_rows, device, shape, source)
-        self._shape = shape
-        self._state = torch.zeros(2, n_rows, dtype=torch.int64, device=device)
+    def outcomes(self) -> list[Outcome]:
+        """What `accept` decided, row by row: a round's one read from the device.
 
-    @property
-    def lengths(self) -> Tensor:
-        """The position of each row's last token."""
-        return self._state[0]
-
-    @property
-    def current(self) -> Tensor:
-        """Each row's last token, which no cache holds yet."""
-        return self._state[1]
-
-    def set_rows(self, sampling: Sequence[SamplingParams], requests: Sequence[int]) -> None:
-        self.rows.copy_(Rows.of(sampling, requests, self._state.device, self._shape))
-
-    def set_state(self, lengths: Sequence[int], current: Sequence[int]) -> None:
-        self._state.copy_(torch.tensor([lengths, current]))
-
-
-class Called:
-    """Runs a part by calling it."""
-
-    captures = False
-
-    def __call__(self, name: Hashable, part: Callable[[], Outputs]) -> Outputs:
-        return part()
-
-
-class Captured:
-    """Calls each named part once, to warm it up; captures it the second time; replays it from then on.
-
-    What is captured is the function given the second time, with the very tensors that it then found: they, and
-    all that they are computed from, have to be the same tensors in every later round.
-    """
-
-    captures = True
-
-    def __init__(self, graphs: Graphs) -> None:
-        self._graphs = graphs
-        self._warm: set[Hashable] = set()
-        self._captured: dict[Hashable, tuple[Callable[[], object], Any]] = {}
-
-    def __call__(self, name: Hashable, part: Callable[[], Outputs]) -> Outputs:
-        if name not in self._warm:
-            self._warm.add(name)
-            return part()
-        if name not in self._captured:
-            self._captured[name] = self._capture(name, part)
-        replay, outputs = self._captured[name]
-        replay()
-        return outputs
-
-    def _capture(self, name: Hashable, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        try:
-            return self._graphs.capture(part)
-        except RuntimeError as error:
-            if "captur" not in str(error):  # memory, or another rank
-                raise
-            raise ConfigError(
-                "a part of a round cannot be captured as a CUDA graph",
-                where=f"{name}",
-                seen=str(error).splitlines()[0],
-                required="operations that a CUDA graph can hold",
-                fix="add --no_cuda_graphs, or choose another --attention",
-            ) from error
+        Errors: RankError if ranks are compared and disagree.
+        """
+        packed, batch = self.decided.tolist(), self.batch
+        self.runner.ranks.require_same(
+            lambda: f"a round from positions {batch.lengths.tolist()}",
+            lambda: (batch.lengths, batch.current, self.drafts.tokens, self.decided),
+        )
+        return [
+            Outcome(drafted, [*rest[:accepted], next_token], rest[self.gamma :])
+            for drafted, accepted, next_token, *rest in packed
+        ]
 
 
-def rounds_of(
-    runner: ModelRunner, drafters: tuple[object, ...], mode: str, shape: LawShape
-) -> tuple[RoundBuffers, Called | Captured]:
-    """What the rounds of those drafters in that mode read, and what runs their parts.
+def batch_and_parts(
+    runner: ModelRunner, drafters: Sequence[Drafter], mode: str, filters: Filters
+) -> tuple[Batch, defaultdict[object, Any]]:
+    """The batch that the rounds of those drafters in that mode read, and what runs the parts of each kind of round.
 
-    Captured parts are kept by the runner, with all that they hold, for the next run of the same kind: until one of
+    Captured parts are kept by the runner, with all that they hold, for the next decode of the same kind: until one of
     their drafters is gone, when all are dropped (see `CudaGraphs`).
     """
-    buffers = partial(RoundBuffers, runner.max_batch, shape, runner.device, runner.noise_source)
+    batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.narrows)
     if runner.graphs is None:
-        return buffers(), Called()
+        return batch(), defaultdict(Called)
     if any(drafter() is None for held, *_ in runner.captured for drafter in held):
         runner.drop_graphs()
     # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
     # the runner: were they held here, neither would go before garbage is collected.
     held = tuple(map(weakref.ref, drafters))
-    key = (held, mode, shape, runner.model.backend, runner.model.pointwise, runner.noise_source)
+    key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
     if key not in runner.captured:
-        runner.captured[key] = buffers(), Captured(runner.graphs)
+        runner.captured[key] = batch(), defaultdict(partial(Captured, runner.graphs))
     return runner.captured[key]

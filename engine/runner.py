@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.noise import Source, in_passes
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
-from kv_cache.entries import LARGEST
-from models import ModelConfig, Transformer
+from kv_cache.entries import largest
 from models.attention import ObservingAttention
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from models import ModelConfig, Transformer
 
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
 # launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms
@@ -54,8 +57,8 @@ class ModelRunner:
 
     A row that still begins with the prompt asked for is rolled back to it instead of being run again,
     so a baseline and a speculation decode from the same state. `ranks` are the processes that run the same
-    calls beside this one, where the model is sharded. With `new_graphs` (`rounds.CudaGraphs` on a GPU) the parts of
-    a round are captured and replayed, see `engine.round`; `noise_source` draws the random numbers.
+    calls beside this one, where the model is sharded. With `new_graphs` (`CudaGraphs` on a GPU) the parts of
+    a round are captured and replayed, see `engine.graphs`; `noise_source` draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -79,7 +82,7 @@ class ModelRunner:
         self.ranks = ranks
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
-        given = (model.dtype if keys.dtype in LARGEST else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
+        given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
             raise ConfigError(
                 "the cache does not fit the model",
@@ -94,12 +97,21 @@ class ModelRunner:
         return self.cache.device
 
     @property
+    def narrows(self) -> bool:
+        """Whether rounds read only the slots that their positions can take: captured ones keep one shape."""
+        return self.graphs is None
+
+    @property
     def max_batch(self) -> int:
         return self.cache.max_batch
 
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
+
+    def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
+        """The same ranks running the model, or another one, over another cache."""
+        return ModelRunner(model or self.model, cache, ranks=self.ranks)
 
     def drop_graphs(self) -> None:
         """Destroy what was captured, with the memory that it holds; later rounds are captured anew."""
@@ -108,7 +120,7 @@ class ModelRunner:
             self.graphs.close()
 
     def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> Prefilled:
-        """Fill one row with `prompt` unless it holds it; `on_tokens` is told of each chunk's length."""
+        """Fill one row with `prompt` unless it holds it; `on_tokens` is given each chunk's length."""
         positions = torch.arange(len(prompt), device=self.device)[None]
         if self._holds(row, prompt, positions):
             self.cache.view(slice(row, row + 1)).rollback(positions[:, -1] + 1)
@@ -162,7 +174,7 @@ class ModelRunner:
         """As `fill_row` for a cache that selects by attention: the prompt runs over a whole cache of its own first."""
         own = self.cache
         whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
-        runner = ModelRunner(self.model, whole, ranks=self.ranks)
+        runner = self.over(whole)
         result = runner.fill_row(0, prompt, on_tokens)
         own.fill_row(row, whole, len(prompt), queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
         return result
@@ -195,27 +207,23 @@ class ModelRunner:
         """No longer count on what a row holds: it is about to be written over."""
         self.cache.notes.pop(row, None)
 
-    def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        extent: int,
-        cache: KVCache | WriteThroughKVCache | None = None,
-    ) -> Tensor:
-        """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`, all of them below `extent`.
+    def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
+        """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`.
 
-        Of a sharded model they are on the rank that decides, and empty elsewhere. `cache` stands in for the
-        runner's own where a verification also writes to a draft's cache.
+        Of a sharded model they are on the rank that decides, and empty elsewhere. `cache` stands in for the runner's
+        own: a view of the slots that these positions can take, or one that also writes to a draft's cache.
         """
-        return self.model(tokens, positions, (cache or self.cache).view(extent=extent))
+        return self.model(tokens, positions, cache or self.cache)
 
-    def last_logits(self, tokens: Tensor, positions: Tensor, extent: int) -> Tensor:
+    def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
         """As `step`, but only the logits `[B, V]` that follow the last of `tokens [B, T]`."""
-        return self.model.logits(self.model.hidden(tokens, positions, self.cache.view(extent=extent))[:, -1])
+        return self.model.logits(self.model.hidden(tokens, positions, cache or self.cache)[:, -1])
 
 
 class RemoteRunner:
     """Stands for the ModelRunner of a model that other ranks hold: the same calls, no weights and no cache."""
+
+    cache = None
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, max_batch: int, ranks: Ranks, holders: ModelRanks
@@ -235,7 +243,7 @@ class RemoteRunner:
     def extend_row(self, row: int, text: Sequence[int], known: int) -> None:
         pass
 
-    def last_logits(self, tokens: Tensor, positions: Tensor, extent: int) -> Tensor:
+    def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
         widths = vocab_widths(self.vocab_size, len(self._holders.ranks))
         return self._holders.receive([len(tokens)], widths, logits_dtype(self._dtype, self.device))

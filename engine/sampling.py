@@ -1,7 +1,7 @@
-"""The law of the next token: logits -> temperature -> joint top-k and top-p -> probabilities.
+"""The distribution of the next token: logits -> temperature -> joint top-k and top-p -> probabilities.
 
 Target and draft go through the same functions. Greedy is a mode of its own, not a small temperature:
-its law is a point mass on the lowest id among the largest logits.
+its distribution is a point mass on the lowest id among the largest logits.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 
@@ -25,7 +28,7 @@ class SamplingParams:
 
     temperature: divides the logits; 0 is greedy. top_k: keep the k likeliest ids; 0 keeps all.
     top_p: keep the likeliest ids until their mass reaches top_p; 1 keeps all. The two filters are joint:
-    both look at the unfiltered law at that temperature, and an id has to pass both; ties go to the
+    both look at the unfiltered distribution at that temperature, and an id has to pass both; ties go to the
     lowest id. seed: the random numbers' key, the same for every machine, batch and drafter.
     Errors: ConfigError naming the field that is out of range.
     """
@@ -67,71 +70,81 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class LawShape:
-    """Which steps the laws of some rows take at all; a step too many changes no law.
+class Filters:
+    """Which steps the distributions of some rows take at all; a step too many changes none.
 
-    `most_kept`: no row's top-k keeps more ids than that; None where a sampled row has no top-k.
+    most_kept: no row's top-k keeps more ids than that; None where a sampled row has no top-k.
     """
 
-    any_top_k: bool
-    any_top_p: bool
-    any_greedy: bool
-    most_kept: int | None
+    any_top_k: bool = False
+    any_top_p: bool = False
+    any_greedy: bool = False
+    most_kept: int | None = 0
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams]) -> LawShape:
+    def of(cls, rows: Sequence[SamplingParams]) -> Filters:
         most_kept = [row.top_k or int(row.greedy) for row in rows]
         return cls(
             any_top_k=any(row.top_k for row in rows),
             any_top_p=any(row.top_p < 1 for row in rows),
             any_greedy=any(row.greedy for row in rows),
-            most_kept=max(most_kept, default=None) if all(most_kept) else None,
+            most_kept=max(most_kept, default=0) if all(most_kept) else None,
+        )
+
+    def __or__(self, other: Filters) -> Filters:
+        """Those of both."""
+        most_kept = [self.most_kept, other.most_kept]
+        return Filters(
+            any_top_k=self.any_top_k or other.any_top_k,
+            any_top_p=self.any_top_p or other.any_top_p,
+            any_greedy=self.any_greedy or other.any_greedy,
+            most_kept=None if None in most_kept else max(filter(None, most_kept), default=0),
         )
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter."""
 
     temperature: Tensor
     top_k: Tensor | None
     top_p: Tensor | None
-    shape: LawShape
+    filters: Filters
 
     @classmethod
     def of(
-        cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu", shape: LawShape | None = None
-    ) -> Law:
+        cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu", filters: Filters | None = None
+    ) -> Distribution:
         """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds.
 
-        `shape` may be that of more rows than these.
+        `filters` may be those of more rows than these.
         """
-        shape = shape or LawShape.of(rows)
+        filters = filters or Filters.of(rows)
         k = torch.tensor([row.top_k or torch.iinfo(torch.int64).max for row in rows], device=device)
         p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         return cls(
             temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
-            top_k=k if shape.any_top_k else None,
-            top_p=torch.tensor(p, dtype=torch.float64, device=device) if shape.any_top_p else None,
-            shape=shape,
+            top_k=k if filters.any_top_k else None,
+            top_p=torch.tensor(p, dtype=torch.float64, device=device) if filters.any_top_p else None,
+            filters=filters,
         )
 
-    def copy_(self, other: Law) -> None:
-        """Take over the values of a law of the same shape, in place."""
+    def copy_(self, other: Distribution) -> None:
+        """Take over the values of rows with the same filters, in place."""
         for own, theirs in ((self.top_k, other.top_k), (self.top_p, other.top_p)):
             if own is not None and theirs is not None:
                 own.copy_(theirs)
         self.temperature.copy_(other.temperature)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities of the law, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
+        """Log-probabilities, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
 
         float64 for float64 logits, else float32.
         """
         return self._filtered(logits).log_softmax(dim=-1)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Probabilities of the law, shape and dtype as `logprobs`."""
+        """Probabilities, shape and dtype as `logprobs`."""
         return self._filtered(logits).softmax(dim=-1)
 
     def _filtered(self, logits: Tensor) -> Tensor:
@@ -142,7 +155,7 @@ class Law:
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
         if self.top_k is not None or self.top_p is not None:
             scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
-        if self.shape.any_greedy:
+        if self.filters.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
@@ -150,10 +163,10 @@ class Law:
     def _kept(self, scaled: Tensor) -> Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
         vocab_size = scaled.shape[-1]
-        if self.shape.most_kept is None:
+        if self.filters.most_kept is None:
             descending = scaled.sort(dim=-1, descending=True).values
         else:
-            descending = scaled.topk(min(self.shape.most_kept, vocab_size), dim=-1).values
+            descending = scaled.topk(min(self.filters.most_kept, vocab_size), dim=-1).values
         rank = torch.arange(descending.shape[-1], device=scaled.device)
         kept = torch.ones_like(descending, dtype=torch.bool)
         if self.top_k is not None:
@@ -170,8 +183,8 @@ class Law:
 
 
 def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
-    return Law.of([params], logits.device).probs(logits[None])[0]
+    """The distribution of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
+    return Distribution.of([params], logits.device).probs(logits[None])[0]
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from engine.pacing import Choice
 class Counts:
     """Drafts and tokens of one row, or of many summed.
 
-    A draft is *judged* when all drafts before it were accepted and its outcome was emitted; those
-    behind a rejection, a stop token or a length limit are drafted but not judged. Every token but a
+    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind
+    a rejection, a stop token or a length limit were for nothing. Every token but a
     row's first (which its prefill gives) comes from a round: `emitted == accepted + added`.
     """
 
@@ -21,29 +21,29 @@ class Counts:
     drafted: int = 0
     emitted: int = 0
     added: int = 0
-    judged_at: list[int] = field(default_factory=list)
+    verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
     @classmethod
     def of_gamma(cls, gamma: int) -> Counts:
-        return cls(judged_at=[0] * gamma, accepted_at=[0] * gamma)
+        return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
 
     def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """One row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
         kept = min(accepted, emitted)
-        judged = min(emitted, drafted)
+        verified = min(emitted, drafted)
         self.rounds += 1
         self.drafted += drafted
         self.emitted += emitted
         self.added += emitted - kept
-        for position in range(judged):
-            self.judged_at[position] += 1
+        for position in range(verified):
+            self.verified_at[position] += 1
         for position in range(kept):
             self.accepted_at[position] += 1
 
     @property
-    def judged(self) -> int:
-        return sum(self.judged_at)
+    def verified(self) -> int:
+        return sum(self.verified_at)
 
     @property
     def accepted(self) -> int:
@@ -51,14 +51,14 @@ class Counts:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted share of the judged drafts: the alpha of Leviathan et al. 2023."""
-        return self.accepted / self.judged if self.judged else None
+        """Accepted share of the verified positions: the alpha of Leviathan et al. 2023."""
+        return self.accepted / self.verified if self.verified else None
 
     @property
     def acceptance_per_position(self) -> list[float | None]:
         """The same for the i-th draft of a block, given that those before it were accepted."""
-        pairs = zip(self.accepted_at, self.judged_at, strict=True)
-        return [accepted / judged if judged else None for accepted, judged in pairs]
+        pairs = zip(self.accepted_at, self.verified_at, strict=True)
+        return [accepted / verified if verified else None for accepted, verified in pairs]
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -73,14 +73,14 @@ def total(counts: Sequence[Counts]) -> Counts:
         drafted=sum(c.drafted for c in counts),
         emitted=sum(c.emitted for c in counts),
         added=sum(c.added for c in counts),
-        judged_at=[sum(column) for column in zip(*(c.judged_at for c in counts), strict=True)],
+        verified_at=[sum(column) for column in zip(*(c.verified_at for c in counts), strict=True)],
         accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
     )
 
 
 @dataclass(frozen=True)
-class Round:
-    """One pass of the decode loop: its wall time, the rows that were decoding, their new tokens, and what drafted."""
+class RoundStats:
+    """One round: its wall time, the rows that were decoding, their new tokens, and what drafted."""
 
     seconds: float
     busy: int
@@ -96,7 +96,7 @@ class Stats:
     """
 
     rows: tuple[Counts, ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[RoundStats, ...]
     prefill_seconds: float
     draft_prefill_seconds: float = 0.0
 
@@ -120,7 +120,7 @@ class Stats:
     def decode_seconds(self) -> float:
         return sum(r.seconds for r in self.rounds)
 
-    def steady(self) -> list[Round]:
+    def steady(self) -> list[RoundStats]:
         """The rounds in which as many rows were decoding as ever did."""
         most = max((r.busy for r in self.rounds), default=0)
         return [r for r in self.rounds if r.busy == most]

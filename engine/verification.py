@@ -7,12 +7,14 @@ row's g drafts are real, all of them if None. No function reads a value back to 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from engine.sampling import greedy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Verdict(NamedTuple):
@@ -64,8 +66,8 @@ def verify_rejection(
     normalised `max(p - q, 0)`, and a row without one adds a draw from p.
 
     Args:
-        draft_probs: `[B, g, V]`, the very laws that the drafts were drawn from; None for a drafter
-            without probabilities, each of whose drafts counts as a point mass.
+        draft_probs: `[B, g, V]`, the very distributions that the drafts were drawn from; None for a
+            drafter without probabilities, each of whose drafts counts as a point mass.
         target_probs: `[B, g + 1, V]`.
         accept_uniform: `[B, g]` in [0, 1), independent of the numbers that drew the drafts.
         resample_gumbel: `[B, V]`, independent of both; each row spends it on one draw.

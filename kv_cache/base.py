@@ -11,13 +11,15 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
-from kv_cache.entries import KV, LARGEST, dequantize, quantize
+from kv_cache.entries import KV, dequantize, largest, quantize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EMPTY = -1
 
@@ -34,7 +36,8 @@ class KVShape(Protocol):
 
 
 class KVCache(ABC):
-    """Entries, which are keys and values: `[n_layer, 2, max_batch, n_kv_head, capacity, head_dim]` in `dtype`.
+    """Entries, which are keys and values: `[n_layer, 2, max_batch, n_kv_head, capacity, head_dim]` in `dtype`
+    (None: float32).
 
     int8 and float8_e4m3fn take scales beside them, `[n_layer, 2, max_batch, n_kv_head, capacity]` float32.
     `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty.
@@ -53,8 +56,9 @@ class KVCache(ABC):
         max_batch: int,
         capacity: int,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = dtype or torch.float32
         for name, value in (("max_batch", max_batch), ("capacity", capacity)):
             if value < 1:
                 raise ConfigError(
@@ -68,7 +72,7 @@ class KVCache(ABC):
         shape = (config.n_layer, 2, max_batch, config.n_kv_head, capacity, config.head_dim)
         # Zeros, not empty, for the same reason that `pack` leaves only what is finite.
         self.entries = torch.zeros(shape, device=device, dtype=dtype)
-        self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in LARGEST else None
+        self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in largest() else None
         self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
         # Whatever a runner notes of a row's content; resetting the row forgets it.

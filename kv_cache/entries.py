@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
-# The largest magnitude that each 8-bit storage holds.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Keeps the scale of an all-zero vector from dividing by zero.
 SMALLEST_SCALE = 1e-12
+
+
+@cache
+def largest() -> dict[torch.dtype, float]:
+    """The largest magnitude that each 8-bit storage holds."""
+    return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class KV(NamedTuple):
@@ -40,12 +47,12 @@ def pack(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x [..., head_dim]` in 8 bits: entries of `dtype` (a key of LARGEST), and scales `[...]` float32.
+    """`x [..., head_dim]` in 8 bits: entries of `dtype` (a key of `largest()`), and scales `[...]` float32.
 
     Symmetric, one scale per vector: the largest magnitude of each becomes the largest that `dtype` holds.
     """
     x = x.float()
-    scale = (x.abs().amax(dim=-1) / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
+    scale = (x.abs().amax(dim=-1) / largest()[dtype]).clamp(min=SMALLEST_SCALE)
     scaled = x / scale[..., None]
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 

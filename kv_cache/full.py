@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from kv_cache.base import KVCache, KVShape
 from kv_cache.policy import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FullKVCache(KVCache):
@@ -21,7 +23,7 @@ class FullKVCache(KVCache):
         max_batch: int,
         max_len: int,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from kv_cache.base import KVCache
-from kv_cache.entries import KV
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_cache.base import KVCache
+    from kv_cache.entries import KV
 
 
 class ReadOnlyKVCache:

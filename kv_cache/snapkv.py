@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from common.errors import ConfigError, flag
 from kv_cache.base import KVShape
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SnapKVCache(StreamingKVCache):
@@ -37,7 +38,7 @@ class SnapKVCache(StreamingKVCache):
         budget: int,
         window: int = 32,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         pool: int = 5,
     ) -> None:
         check_snapkv(budget, window, pool)
@@ -62,7 +63,7 @@ class SnapKVCache(StreamingKVCache):
                 fix="pass ModelRunner.last_queries(row, prompt, cache.n_observed)",
             )
         votes = attention_received(queries(), keys())[:, : length - self.window]
-        pooled = F.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
+        pooled = torch.nn.functional.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
         chosen = pooled.topk(self.n_sink, dim=1).indices.sort(dim=1).values
         recent = torch.arange(length - self.window, length, device=chosen.device)
         return torch.cat([chosen, recent.expand(len(chosen), -1)], dim=1)

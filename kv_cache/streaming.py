@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, flag
 from kv_cache.base import KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StreamingKVCache(KVCache):
@@ -32,7 +34,7 @@ class StreamingKVCache(KVCache):
         budget: int,
         n_sink: int = 4,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         rotate_on_read: bool = False,
     ) -> None:
         check_budget(budget, n_sink)

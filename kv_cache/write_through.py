@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from kv_cache.base import KVCache
-from kv_cache.entries import KV
+    from kv_cache.base import KVCache
+    from kv_cache.entries import KV
 
 
 class WriteThroughKVCache:

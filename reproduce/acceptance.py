@@ -178,7 +178,7 @@ def _row(session: Session, text: str, counts: Counts, written: Sequence[Sequence
         "draft_budget": settings["draft_budget"] if settings["draft_policy"] != "full" else None,
         **{name: settings[name] for name in ("n_sink", "snapkv_window", "draft_positions")},
         "acceptance_rate": counts.acceptance_rate,
-        "judged": counts.judged,
+        "judged": counts.verified,
         "acceptance_per_position": counts.acceptance_per_position,
         "mean_accepted_length": counts.mean_accepted_length,
         "distinct_4gram_fraction": record.distinct_4gram_fraction(written),

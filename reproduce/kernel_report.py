@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.interrupts
 
 import torch
+from engine.bench.arguments import Parser
 
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from engine.bench.arguments import Parser
-from kv_cache.entries import KV, LARGEST
+from kv_cache.entries import KV, largest
 from models.attention.base import AttentionSpec
 
 try:
@@ -96,7 +96,7 @@ def launches(
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
     stored = empty(BATCH, N_KV_HEAD, cache.n_slot, head_dim, dtype=entries).transpose(1, 2)
     scales = None
-    if entries in LARGEST:
+    if entries in largest():
         scales = empty(BATCH, N_KV_HEAD, cache.n_slot, dtype=torch.float32).transpose(1, 2)
     spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, cache.sliding_window, dtype)
     positions = empty(BATCH, cache.n_slot, dtype=torch.int64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import KV
-from kv_cache.entries import LARGEST, quantize
+from kv_cache.entries import largest, quantize
 from models.attention import AttentionSpec, TorchAttention
 
 
@@ -81,7 +81,7 @@ def make_case(
     unseen = ((positions < 0) | (positions > queries.amax(1, keepdim=True)))[:, None, :, None]
     keys, values = keys.masked_fill(unseen, 50.0), values.masked_fill(unseen, 1e4)
     key_scales = value_scales = None
-    if storage in LARGEST:
+    if storage in largest():
         keys, key_scales = quantize(keys, storage)
         values, value_scales = quantize(values, storage)
         key_scales, value_scales = key_scales.transpose(1, 2), value_scales.transpose(1, 2)

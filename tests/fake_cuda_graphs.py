@@ -16,7 +16,7 @@ from recorded_graph import Recorder
 
 
 class FakeCuda:
-    """Takes the place of what `engine.round.CudaGraphs` calls; `default_stream` is where everybody else captures."""
+    """Takes the place of what `engine.graphs.CudaGraphs` calls; `default_stream` is where everybody else captures."""
 
     default_stream = "the capture stream of all"
 

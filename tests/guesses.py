@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from engine.batch import Batch
 from engine.drafters import SavedText
 from engine.noise import Stream, uniform
 
@@ -28,14 +29,14 @@ class Guesses(SavedText):
         self.seed = torch.tensor(seed)
         self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
 
-    def admit(
-        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    def follow(
+        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        super().admit(row, request, prompt, on_tokens)
+        super().follow(row, request, text, known, on_tokens)
         self.requests[row] = request
 
-    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
-        tokens, n_tokens = super().guess(current, lengths, extent, gamma)
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        (tokens, n_tokens), lengths = super().guess(batch, gamma), batch.lengths
         if self.kind == "random":
             return self._below(self.vocab_size, lengths, gamma), n_tokens
         n_right = {"oracle": gamma, "reject": 0}.get(self.kind)

@@ -22,6 +22,7 @@ FILTERS = ("test_sampling.py",)
 NOISE = ("test_noise.py",)
 WITNESS = ("test_witness.py",)
 ENGINE = ("test_decoding.py",)
+DECODER = ("test_decoder.py",)
 SAMPLED = ("test_sampled_decoding.py",)
 CACHE = ("test_kv_cache.py",)
 CPP = ("test_cpp_attention.py",)
@@ -41,7 +42,9 @@ VERIFICATION = "engine/verification.py"
 MODES = "engine/modes.py"
 SAMPLING = "engine/sampling.py"
 DECODING = "engine/decoding.py"
+SLOT = "engine/slot.py"
 ROUNDS = "engine/round.py"
+GRAPHS = "engine/graphs.py"
 STANDALONE = "engine/drafters/standalone.py"
 STREAMING = "kv_cache/streaming.py"
 SNAPKV = "kv_cache/snapkv.py"
@@ -65,7 +68,7 @@ MUTANTS = (
         LAW,
     ),
     Mutant(
-        "all drafts of a block are judged by one random number",
+        "all drafts of a block are verified by one random number",
         MODES,
         "positions = self.lengths[:, None] + 1 + torch.arange(n_drafts",
         "positions = self.lengths[:, None] + 1 + 0 * torch.arange(n_drafts",
@@ -102,8 +105,8 @@ MUTANTS = (
     Mutant(
         "noise is keyed by the slot, not by the request",
         DECODING,
-        "[slot.request_id for slot in slots]",
-        "list(range(len(slots)))",
+        "[slot.request_id for slot in self._slots]",
+        "[slot.row for slot in self._slots]",
         SAMPLED,
     ),
     Mutant(
@@ -113,16 +116,16 @@ MUTANTS = (
         "self._drawn_with[:, i + 1])",
         SAMPLED,
     ),
-    # The law
+    # The distribution
     Mutant(
-        "filters apply to the draft's law only",
+        "filters apply to the draft's distribution only",
         MODES,
-        "probs = self.rows.law.probs(logits)\n        n_drafts",
+        "probs = self.rows.distribution.probs(logits)\n        n_drafts",
         "probs = logits.float().softmax(-1).to(logits.dtype)\n        n_drafts",
         JOINT,
     ),
     Mutant(
-        "drafts are drawn from the filtered law, judged by the unfiltered one",
+        "drafts are drawn from the filtered distribution, verified by the unfiltered one",
         MODES,
         "return (probs.log() + noise).argmax(dim=-1), probs",
         "return (probs.log() + noise).argmax(dim=-1), logits.softmax(-1)",
@@ -221,7 +224,7 @@ MUTANTS = (
         JOINT,
     ),
     Mutant(
-        "drafts behind a row's end are judged",
+        "drafts behind a row's end are verified",
         VERIFICATION,
         "accepted = accepted & (index < draft_lengths[:, None])",
         "accepted = accepted & (index <= draft_lengths[:, None])",
@@ -258,30 +261,30 @@ MUTANTS = (
     ),
     Mutant(
         "tokens behind a stop are counted",
-        DECODING,
+        SLOT,
         "add_round(outcome.drafted, len(block) - 1, kept)",
         "add_round(outcome.drafted, len(block) - 1, len(block))",
         ENGINE,
     ),
     Mutant(
         "a row that emits one token moves on by two",
-        DECODING,
-        "slot.length += kept",
-        "slot.length += max(kept, 2)",
+        SLOT,
+        "self.length += kept",
+        "self.length += max(kept, 2)",
         WITNESS,
     ),
     Mutant(
         "the verification block starts one position late",
-        DECODING,
-        "positions = lengths[:, None] + torch.arange(gamma + 1",
-        "positions = lengths[:, None] + torch.arange(1, gamma + 2",
+        ROUNDS,
+        "self._ahead = torch.arange(gamma + 1,",
+        "self._ahead = torch.arange(1, gamma + 2,",
         WITNESS,
     ),
     Mutant(
         "the draft starts one position late",
         "engine/drafters/self_speculation.py",
-        "lengths[:, None] + i, extent)",
-        "lengths[:, None] + i + 1, extent)",
+        "lengths[:, None] + i, cache)",
+        "lengths[:, None] + i + 1, cache)",
         WITNESS,
     ),
     Mutant(
@@ -301,20 +304,20 @@ MUTANTS = (
     Mutant(
         "n-grams forget the tokens that the target adds",
         "engine/drafters/ngram.py",
-        "        text.scatter_(1, lengths[:, None], current[:, None])\n",
+        "        text.scatter_(1, lengths[:, None], batch.current[:, None])\n",
         "",
         ("test_drafters.py",),
     ),
     Mutant(
         "a saved text is read one token behind",
         "engine/drafters/saved_text.py",
-        "following = lengths - self._start + 1",
-        "following = lengths - self._start",
+        "following = batch.lengths - self._start + 1",
+        "following = batch.lengths - self._start",
         ("test_drafters.py",),
     ),
     Mutant(
         "a token whose logits are not finite is emitted",
-        DECODING,
+        SLOT,
         "if not ok), None)",
         "if ok is None), None)",
         ENGINE,
@@ -340,7 +343,85 @@ MUTANTS = (
         "for logits in forced_logits(1)]",
         ("test_certificate.py",),
     ),
+    # Requests that come and go
+    Mutant(
+        "a cancelled request keeps its row",
+        DECODING,
+        "            if slot.request is request:\n                slot.request = None\n",
+        "            pass\n",
+        DECODER,
+    ),
+    Mutant(
+        "a request that was cancelled while it waited starts all the same",
+        DECODING,
+        "            self._waiting.remove(request)\n",
+        "            pass\n",
+        DECODER,
+    ),
+    Mutant(
+        "cancelling takes back how a request has ended",
+        DECODING,
+        "        if request.finish_reason is not None:\n            return\n        request.finish",
+        "        request.finish",
+        DECODER,
+    ),
+    Mutant(
+        "a new request's filters replace those of the requests before",
+        DECODING,
+        "self._filters |= Filters.of(",
+        "self._filters = Filters.of(",
+        DECODER,
+    ),
+    Mutant(
+        "a greedy request ends the sampling of the others",
+        DECODING,
+        "        if not request.sampling.greedy:\n            self._mode = mode\n",
+        "        self._mode = mode\n",
+        DECODER,
+    ),
+    Mutant(
+        "a request that samples in a new way is decoded by the rounds made for those before",
+        DECODING,
+        "self._made_for, self._rounds = needed, {}",
+        "self._made_for = needed",
+        DECODER,
+    ),
+    Mutant(
+        "a row whose request joins midway keeps the state of the last one",
+        DECODING,
+        "request_id for slot in self._slots])\n        self._set_state()\n",
+        "request_id for slot in self._slots])\n",
+        DECODER,
+    ),
+    Mutant(
+        "a drafter that meets a request late is shown its prompt only",
+        SLOT,
+        "self.request.committed, self._followed[index])",
+        "self.request.prompt, self._followed[index])",
+        DECODER,
+    ),
+    Mutant(
+        "n-grams do not learn what was decoded without them",
+        "engine/drafters/ngram.py",
+        "self._text[row, known : len(text)] = torch.tensor(text[known:],",
+        "self._text[row, known : len(text)] = torch.tensor(text[known:]).mul(0).to(",
+        ("test_drafters.py",),
+    ),
+    Mutant(
+        "a saved text begins anew behind rounds without it",
+        "engine/drafters/saved_text.py",
+        "        if known == 0:\n",
+        "        if True:\n",
+        ("test_drafters.py",),
+    ),
     # Caches and model
+    Mutant(
+        "rejected drafts stay in the target's cache",
+        ROUNDS,
+        "        self.runner.rollback(self.batch.lengths)\n",
+        "",
+        CACHE,
+    ),
     Mutant(
         "rollback keeps one token too many",
         "kv_cache/base.py",
@@ -407,8 +488,8 @@ MUTANTS = (
     Mutant(
         "8-bit entries share a scale over the block that they were written in",
         "kv_cache/entries.py",
-        "scale = (x.abs().amax(dim=-1) / LARGEST[dtype])",
-        "scale = (x.abs().amax(dim=(1, -1), keepdim=True)[..., 0].expand(x.shape[:-1]) / LARGEST[dtype])",
+        "scale = (x.abs().amax(dim=-1) / largest()[dtype])",
+        "scale = (x.abs().amax(dim=(1, -1), keepdim=True)[..., 0].expand(x.shape[:-1]) / largest()[dtype])",
         ("test_llama_scenarios.py",),
     ),
     Mutant(
@@ -427,21 +508,21 @@ MUTANTS = (
     ),
     Mutant(
         "captured rounds look at lengths that have moved elsewhere",
-        ROUNDS,
+        "engine/batch.py",
         "self._state.copy_(torch.tensor([lengths, current]))",
         "self._state = torch.tensor([lengths, current])",
         CAPTURED,
     ),
     Mutant(
         "CUDA graphs of all runners share a capture stream, and so a cuBLAS workspace",
-        ROUNDS,
+        GRAPHS,
         "torch.cuda.graph(graph, self._pool, self._stream, capture",
         "torch.cuda.graph(graph, self._pool, capture",
         CAPTURED,
     ),
     Mutant(
         "garbage is collected while a CUDA graph is captured",
-        ROUNDS,
+        GRAPHS,
         "    gc.disable()\n",
         "",
         CAPTURED,
@@ -648,7 +729,7 @@ MUTANTS = (
     Mutant(
         "an entry's neighbours have no say",
         SNAPKV,
-        "F.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)",
+        "torch.nn.functional.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)",
         "votes",
         SELECTION,
     ),
@@ -669,17 +750,17 @@ MUTANTS = (
     # Rounds that choose
     Mutant(
         "a drafter that missed rounds goes on where it was",
-        DECODING,
-        "if slot.request and slot.followed[index] != slot.length:",
-        "if slot.request and slot.followed[index] > slot.length:",
+        SLOT,
+        "if self.request and self._followed[index] != self.length:",
+        "if self.request and self._followed[index] > self.length:",
         ADAPTIVE,
     ),
     Mutant(
         "a refilled row's drafter still follows the last request",
-        DECODING,
-        "    slot.followed = {}\n    if prefilled",
-        "    if prefilled",
-        ADAPTIVE,
+        SLOT,
+        "        self._followed = {}\n",
+        "",
+        DECODER,
     ),
     Mutant(
         "a draft model that missed rounds skips its last known token",
@@ -761,8 +842,8 @@ MUTANTS = (
     Mutant(
         "a prompt that a drafter meets late is timed as a part of the round",
         DECODING,
-        "            draft_prefill_seconds += _introduce(",
-        '            with phase("resume"):\n                draft_prefill_seconds += _introduce(',
+        "            self.draft_prefill_seconds += self._introduce(",
+        '            with self._phase("resume"):\n                self.draft_prefill_seconds += self._introduce(',
         ADAPTIVE,
     ),
     Mutant(
@@ -810,7 +891,7 @@ MUTANTS = (
     Mutant(
         "a teacher-forced round goes on from what it emitted",
         "engine/evaluation/teacher_forcing.py",
-        "runner.step(text[:, start : start + gamma + 1], positions, extent, through)",
+        "round_.forward(text[:, start : start + gamma + 1])",
         "None",
         ("test_teacher_forcing.py",),
     ),

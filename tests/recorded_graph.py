@@ -81,7 +81,7 @@ class RecordedGraph:
 
 
 class RecordedGraphs:
-    """Has the interface of `engine.round.CudaGraphs`; `recorded` lists all that were captured."""
+    """Has the interface of `engine.graphs.CudaGraphs`; `recorded` lists all that were captured."""
 
     Graph = RecordedGraph
 

@@ -167,7 +167,7 @@ def check_counts(scenario: Scenario, out: GenerateOutput) -> None:
         assert reason == ("stop" if tokens[-1] in stop else "length")
         assert len(tokens) == 1 + row.emitted
         assert row.emitted == row.accepted + row.added
-        assert row.accepted <= row.judged <= row.drafted <= scenario.gamma * row.rounds
+        assert row.accepted <= row.verified <= row.drafted <= scenario.gamma * row.rounds
     assert sum(r.emitted for r in out.stats.rounds) == sum(len(t) - 1 for t in out.tokens)
     assert out.stats.drafted == sum(row.drafted for row in out.stats.rows)
     # A draft that sees what the target sees is the target: nothing is ever rejected.

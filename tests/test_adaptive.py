@@ -318,7 +318,7 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
     shadow = SelfSpeculation(runner, full_cache(model, 2), gamma=3)
     script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
     out = generate(runner, prompts, max_new_tokens=60, pacing=Scripted([perfect, shadow], script))
-    assert out.stats.counts.judged > 40 and out.stats.counts.acceptance_rate == 1.0
+    assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
 
 
 def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
@@ -333,11 +333,11 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
     ranks, model, prompts = Waiting(), tiny_model(), random_prompts([30, 11])
     runner = ModelRunner(model, full_cache(model, 2), ranks=ranks)
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(model, 2), ranks=ranks), gamma=3)
-    admit = own.admit
+    follow = own.follow
 
     def watched(*args: Any) -> None:
         admitted.append(now[0])
-        admit(*args)
+        follow(*args)
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -345,7 +345,7 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
         yield
         now[0] = "no phase"
 
-    own.admit = watched  # type: ignore[method-assign]
+    own.follow = watched  # type: ignore[method-assign]
     pacing = Scripted([own], [Choice(0, 2), PLAIN, PLAIN])
     out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
     assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
@@ -556,18 +556,18 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(monkeypatch: pyte
     model, prompts = tiny_model(), random_prompts([30, 30])
     runner = ModelRunner(model, full_cache(model, 2))
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(model, 2)), gamma=3)
-    admit, n_rounds = own.admit, []
+    follow, n_rounds = own.follow, []
 
     def slow(*args: Any) -> None:
         time.sleep(0.4)
-        admit(*args)
+        follow(*args)
 
     def counted(*args: Any, **kwargs: Any) -> GenerateOutput:
         out = generate(*args, **kwargs)
         n_rounds.append(len(out.stats.rounds))
         return out
 
-    own.admit = slow  # type: ignore[method-assign]
+    own.follow = slow  # type: ignore[method-assign]
     monkeypatch.setattr("engine.cost_model.measure.generate", counted)
     measure_costs(runner, [own], prompts, gammas=[1, 3], max_new_tokens=90, seconds=seconds)
     most = [3 * (1 + FEWEST_TIMED), 3 * (MOST_TIMED - FEWEST_TIMED)]

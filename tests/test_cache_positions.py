@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from streaming_llm import StreamingLLM
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch import Tensor
 
 from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
-from kv_cache import EMPTY, KVCache, StreamingKVCache
+from kv_cache import EMPTY, StreamingKVCache
 from models import Transformer
 from models.attention.torch_backend import TorchAttention, visibility
 from models.config import RopeScaling
@@ -28,72 +28,6 @@ MODELS = {
     # A short original context, so that its ramp lies among the frequencies of a head of 8.
     "llama3": replace(TINY, n_kv_head=1, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
 }
-
-
-class StreamingLLM:
-    """One row of StreamingLLM (arXiv 2309.17453, section 3.2): lists of un-rotated keys, places by list order.
-
-    Before a block runs, the oldest entries that are no sinks leave until the block fits into the budget.
-    """
-
-    def __init__(self, model: Transformer, budget: int, n_sink: int) -> None:
-        self.model, self.budget, self.n_sink = model, budget, n_sink
-        self.positions: list[int] = []
-        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
-
-    @property
-    def length(self) -> int:
-        return self.positions[-1] + 1 if self.positions else 0
-
-    def forget(self, length: int) -> None:
-        """Drop the positions from `length` on; what a longer text evicted does not come back."""
-        kept = sum(position < length for position in self.positions)
-        del self.positions[kept:]
-        for entries in self.entries:
-            del entries[kept:]
-
-    def run(self, tokens: list[int]) -> Tensor:
-        """Logits `[T, V]` of the block of tokens that follows what is held."""
-        start = self.length
-        n_evicted = max(0, len(self.positions) + len(tokens) - self.budget)
-        for held in (self.positions, *self.entries):
-            del held[self.n_sink : self.n_sink + n_evicted]
-        self.positions += range(start, start + len(tokens))
-        assert len(self.positions) <= self.budget
-        x = self.model.tok_embeddings.weight[torch.tensor(tokens)]
-        for entries, block in zip(self.entries, self.model.layers, strict=True):
-            x = x + self._attention(block.attention_norm(x), entries, block.attention)
-            gate, up = (block.ffn_norm(x) @ block.feed_forward.w13.weight.T).chunk(2, dim=-1)
-            x = x + (gate * gate.sigmoid() * up) @ block.feed_forward.w2.weight.T
-        head = self.model.output or self.model.tok_embeddings
-        return self.model.norm(x) @ head.weight.T
-
-    def _attention(self, x: Tensor, entries: list[tuple[Tensor, Tensor]], weights) -> Tensor:
-        config, n_token = self.model.config, len(x)
-        stacked = x @ weights.wqkv.weight.T
-        if weights.wqkv.bias is not None:
-            stacked = stacked + weights.wqkv.bias
-        n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        q, k, v = (part.view(n_token, -1, config.head_dim) for part in stacked.split([n_q, n_kv, n_kv], dim=-1))
-        entries += zip(k, v, strict=True)
-        frequencies = self.model._frequencies
-        keys = [turned(key, place, frequencies) for place, (key, _) in enumerate(entries)]
-        out = []
-        for i in range(n_token):
-            n_seen = len(entries) - n_token + i + 1
-            query = turned(q[i], n_seen - 1, frequencies)
-            for head in range(config.n_head):
-                group = head // (config.n_head // config.n_kv_head)
-                scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5
-                out.append(scores.softmax(0) @ torch.stack([value[group] for _, value in entries[:n_seen]]))
-        return torch.stack(out).view(n_token, -1) @ weights.wo.weight.T
-
-
-def turned(x: Tensor, place: int, frequencies: Tensor) -> Tensor:
-    """Heads `x [H, D]` turned to a place: pair i, (x[i], x[i + D/2]), as a complex number."""
-    first, second = x.chunk(2, dim=-1)
-    pairs = torch.complex(first, second) * torch.exp(1j * place * frequencies.double())
-    return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
 class Both:
@@ -124,7 +58,7 @@ class Both:
         tokens = torch.tensor(blocks)
         positions = torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1])
         # As in the engine, one extent for all rows, which may lie beyond the longest.
-        logits = self.runner.step(tokens, positions, int(positions.max()) + 1 + self.spare)
+        logits = self.runner.step(tokens, positions, self.cache.view(extent=int(positions.max()) + 1 + self.spare))
         for i, row in enumerate(self.rows):
             row.forget(starts[i])
             self._compare(logits[i], row.run(blocks[i]), i)
@@ -220,9 +154,9 @@ class Overheard(StandaloneDraft):
 
     rounds: list[tuple[list[int], list[int], list[list[int]]]]
 
-    def propose(self, current, lengths, extent, verification, gamma):
-        drafts = super().propose(current, lengths, extent, verification, gamma)
-        self.rounds.append((lengths.tolist(), current.tolist(), drafts.tokens.tolist()))
+    def propose(self, batch, verification, gamma):
+        drafts = super().propose(batch, verification, gamma)
+        self.rounds.append((batch.lengths.tolist(), batch.current.tolist(), drafts.tokens.tolist()))
         return drafts
 
 
@@ -258,73 +192,6 @@ def test_drafts_are_those_of_streamingllm(n_sink):
     assert len(set(counts)) > 1 and 0 < out.stats.counts.acceptance_rate < 1
 
 
-def test_what_the_reference_borrows_is_right():
-    """It takes the model's float32 frequencies: these are the formulas' (RoFormer; linear; Llama 3.1)."""
-    for config in MODELS.values():
-        plain = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
-        scaling, expected = config.rope_scaling, plain
-        if scaling and scaling.kind == "linear":
-            expected = [f / scaling.factor for f in plain]
-        elif scaling:
-            expected = [llama3(f, scaling) for f in plain]
-            ramp = [p for p, f in zip(plain, expected, strict=True) if p / scaling.factor < f < p]
-            assert ramp, "no frequency lies on the ramp"
-        frequencies = tiny_model(config)._frequencies
-        assert torch.allclose(frequencies.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
-
-
-def llama3(frequency: float, scaling: RopeScaling) -> float:
-    wavelength = 2 * math.pi / frequency
-    if wavelength < scaling.original_context / scaling.high_freq_factor:
-        return frequency
-    if wavelength > scaling.original_context / scaling.low_freq_factor:
-        return frequency / scaling.factor
-    smooth = scaling.original_context / wavelength - scaling.low_freq_factor
-    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
-
-
-class Placed(StreamingKVCache):
-    """Records the places that every forward is given, of queries and of the slots in use."""
-
-    seen: tuple[list[Tensor], list[Tensor]]
-
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        queries, slots = super().rotary_positions(positions)
-        assert slots is not None and queries.shape == positions.shape and slots.shape == self.positions.shape
-        self.seen[0].append(queries.clone())
-        self.seen[1].append(slots.masked_fill(self.positions == EMPTY, EMPTY))
-        for row, held in enumerate(self.positions):
-            used = held != EMPTY
-            order = held[used].argsort()
-            assert slots[row, used][order].tolist() == list(range(int(used.sum()))), "places have gaps or repeat"
-        return queries, slots
-
-
-def decode(model: Transformer, cache: KVCache, prompts: list[list[int]], n_tokens: int):
-    """The target itself as a standalone draft over that cache, two rows at a time."""
-    runner = ModelRunner(model, full_cache(model, cache.max_batch, 400))
-    drafter = StandaloneDraft(ModelRunner(model, cache), gamma=3)
-    return generate(runner, prompts, max_new_tokens=n_tokens, drafter=drafter)
-
-
-@pytest.mark.parametrize("budget,n_sink", [(8, 4), (12, 0), (40, 4)])
-def test_places_never_reach_the_budget(budget, n_sink):
-    model = tiny_model(replace(TINY, max_context=512))
-    cache = Placed(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
-    cache.seen = [], []
-    prompts = random_prompts([1, 300, 33, 5])
-    out = decode(model, cache, prompts, 25)
-    plain = generate(ModelRunner(model, full_cache(model, 2, 400)), prompts, max_new_tokens=25)
-    assert out.tokens == plain.tokens
-    for places in cache.seen:
-        highest = max(int(each.max()) for each in places)
-        assert highest == budget - 1, "a long text fills the cache and goes no further"
-        assert min(int(each.min()) for each in places) >= EMPTY
-    assert min(int(each.min()) for each in cache.seen[0]) >= 0
-    assert len(cache.seen[0]) > 60
-
-
 @pytest.mark.parametrize("n_sink", [0, 4])
 def test_until_something_is_evicted_places_are_positions(n_sink):
     """Then rotating at the read, at the write, and a full cache are three ways to the same logits."""
@@ -346,7 +213,9 @@ def test_until_something_is_evicted_places_are_positions(n_sink):
     def logits_of_a_block(n_token: int, start: Tensor) -> list[Tensor]:
         tokens = torch.randint(61, (2, n_token), generator=generator)
         positions = start[:, None] + torch.arange(n_token)
-        logits = [runner.step(tokens, positions, int(positions.max()) + 1) for runner in runners]
+        logits = [
+            runner.step(tokens, positions, runner.cache.view(extent=int(positions.max()) + 1)) for runner in runners
+        ]
         in_cache = runners[0].cache
         places, slot_places = in_cache.rotary_positions(positions)
         if int(positions.max()) < budget:

@@ -18,7 +18,7 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import SavedText
-from engine.round import CudaGraphs
+from engine.graphs import CudaGraphs
 from kv_cache import FullKVCache, StreamingKVCache
 
 LENGTHS = [40, 7, 23, 1, 31]
@@ -112,9 +112,9 @@ def test_extents_do_not_follow_the_rows_when_captured():
     seen = set()
 
     class Watching(ModelRunner):
-        def step(self, tokens, positions, extent, cache=None):
-            seen.add(extent)
-            return super().step(tokens, positions, extent, cache)
+        def step(self, tokens, positions, cache=None):
+            seen.add(cache.positions.shape[1])
+            return super().step(tokens, positions, cache)
 
     runner = Watching(model, cache, new_graphs=RecordedGraphs)
     generate(runner, random_prompts([9, 20]), max_new_tokens=6)

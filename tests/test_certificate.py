@@ -24,7 +24,7 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.evaluation.certificate import MAX_FLIP_SHARE, Calibration, Certificate, Replay, calibrate, certify, replay
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
-from kv_cache.entries import LARGEST
+from kv_cache.entries import largest
 from models import Transformer
 from models.attention import select_backend
 from models.llama import attention_spec
@@ -47,11 +47,11 @@ class Faulty(ModelRunner):
 
     size = 3.0
 
-    def step(self, tokens, positions, extent, cache=None):
-        logits = super().step(tokens, positions, extent, cache)
+    def step(self, tokens, positions, cache=None):
+        logits = super().step(tokens, positions, cache)
         if not isinstance(cache, WriteThroughKVCache):
             return logits
-        generator = torch.Generator().manual_seed(extent)
+        generator = torch.Generator().manual_seed(cache.positions.shape[1])
         return logits + self.size * (2 * torch.rand(logits.shape, generator=generator) - 1).to(logits.dtype)
 
 
@@ -288,7 +288,7 @@ def test_eps_is_that_of_two_caches_each_written_its_own_way(prompts):
             runner.prefill_row(row, prompt)
         starts = [lengths[:, None] + torch.arange(start, start + width) for start in range(0, N_FORCED, width)]
         steps = zip(forced.split(width, dim=1), starts, strict=True)
-        return torch.cat([runner.step(tokens, positions, cache.capacity) for tokens, positions in steps], dim=1)
+        return torch.cat([runner.step(tokens, positions) for tokens, positions in steps], dim=1)
 
     difference = logits(GAMMA + 1) - logits(1)
     largest = ((difference.amax(-1) - difference.amin(-1)) / 2).max()
@@ -305,7 +305,7 @@ class StaleScales(FullKVCache):
         scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
 
 
-@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("kv_dtype", largest())
 def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(prompts, kv_dtype):
     model = tiny_model(dtype=torch.float32)
 
@@ -323,7 +323,7 @@ WIDE = replace(TINY, vocab_size=64, dim=64, n_head=2, n_kv_head=1, head_dim=64, 
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")
-@pytest.mark.parametrize("kv_dtype", [torch.float32, *LARGEST])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *largest()])
 def test_cpp_attention_and_int8_weights_give_the_same_bits_in_blocks(kv_dtype):
     model, prompts = tiny_model(WIDE, dtype=torch.float32), random_prompts(LENGTHS)
     quantize_linears(model, "int8")

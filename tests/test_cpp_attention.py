@@ -9,7 +9,7 @@ import torch
 from attention_cases import Case, FakeSlots, make_case
 
 from kv_cache import KV
-from kv_cache.entries import LARGEST
+from kv_cache.entries import largest
 from models.attention import AttentionSpec, TorchAttention, cpp_build, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 
@@ -71,7 +71,7 @@ def test_every_finite_float8_is_read_as_pytorch_reads_it(backend):
 
 
 @pytest.mark.parametrize("n_token", [1, 16, 17, 33])
-@pytest.mark.parametrize("storage", LARGEST)
+@pytest.mark.parametrize("storage", largest())
 def test_8_bit_entries_are_never_dequantised(backend, n_token, storage):
     case = make_case([40, 33], n_token, storage=storage)
     assert not case.dequantizes(backend) and not backend.dequantizes(n_token)

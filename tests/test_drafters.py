@@ -6,13 +6,15 @@ import random
 
 import pytest
 import torch
-from tiny import full_cache, random_prompts, tiny_model
+from pacings import Scripted
+from tiny import batch_at, full_cache, random_prompts, tiny_model
 from witness import WitnessModel
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SavedText, generate
 from engine.drafters.ngram import find_ngram
-from engine.modes import GreedyRound
+from engine.modes import Greedy
+from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
 
@@ -56,12 +58,14 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
     seen = []
 
     class Watched(NGram):
-        def propose(self, current, lengths, extent, verification, gamma):
-            drafts = super().propose(current, lengths, extent, verification, gamma)
-            seen.append((lengths.tolist(), self._text.clone(), drafts))
+        def propose(self, batch, verification, gamma):
+            drafts = super().propose(batch, verification, gamma)
+            seen.append((batch.lengths.tolist(), self._text.clone(), drafts))
             return drafts
 
-    out = generate(runner, prompts, max_new_tokens=40, drafter=Watched(runner, 4))
+    # Two plain rounds, now and then.
+    pacing = Scripted([Watched(runner, 4)], [PLAIN, Choice(0, 4), Choice(0, 4), Choice(0, 4), PLAIN])
+    out = generate(runner, prompts, max_new_tokens=40, pacing=pacing)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     ragged = set()
     for lengths, text, drafts in seen:
@@ -80,14 +84,17 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     runner = ModelRunner(model, full_cache(model, 3))
     drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
     for row, (request, prompt) in enumerate([(7, [1, 2]), (9, [3]), (8, [1, 1, 1])]):
-        drafter.admit(row, request, prompt)
+        drafter.follow(row, request, prompt, 0)
     # The first token of each text (from the prefill) sits at the prompt's length.
-    drafts = drafter.propose(torch.tensor([10, 20, 5]), torch.tensor([2, 1, 3]), 8, GreedyRound(), 3)
+    drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(), 3)
     assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
-    drafts = drafter.propose(torch.tensor([99, 0, 0]), torch.tensor([4, 9, 9]), 12, GreedyRound(), 3)
+    drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
-    drafter.admit(0, 9, [4, 4, 4, 4])  # a shorter text in a row that held a longer one
-    drafts = drafter.propose(torch.tensor([20, 0, 0]), torch.tensor([4, 1, 3]), 8, GreedyRound(), 3)
+    drafter.follow(0, 7, [1, 2, 10, 11], 2)  # rounds went by without it
+    drafts = drafter.propose(batch_at([4, 9, 9], [12, 0, 0]), Greedy(), 3)
+    assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
+    drafter.follow(0, 9, [4, 4, 4, 4], 0)  # a shorter text in a row that held a longer one
+    drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [0, 0, 0]
 
 

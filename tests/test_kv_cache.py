@@ -44,10 +44,10 @@ class Watched(SelfSpeculation):
 
     checks = 0
 
-    def propose(self, current, lengths, extent, verification, gamma):
+    def propose(self, batch, verification, gamma):
         for row in range(self.cache.max_batch):
             check_invariants(self.cache, row)
-        drafts = super().propose(current, lengths, extent, verification, gamma)
+        drafts = super().propose(batch, verification, gamma)
         for row in range(self.cache.max_batch):
             check_invariants(self.cache, row)
         return drafts

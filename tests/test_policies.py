@@ -59,7 +59,7 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
     for row, prompt in enumerate(prompts):
         runner.prefill_row(row, prompt)
         before = cache.keys.clone(), cache.positions.clone()
-        drafter.admit(row, row, prompt)
+        drafter.follow(row, row, prompt, 0)
         others = [i for i in range(3) if i != row]
         assert torch.equal(cache.keys[:, others], before[0][:, others])
         assert torch.equal(cache.positions[others], before[1][others])

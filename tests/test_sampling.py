@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.sampling import Law, SamplingParams, greedy, logits_to_probs
+from engine.sampling import Distribution, SamplingParams, greedy, logits_to_probs
 
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 # Halves are exact in every dtype, and few values make ties frequent.
@@ -83,12 +83,12 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, s
     logits = torch.tensor(data.draw(st.lists(LOGITS, min_size=n, max_size=n)), dtype=torch.float64)
     logits = logits.reshape(batch, steps, vocab)
     logits[..., 0] = logits[..., 0].clamp(min=-6)
-    law = Law.of(params)
+    law = Distribution.of(params)
     probs, logprobs = law.probs(logits), law.logprobs(logits)
     assert probs.shape == logprobs.shape == logits.shape
     for row, own in enumerate(params):
         assert torch.equal(probs[row], logits_to_probs(logits[row], own))
-        assert torch.equal(probs[row], Law.of([own]).probs(logits[row : row + 1])[0])
+        assert torch.equal(probs[row], Distribution.of([own]).probs(logits[row : row + 1])[0])
         for step in range(steps):
             wanted, closest = reference(logits[row, step].tolist(), own)
             if closest > 1e-12:
@@ -104,7 +104,7 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, s
 def test_logprobs_are_the_logarithms_of_probs(dtype):
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(3, 4, 50, generator=generator, dtype=torch.float64) * 4).to(dtype)
-    law = Law.of([SamplingParams(0.8), SamplingParams(0.6, 10, 0.9), SamplingParams(0)])
+    law = Distribution.of([SamplingParams(0.8), SamplingParams(0.6, 10, 0.9), SamplingParams(0)])
     probs, logprobs = law.probs(logits), law.logprobs(logits)
     assert probs.dtype == logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(probs.sum(dim=-1), torch.ones_like(probs[..., 0]))
@@ -150,7 +150,7 @@ def test_ties_go_to_the_lowest_ids():
 def test_greedy_rows_beside_sampled_rows():
     logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0], [-math.inf, 0.0, -math.inf]])
     rows = [SamplingParams(), SamplingParams(1.0), SamplingParams(0.0, top_p=0.1)]
-    probs, logprobs = Law.of(rows).probs(logits), Law.of(rows).logprobs(logits)
+    probs, logprobs = Distribution.of(rows).probs(logits), Distribution.of(rows).logprobs(logits)
     assert probs[0].tolist() == [0, 1, 0] and logprobs[0].tolist() == [-math.inf, 0, -math.inf]
     torch.testing.assert_close(probs[1], logits[1].softmax(0))
     assert probs[2].tolist() == [0, 1, 0]
@@ -159,7 +159,7 @@ def test_greedy_rows_beside_sampled_rows():
 @pytest.mark.parametrize("temperature", [1e-5, 1e5])
 def test_extreme_temperatures_and_logits_leave_a_law(temperature):
     logits = torch.tensor([[60000.0, -60000.0, 59999.5, 0.0]], dtype=torch.float32)
-    law = Law.of([SamplingParams(temperature, top_k=3, top_p=0.999)]).probs(logits)
+    law = Distribution.of([SamplingParams(temperature, top_k=3, top_p=0.999)]).probs(logits)
     assert bool(torch.isfinite(law).all()) and float(law.sum()) == pytest.approx(1)
     assert int(law.argmax()) == 0 and law[0, 1] == 0
 
@@ -182,11 +182,11 @@ def test_a_parameter_out_of_range_is_refused_by_name(field, values):
 def test_top_p_is_not_rounded_to_float32():
     """0.9 in float32 is less than 0.9, and would exclude the second id."""
     p = torch.tensor([[0.89999999, 0.10000001]], dtype=torch.float64)
-    assert Law.of([SamplingParams(1.0, top_p=0.9)]).probs(p.log()).gt(0).all()
-    assert Law.of([SamplingParams(1.0, top_p=0.89999998)]).probs(p.log()).tolist() == [[1.0, 0.0]]
+    assert Distribution.of([SamplingParams(1.0, top_p=0.9)]).probs(p.log()).gt(0).all()
+    assert Distribution.of([SamplingParams(1.0, top_p=0.89999998)]).probs(p.log()).tolist() == [[1.0, 0.0]]
 
 
 def test_the_bounds_themselves_are_allowed():
     for params in (SamplingParams(), SamplingParams(1e-5, 1, 1e-12, 2**63 - 1), SamplingParams(1e6, 2**40, 1.0)):
-        Law.of([params]).probs(torch.zeros(1, 3))
+        Distribution.of([params]).probs(torch.zeros(1, 3))
     assert SamplingParams().greedy and not SamplingParams(1e-5).greedy

@@ -76,7 +76,7 @@ def test_the_cache_holds_what_lists_select(shape):
     for row, prompt in enumerate(prompts):
         runner.prefill_row(row, prompt)
         before = runner.cache.keys.clone()
-        drafter.admit(row, row, prompt)
+        drafter.follow(row, row, prompt, 0)
         assert torch.equal(runner.cache.keys, before), "looking must not store anything"
         n_token = len(prompt)
         if n_token <= BUDGET:
@@ -127,7 +127,7 @@ def test_the_window_moves_on_and_the_selection_stays():
     cache = SnapKVCache(TINY, 1, BUDGET, WINDOW, dtype=torch.float64)
     drafter = SelfSpeculation(runner, cache, gamma=2)
     runner.prefill_row(0, prompt)
-    drafter.admit(0, 0, prompt)
+    drafter.follow(0, 0, prompt, 0)
     selection = cache.keys[:, 0, :, : BUDGET - WINDOW].clone()
     out = generate(runner, [prompt], max_new_tokens=30, drafter=drafter)
     assert torch.equal(cache.keys[:, 0, :, : BUDGET - WINDOW], selection)
@@ -148,7 +148,7 @@ def test_a_standalone_draft_selects_from_its_own_prompt():
     whole = ModelRunner(draft, full_cache(draft, 3))
     expected = SnapKVCache(TINY, 3, BUDGET, WINDOW, dtype=torch.float64)
     for row, prompt in enumerate(prompts):
-        drafter.admit(row, row, prompt)
+        drafter.follow(row, row, prompt, 0)
         whole.fill_row(row, prompt)
         queries = whole.last_queries(row, prompt, WINDOW) if len(prompt) > BUDGET else None
         expected.fill_row(row, whole.cache, len(prompt), queries=queries)

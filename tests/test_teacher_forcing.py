@@ -17,26 +17,26 @@ PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed
 
 
 def expected(model, draft_tokens) -> list[tuple[int, int]]:
-    """Per row (judged, accepted): at every (gamma + 1)-th place, the draft's tokens against the target's own."""
+    """Per row (verified, accepted): at every (gamma + 1)-th place, the draft's tokens against the target's own."""
     counts = []
     for prompt, book in zip(PROMPTS, BOOK, strict=True):
-        judged = accepted = 0
+        verified = accepted = 0
         for start in range(0, N_TOKEN - GAMMA - 1, GAMMA + 1):
             text = [*prompt, *book[: start + 1]]
             own = continue_by_recomputing(model, text, GAMMA)
             drafted = draft_tokens(text)
             n = next((i for i in range(GAMMA) if drafted[i] != own[i]), GAMMA)
-            judged += min(n + 1, GAMMA)
+            verified += min(n + 1, GAMMA)
             accepted += n
-        counts.append((judged, accepted))
+        counts.append((verified, accepted))
     return counts
 
 
 def counted(runner, drafter) -> list[tuple[int, int]]:
-    return [(row.judged, row.accepted) for row in forced_acceptance(runner, drafter, PROMPTS, BOOK)]
+    return [(row.verified, row.accepted) for row in forced_acceptance(runner, drafter, PROMPTS, BOOK)]
 
 
-def test_another_models_drafts_are_judged_behind_the_books_tokens():
+def test_another_models_drafts_are_verified_behind_the_books_tokens():
     """A full cache, so that the draft is what recomputing gives too; it is nearly the target."""
     target, draft = tiny_model(), tiny_model()
     draft.output.weight += 0.4 * tiny_model(seed=5).output.weight
@@ -44,7 +44,7 @@ def test_another_models_drafts_are_judged_behind_the_books_tokens():
     drafter = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), GAMMA)
     wanted = expected(target, lambda text: continue_by_recomputing(draft, text, GAMMA))
     assert counted(runner, drafter) == wanted
-    assert 0 < sum(accepted for _, accepted in wanted) < sum(judged for judged, _ in wanted)
+    assert 0 < sum(accepted for _, accepted in wanted) < sum(verified for verified, _ in wanted)
 
 
 @pytest.mark.parametrize("standalone", [False, True])
@@ -70,7 +70,7 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
         "ngram": lambda: NGram(runner, GAMMA),
     }[kind]()
     counts = total(forced_acceptance(runner, drafter, PROMPTS, BOOK, SamplingParams(0.8, seed=3)))
-    assert counts.rounds == 3 * 4 and 0 <= counts.accepted <= counts.judged
+    assert counts.rounds == 3 * 4 and 0 <= counts.accepted <= counts.verified
     prefilled = []
     run = runner.fill_row
     runner.fill_row = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from engine.batch import Batch
 from engine.noise import Stream, gumbel
-from engine.sampling import Law, SamplingParams
+from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import FullKVCache
 from models import ModelConfig, Transformer
 
@@ -35,6 +36,13 @@ def full_cache(
     return FullKVCache(model.config, max_batch, max_len, dtype=kv_dtype or model.dtype)
 
 
+def batch_at(lengths: list[int], current: list[int]) -> Batch:
+    """Greedy rows whose last tokens, `current`, sit at those positions."""
+    batch = Batch(len(lengths), Filters(), "cpu")
+    batch.set_state(lengths, current)
+    return batch
+
+
 def continue_by_recomputing(
     model: Transformer,
     prompt: list[int],
@@ -48,7 +56,7 @@ def continue_by_recomputing(
     Sampled tokens are those of the coupled mode: a function of the text, the seed and the request.
     """
     sampling = sampling or SamplingParams()
-    law, seed, noise_of = Law.of([sampling]), torch.tensor(sampling.seed), torch.tensor(request)
+    law, seed, noise_of = Distribution.of([sampling]), torch.tensor(sampling.seed), torch.tensor(request)
     tokens = list(prompt)
     for _ in range(n_tokens):
         cache = full_cache(model, 1, len(tokens), kv_dtype)

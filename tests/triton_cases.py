@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import FakeSlots, make_case
 
-from kv_cache.entries import KV, LARGEST, quantize
+from kv_cache.entries import KV, largest, quantize
 from models.attention import MAX_BLOCK, AttentionSpec, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported
 
@@ -190,4 +190,4 @@ def test_what_the_kernel_does_not_take_goes_to_torch():
 
 
 def test_every_kind_of_entries_is_tested():
-    assert set(LARGEST) == {torch.int8, torch.float8_e4m3fn}
+    assert set(largest()) == {torch.int8, torch.float8_e4m3fn}

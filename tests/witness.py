@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.noise import Stream, gumbel
-from engine.sampling import Law, SamplingParams
+from engine.sampling import Distribution, SamplingParams
 from kv_cache.entries import pack
 
 VOCAB = 23
@@ -82,7 +82,7 @@ def continue_plainly(
     if sampling and not sampling.greedy:
         key = torch.tensor(sampling.seed), torch.tensor(request)
         positions = len(prompt) + torch.arange(n_tokens)
-        noise, law = gumbel(*key, positions, Stream.COUPLED, VOCAB), Law.of([sampling])
+        noise, law = gumbel(*key, positions, Stream.COUPLED, VOCAB), Distribution.of([sampling])
     for i in range(n_tokens):
         everything = sum(hashes)
         seen = everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])

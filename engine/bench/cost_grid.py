@@ -71,7 +71,7 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
         sampling = session.sampling
         counts = forced_acceptance(narrow.runner, drafter, prompts, continuations, sampling.params, sampling.mode)
         summed = total(counts)
-        rates[draft] = AcceptanceRate(summed.accepted / summed.judged, summed.judged)
+        rates[draft] = AcceptanceRate(summed.accepted / summed.verified, summed.verified)
     return rates
 
 

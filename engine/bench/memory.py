@@ -11,7 +11,7 @@ import torch
 from common.errors import OutOfMemoryError
 from engine.noise import blocks_per_pass
 from engine.sampling import SamplingParams
-from kv_cache.entries import LARGEST
+from kv_cache.entries import largest
 from models import ModelConfig
 from models.packed_linear import can_pack
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, linear_bytes
@@ -191,7 +191,7 @@ def _weight_bytes(config: ModelConfig, dtype: torch.dtype, device: str, quantize
 
 def _kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """With the scale that every 8-bit key and value has."""
-    scales = 2 * config.n_layer * config.n_kv_head * 4 if dtype in LARGEST else 0
+    scales = 2 * config.n_layer * config.n_kv_head * 4 if dtype in largest() else 0
     return config.kv_bytes_per_token(dtype.itemsize) + scales
 
 

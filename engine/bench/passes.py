@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -14,7 +14,7 @@ from common.jsonl import append_or_put_off
 from common.process import is_leader
 from common.say import say
 from engine.bench.session import Session
-from engine.contention import usage_so_far
+from engine.contention import Usage, usage_so_far
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import measure_costs, rounds_in_turn
@@ -26,6 +26,13 @@ from engine.timing import PhaseTimer, synchronize
 
 
 @dataclass(frozen=True)
+class Decoded(GenerateOutput):
+    """What a pass decoded, and its `usage` of the processors."""
+
+    usage: Usage
+
+
+@dataclass(frozen=True)
 class Passes:
     """What was run. `timed` is a pass of its own, because timing phases slows them down.
 
@@ -33,9 +40,9 @@ class Passes:
     """
 
     prefill_seconds: float
-    baseline: GenerateOutput | None
-    speculative: GenerateOutput | None = None
-    timed: tuple[PhaseTimer, GenerateOutput] | None = None
+    baseline: Decoded | None
+    speculative: Decoded | None = None
+    timed: tuple[PhaseTimer, Decoded] | None = None
     costs: Sequence[Costs] = ()
     cost_seconds: float = 0.0
 
@@ -64,7 +71,7 @@ def speculation_passes(session: Session) -> Passes:
     costs = costs_of(session, drafters)
     cost_seconds = time.perf_counter() - started
 
-    def speculate(name: str, timer: PhaseTimer | None = None) -> GenerateOutput:
+    def speculate(name: str, timer: PhaseTimer | None = None) -> Decoded:
         return decode(session, name, timer=timer, pacing=make_pacing(session, drafters, costs))
 
     speculative = speculate("speculation")
@@ -153,7 +160,7 @@ def decode(
     drafter: Drafter | None = None,
     timer: PhaseTimer | None = None,
     pacing: Pacing | None = None,
-) -> GenerateOutput:
+) -> Decoded:
     """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched.
 
     Raises UserError naming row and position if any row's logits were not finite.
@@ -162,7 +169,7 @@ def decode(
     with _bar(name, len(session.prompts) * session.plan.gen_len) as bar:
         output = session.generate(drafter, pacing=pacing, progress=_DecodeProgress(bar, session, name), phase=timer)
     output.require_finite(name)
-    return replace(output, usage=usage_so_far().since(before))
+    return Decoded(**vars(output), usage=usage_so_far().since(before))
 
 
 @dataclass(frozen=True)

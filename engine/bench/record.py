@@ -111,7 +111,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         **_rank_record(session),
         "tokens_generated": sum(map(len, measured.tokens)),
         "drafted": counts.drafted if counts else None,
-        "judged": counts.judged if counts else None,
+        "judged": counts.verified if counts else None,
         "accepted": counts.accepted if counts else None,
         "emitted": counts.emitted if counts else None,
         "acceptance_rate": counts.acceptance_rate if counts else None,
@@ -237,8 +237,8 @@ def _contention(session: Session, passes: Passes) -> dict[str, dict[str, Any]]:
     """Of each pass; every rank has to call this."""
     timed = passes.timed[1] if passes.timed else None
     named = {"baseline": passes.baseline, "speculation": passes.speculative, "phase times": timed}
-    usages = {name: session.ranks.gathered(output.usage) for name, output in named.items() if output and output.usage}
-    return {name: contention([*filter(None, ranks)]) for name, ranks in usages.items()}
+    usages = {name: session.ranks.gathered(output.usage) for name, output in named.items() if output}
+    return {name: contention(ranks) for name, ranks in usages.items()}
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from common.process import local_world_size
 from engine.bench.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.bench.plan import Plan
 from engine.runner import prefill_chunk_of
-from kv_cache.entries import LARGEST
+from kv_cache.entries import largest
 from models import ModelConfig
 from models.attention import select_backend
 from models.llama import attention_spec
@@ -44,11 +44,11 @@ def room(plan: Plan) -> int:
 def memory_plan(plan: Plan) -> MemoryPlan:
     """What the rank with the largest shard needs."""
     draft, config, quantize = plan.draft, plan.target.config, plan.config.target.quantize
-    largest = _largest_shard(config, len(plan.group))
+    biggest = _largest_shard(config, len(plan.group))
     footprint = None
     if draft and draft.policy and draft.dtype is not None:
         source = plan.draft_source
-        draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else largest
+        draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else biggest
         if draft.layers is not None:
             draft_config = replace(draft_config, n_layer=len(draft.layers))
         in_cache = draft.policy.in_cache_positions
@@ -64,7 +64,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
             dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype, in_cache),
         )
     return plan_memory(
-        largest,
+        biggest,
         dtype=plan.dtype,
         draft=footprint,
         device=plan.device,
@@ -75,7 +75,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         vocab_size=config.vocab_size,
         quantize=quantize,
         kv_dtype=plan.kv_dtype,
-        dequantizes=_dequantizes(plan, largest, plan.dtype, plan.kv_dtype),
+        dequantizes=_dequantizes(plan, biggest, plan.dtype, plan.kv_dtype),
         captured_rows=_captured_rows(plan),
         n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
     )
@@ -100,7 +100,7 @@ def _dequantizes(
 
     rotates_keys: keys are rotated to their positions as they are read, dequantised for whatever attention.
     """
-    if entries not in LARGEST:
+    if entries not in largest():
         return None
     if rotates_keys:
         return lambda n_token: True

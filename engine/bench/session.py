@@ -20,10 +20,10 @@ from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
+from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.requests import check_prompt
-from engine.round import CudaGraphs
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, Transformer

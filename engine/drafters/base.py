@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
-from engine.modes import Drafts, VerificationRound
-from engine.parallel.ranks import Ranks
-from engine.runner import ModelRunner
-from kv_cache import KVCache, WriteThroughKVCache
+from engine.modes import Drafts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.modes import Verification
+    from engine.parallel.ranks import Ranks
+    from engine.runner import ModelRunner
+    from kv_cache import KVCache, WriteThroughKVCache
 
 
 class Drafter(Protocol):
-    """What `generate` asks of a drafter."""
+    """What a decoder asks of a drafter."""
 
     @property
     def gamma(self) -> int:
@@ -33,31 +38,26 @@ class Drafter(Protocol):
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
         ...
 
-    def admit(
-        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    def follow(
+        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        """The prompt of the request with that id has just been prefilled in the target's row.
+        """The target's row holds `text`, of which this drafter has followed the first `known` tokens.
 
-        A drafter that runs the prompt too tells `on_tokens` of the tokens that it has run.
+        With 0 the text is a prompt, the row that of another request: the one with that id. More: rounds went by
+        without this drafter. `on_tokens` is given the numbers of tokens that a draft model runs of it.
         """
         ...
 
-    def resume(self, row: int, text: Sequence[int], known: int) -> None:
-        """Rounds went by without this drafter: the row now holds `text`, of which it followed `known` tokens."""
-        ...
-
-    def propose(
-        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
-    ) -> Drafts:
-        """Drafts to follow `current [B]`, which sits at position `lengths [B]`: `gamma` columns, at most the
-        drafter's own gamma, of which a row means as many as its draft length says.
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which
+        a row means as many as its draft length says.
 
         A draft model's tokens are those that `verification.draw` gives for its logits.
         """
         ...
 
     def rollback(self, lengths: Tensor) -> None:
-        """The round left `lengths [B]` tokens of each row committed to the target's cache."""
+        """Forget what was rejected: the round left `lengths [B]` tokens of each row committed to the target's cache."""
         ...
 
 
@@ -65,26 +65,26 @@ def draw_drafts(
     gamma: int,
     current: Tensor,
     step: Callable[[int, Tensor], Tensor],
-    verification: VerificationRound,
+    verification: Verification,
     ranks: Ranks,
 ) -> Drafts:
     """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft.
 
     Where the model is sharded, the logits are on the rank that decides, which draws for all.
     """
-    tokens, laws = [current], []
+    tokens, distributions = [current], []
     for i in range(gamma):
         logits = step(i, tokens[-1])
 
         def draw(logits: Tensor = logits, i: int = i) -> Tensor:
-            token, law = verification.draw(logits, i)
-            if law is not None:
-                laws.append(law)
+            token, distribution = verification.draw(logits, i)
+            if distribution is not None:
+                distributions.append(distribution)
             return token
 
         tokens.append(ranks.decided(draw, len(current)))
     drafted = torch.stack(tokens, dim=1)[:, 1:]
-    return Drafts(drafted, torch.stack(laws, dim=1) if laws else None)
+    return Drafts(drafted, torch.stack(distributions, dim=1) if distributions else None)
 
 
 class TextDrafter(ABC):
@@ -97,17 +97,15 @@ class TextDrafter(ABC):
         self._ranks = runner.ranks
 
     @abstractmethod
-    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         """Tokens `[B, gamma]`, and how many of each row's are meant `[B]`; both int64. Only one rank is asked."""
 
-    def propose(
-        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
-    ) -> Drafts:
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         def decide() -> Tensor:
-            tokens, n_tokens = self.guess(current, lengths, extent, gamma)
+            tokens, n_tokens = self.guess(batch, gamma)
             return torch.cat([n_tokens[:, None], tokens], dim=1)
 
-        decided = self._ranks.decided(decide, len(current), 1 + gamma)
+        decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
         return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
     @property

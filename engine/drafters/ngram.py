@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, require_at_least
 from engine.drafters.base import TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
-from engine.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.runner import ModelRunner
 
 
 class NGram(TextDrafter):
@@ -39,20 +43,17 @@ class NGram(TextDrafter):
         shape = (runner.cache.max_batch, runner.cache.capacity)
         self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
-    def admit(
-        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    def follow(
+        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        self._text[row, : len(prompt)] = torch.tensor(prompt, device=self._text.device)
+        self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
-    def resume(self, row: int, text: Sequence[int], known: int) -> None:
-        self.admit(row, 0, text)
-
-    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
-        text = self._text[:, :extent]
-        text.scatter_(1, lengths[:, None], current[:, None])
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        text, lengths = self._text[:, : batch.extent(gamma)], batch.lengths
+        text.scatter_(1, lengths[:, None], batch.current[:, None])
         place, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.min_ngram)
         ahead = torch.arange(1, gamma + 1, device=text.device)
-        tokens = text.gather(1, (place[:, None] + ahead).clamp(max=extent - 1))
+        tokens = text.gather(1, (place[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
         text.scatter_(1, lengths[:, None] + ahead, tokens)
         return tokens, n_tokens

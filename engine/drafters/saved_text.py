@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from engine.drafters.base import TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
-from engine.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.runner import ModelRunner
 
 
 class SavedText(TextDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
-    It goes by position alone: where the target has left the text, its drafts are simply judged. Behind
+    It goes by position alone: where the target has left the text, its drafts are verified as any. Behind
     the end of a text, and for a request without one, it proposes nothing. In rejection mode a text must be
     independent of the run's random numbers: not what that mode emitted for the same seed and request.
     Errors: ConfigError if gamma is negative.
@@ -31,19 +35,17 @@ class SavedText(TextDrafter):
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._end = torch.zeros_like(self._start)
 
-    def admit(
-        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    def follow(
+        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        text = self._texts.get(request, ())
-        self._text[row, : len(text)] = torch.tensor(text, dtype=torch.int64, device=self._text.device)
-        self._start[row], self._end[row] = len(prompt), len(text)
+        if known == 0:
+            saved = self._texts.get(request, ())
+            self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)
+            self._start[row], self._end[row] = len(text), len(saved)
 
-    def resume(self, row: int, text: Sequence[int], known: int) -> None:
-        return
-
-    def guess(self, current: Tensor, lengths: Tensor, extent: int, gamma: int) -> tuple[Tensor, Tensor]:
-        following = lengths - self._start + 1
-        ahead = torch.arange(gamma, device=lengths.device)
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        following = batch.lengths - self._start + 1
+        ahead = torch.arange(gamma, device=following.device)
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
         n_tokens = (self._end - following).clamp(min=0, max=gamma)
         return self._text.gather(1, index), n_tokens

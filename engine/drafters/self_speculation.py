@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
 from engine.drafters.base import check_gamma, check_room, check_target, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.modes import Drafts, VerificationRound
-from engine.runner import ModelRunner
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
-from models import Transformer
 from models.names import parse_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.modes import Drafts, Verification
+    from engine.runner import ModelRunner
+    from models import Transformer
 
 
 class SelfSpeculation:
     """The target drafts for itself over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
-    That cache is never prefilled: it is filled from the target's own KV when a row is admitted, and
+    That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and
     written through by every verification, so only tokens of the current round are ever approximate.
     `model` may be a cheaper rendering of the same weights (another dtype); the target's is the default. With
     `layers` it has only those of the target's layers (see `select_layers`), and so has its cache.
@@ -56,7 +59,7 @@ class SelfSpeculation:
         self.gamma = gamma
         self.cache = cache
         self._target = runner
-        self._runner = ModelRunner(model or runner.model, cache, ranks=runner.ranks)
+        self._runner = runner.over(cache, model)
         self._layers = layers
         self._write_through = WriteThroughKVCache(runner.cache, cache, layers)
 
@@ -68,24 +71,21 @@ class SelfSpeculation:
         check_target("SelfSpeculation", self._target.cache, target.cache)
         check_room("SelfSpeculation", self.cache, length)
 
-    def admit(
-        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    def follow(
+        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
     ) -> None:
         queries = None
-        if self.cache.n_observed and len(prompt) > self.cache.capacity:
-            queries = self._target.last_queries(row, prompt, self.cache.n_observed)
-        self.cache.fill_row(row, self._target.cache, len(prompt), self._layers, queries)
+        if self.cache.n_observed and len(text) > self.cache.capacity:
+            queries = self._target.last_queries(row, text, self.cache.n_observed)
+        self.cache.fill_row(row, self._target.cache, len(text), self._layers, queries)
 
-    def resume(self, row: int, text: Sequence[int], known: int) -> None:
-        self.admit(row, 0, text)
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        cache = self.cache.view(extent=batch.extent(gamma))
 
-    def propose(
-        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
-    ) -> Drafts:
         def step(i: int, tokens: Tensor) -> Tensor:
-            return self._runner.last_logits(tokens[:, None], lengths[:, None] + i, extent)
+            return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
 
-        return draw_drafts(gamma, current, step, verification, self._runner.ranks)
+        return draw_drafts(gamma, batch.current, step, verification, self._runner.ranks)
 
     def rollback(self, lengths: Tensor) -> None:
         self.cache.rollback(lengths)

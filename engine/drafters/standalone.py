@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.drafters.base import check_gamma, check_room, draw_drafts, require_gamma
 from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.modes import Drafts, VerificationRound
-from engine.runner import ModelRunner, RemoteRunner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.modes import Drafts, Verification
+    from engine.runner import ModelRunner, RemoteRunner
 
 
 class StandaloneDraft:
@@ -34,7 +37,7 @@ class StandaloneDraft:
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         require_gamma(gamma)
-        if isinstance(runner, ModelRunner):
+        if runner.cache is not None:
             check_gamma(gamma, runner.cache.max_block)
         self.gamma = gamma
         self._runner = runner
@@ -67,38 +70,33 @@ class StandaloneDraft:
                 required=target.ranks,
                 fix="build both runners with the same ranks",
             )
-        if isinstance(self._runner, ModelRunner):
+        if self._runner.cache is not None:
             check_room("StandaloneDraft", self._runner.cache, length)
         self._vocab_size = target.vocab_size
 
-    def admit(
-        self, row: int, request: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
+    def follow(
+        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
     ) -> None:
-        self._runner.fill_row(row, self._own_ids(prompt), on_tokens)
-        self._previous[row] = prompt[-1]
-
-    def resume(self, row: int, text: Sequence[int], known: int) -> None:
-        """What was missed is run, and the last known token once more: it may never have been (see `propose`)."""
-        self._runner.extend_row(row, self._own_ids(text), max(0, known - 1))
+        own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
+        if known == 0:
+            self._runner.fill_row(row, own_ids, on_tokens)
+        else:  # the last known token once more: it may never have been run (see `propose`)
+            self._runner.extend_row(row, own_ids, max(0, known - 1))
         self._previous[row] = text[-1]
 
-    def _own_ids(self, text: Sequence[int]) -> list[int]:
-        return [min(token, self._runner.vocab_size - 1) for token in text]
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        current, lengths, runner = batch.current, batch.lengths, self._runner
+        cache = None if runner.cache is None else runner.cache.view(extent=batch.extent(gamma))
 
-    def propose(
-        self, current: Tensor, lengths: Tensor, extent: int, verification: VerificationRound, gamma: int
-    ) -> Drafts:
         def step(i: int, tokens: Tensor) -> Tensor:
             last, position = tokens[:, None], lengths[:, None] + i
             if i == 0:
                 last, position = torch.cat([self._previous[:, None], last], 1), torch.cat([position - 1, position], 1)
             # A row that was never admitted idles at position 0, with nothing before it.
-            logits = self._runner.last_logits(
-                last.clamp(max=self._runner.vocab_size - 1), position.clamp(min=0), extent
-            )
+            logits = runner.last_logits(last.clamp(max=runner.vocab_size - 1), position.clamp(min=0), cache)
             return _fit(logits, self._vocab_size)
 
-        drafts = draw_drafts(gamma, current, step, verification, self._runner.ranks)
+        drafts = draw_drafts(gamma, current, step, verification, runner.ranks)
         self._block[:, : gamma + 1].copy_(torch.cat([current[:, None], drafts.tokens], dim=1))
         self._start.copy_(lengths)
         return drafts
@@ -111,7 +109,7 @@ class StandaloneDraft:
 
 def _fit(logits: Tensor, vocab_size: int) -> Tensor:
     """The draft's `logits [B, Vd]` over the target's ids `[B, V]`: its own tail cut, one that it lacks impossible."""
-    return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +123,8 @@ class StandaloneConfig(ModelDrafterConfig):
     """ranks that share the draft (default: those of --rank_group)"""
 
     def build(self, parts: Parts) -> StandaloneDraft:
+        from engine.runner import ModelRunner
+
         if parts.model is None:
             return StandaloneDraft(parts.remote(), parts.gamma)
         cache = parts.new_cache(parts.model.config)

@@ -19,15 +19,15 @@ from torch import Tensor
 from common.errors import ConfigError, UserError
 from engine.noise import Stream, gumbel
 from engine.runner import ModelRunner
-from engine.sampling import Law, SamplingParams, greedy
+from engine.sampling import Distribution, SamplingParams, greedy
 from kv_cache import KVCache
-from kv_cache.entries import LARGEST
+from kv_cache.entries import largest
 from models import Transformer
 
 # Of calibrated positions, by the model's dtype; well above what the default model shows (docs/lossless.md).
 MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
 # The same of a float32 model whose KV cache has such entries.
-MAX_FLIP_SHARE |= dict.fromkeys(LARGEST, 0.02)
+MAX_FLIP_SHARE |= dict.fromkeys(largest(), 0.02)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def calibrate(
         cache.rollback(lengths)
         for start in range(0, n_tokens, width):
             positions = lengths[:, None] + start + torch.arange(width, device=cache.device)
-            yield from runner.step(forced[:, start : start + width], positions, longest + start + width).unbind(1)
+            view = cache.view(extent=longest + start + width)
+            yield from runner.step(forced[:, start : start + width], positions, view).unbind(1)
 
     at_once = [logits.cpu() for logits in forced_logits(block)]
     for i, logits in enumerate(forced_logits(1)):
@@ -133,7 +134,7 @@ def calibrate(
         gained[:, i] = gain.masked_fill(too_far, 0).amax(dim=-1)
         flipped[:, i] = choice[:, 0] != greedy(blocks)
     _require_finite(worst, lengths, "calibration")
-    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
+    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in largest()
     return Calibration(
         eps=float(worst.max()),
         median=float(worst.median()),
@@ -185,7 +186,7 @@ def replay(
     for i in range(n_tokens):
         if i > 0:
             last = lengths[:, None] + i - 1
-            logits = runner.step(emitted[:, i - 1 : i], last, longest + i)[:, 0]
+            logits = runner.step(emitted[:, i - 1 : i], last, cache.view(extent=longest + i))[:, 0]
         scores = _scores(logits, lengths + i, sampling)
         top, second = scores.topk(2, dim=-1).values.unbind(dim=-1)
         gap[:, i] = top - second
@@ -216,7 +217,7 @@ def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tens
     if sampling.greedy:
         return logits.to(_wide(logits.dtype))
     rows = len(logits)
-    logprobs = Law.of([sampling] * rows, logits.device).logprobs(logits)
+    logprobs = Distribution.of([sampling] * rows, logits.device).logprobs(logits)
     seed = torch.full((rows,), sampling.seed, device=logits.device)
     request = torch.arange(rows, device=logits.device)
     return logprobs + gumbel(seed, request, positions, Stream.COUPLED, logits.shape[-1], logprobs.dtype)

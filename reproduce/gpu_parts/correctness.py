@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from common.say import dtype_name
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter
+from engine.graphs import CudaGraphs
 from engine.noise import Source, Stream, compiled_source, in_passes, uniform
-from engine.round import CudaGraphs
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV
 from models import Transformer, load_model
@@ -184,8 +184,7 @@ def prefill_kernel(options: Options) -> dict[str, Any]:
 class WholeExtent(ModelRunner):
     """Called rounds over the cache's whole capacity, as captured ones: the kernels then cut sums in the same places."""
 
-    def step(self, tokens, positions, extent, cache=None):
-        return super().step(tokens, positions, self.cache.capacity, cache)
+    narrows = False
 
 
 PROMPT_LENGTHS = [700, 96, 333, 80, 480, 129]

@@ -1,0 +1,159 @@
+"""A decoder whose requests come and go between its steps: each gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from pacings import Scripted
+from recorded_graph import RecordedGraph, RecordedGraphs
+from scenarios import random_sampling
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from witness import VOCAB, WitnessModel, continue_plainly, cut
+
+from common.errors import ConfigError
+from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.pacing import PLAIN, Choice, Fixed
+from engine.sampling import Filters
+from kv_cache import FullKVCache, StreamingKVCache
+
+ROOM, GAMMA = 64, 3
+SCRIPT = (PLAIN, Choice(0, 3), Choice(1, 2), Choice(1, 3), Choice(2, 3), PLAIN, Choice(0, 1))
+WARM = SamplingParams(1.5, top_k=20, seed=3)
+
+
+def witness_runner(n_rows: int) -> ModelRunner:
+    model = WitnessModel()
+    return ModelRunner(model, FullKVCache(model.config, n_rows, ROOM, dtype=torch.int64), prefill_chunk=5)
+
+
+def drafters_of(runner: ModelRunner) -> list:
+    """One that is written through, one that runs a model of its own, one that copies text."""
+    model, n_rows, dtype = runner.model, runner.max_batch, runner.cache.keys.dtype
+    own = FullKVCache(model.config, n_rows, ROOM, dtype=dtype)
+    return [
+        SelfSpeculation(runner, StreamingKVCache(model.config, n_rows, 8, 1, dtype=dtype), GAMMA),
+        StandaloneDraft(ModelRunner(model, own), GAMMA),
+        NGram(runner, GAMMA),
+    ]
+
+
+def random_request(rng: random.Random, id_: int, mode: str) -> Request:
+    return Request(
+        prompt=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 25))],
+        limit=rng.randint(1, 20),
+        stop_tokens=rng.sample(range(VOCAB), rng.choice([0, 0, 1])),
+        sampling=SamplingParams() if mode == "greedy" else random_sampling(rng),
+        id=id_,
+    )
+
+
+def drive(decoder: Decoder, requests: list[Request], rng: random.Random) -> set[Request]:
+    """Submit them one by one between steps, and cancel some whatever they do; returns those cancelled in time."""
+    waiting, submitted, cancelled = list(requests), [], set()
+    while waiting or any(request.finish_reason is None for request in submitted):
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            if waiting:
+                submitted.append(waiting.pop())
+                decoder.submit(submitted[-1])
+        if submitted and rng.random() < 0.2:
+            one = rng.choice(submitted)
+            if one.finish_reason is None:
+                cancelled.add(one)
+            decoder.cancel(one)
+        decoder.step()
+    return cancelled
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("seed", range(25))
+def test_each_request_gets_what_it_gets_alone(seed, mode):
+    """Rows of any kind join and leave; drafters change from round to round, and meet requests late or never."""
+    rng = random.Random(f"{seed} {mode}")
+    runner = witness_runner(rng.randint(1, 4))
+    requests = [random_request(rng, id_, mode) for id_ in range(12)]
+    decoder = Decoder(runner, Scripted(drafters_of(runner), SCRIPT), verification=mode)
+    cancelled = drive(decoder, requests, rng)
+    for request in requests:
+        future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
+        expected = cut(future, list(request.stop_tokens))
+        if request in cancelled:
+            assert request.finish_reason == "cancelled" and request.tokens == expected[: len(request.tokens)]
+        else:
+            assert request.tokens == expected and request.finish_reason in ("length", "stop")
+        assert len(request.tokens) == request.counts.emitted + bool(request.tokens)
+    assert decoder.step() is None
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
+    """In `auto` the first that samples ends greedy verification, and each new filter makes new rounds."""
+    model, prompts = tiny_model(), random_prompts([30, 11, 7, 19, 13])
+    graphs: list[RecordedGraph] = []
+    new_graphs = (lambda device: RecordedGraphs(device, graphs)) if captured else None
+    runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
+    samplings = [SamplingParams(), WARM, SamplingParams(0.9, top_p=0.7, seed=4), SamplingParams(1.1, seed=5)]
+    samplings.append(SamplingParams())
+    pacing = Fixed(SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), GAMMA))
+    alone = [
+        generate(runner, [prompt], max_new_tokens=24, pacing=pacing, sampling=sampling, request_ids=[i]).tokens[0]
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    decoder, requests = Decoder(runner, pacing), []
+    for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        requests.append(Request(prompt, 24, sampling=sampling, id=i))
+        decoder.submit(requests[-1])
+        for _ in range(4):
+            decoder.step()
+    while decoder.step():
+        pass
+    assert [request.tokens for request in requests] == alone
+    assert alone[0] == continue_by_recomputing(model, prompts[0], 24)
+    assert bool(graphs) is captured
+
+
+def test_a_cancelled_row_is_free_before_the_next_round():
+    runner = witness_runner(2)
+    decoder = Decoder(runner)
+    first, second, third, fourth = (Request([5, n, 7], 9) for n in range(4))
+    for request in (first, second, third, fourth):
+        decoder.submit(request)
+    assert decoder.step().busy == 2
+    decoder.cancel(third)  # it waits, and never starts
+    decoder.cancel(first)
+    assert first.tokens == continue_plainly(first.prompt, 2) and decoder.step().busy == 2
+    assert (first.finish_reason, third.finish_reason) == ("cancelled", "cancelled")
+    assert len(fourth.tokens) == 2 and not third.tokens
+    decoder.cancel(fourth)
+    decoder.cancel(fourth)
+    assert decoder.step().busy == 1 and len(fourth.tokens) == 2
+    while decoder.step():
+        pass
+    decoder.cancel(second)
+    assert second.finish_reason == "length" and second.tokens == continue_plainly(second.prompt, 9)
+
+
+def test_what_is_refused_is_not_queued():
+    """Of a mode, a context or a vocabulary that does not fit: the others go on."""
+    runner = witness_runner(1)
+    with pytest.raises(ConfigError, match="unknown verification mode"):
+        Decoder(runner, verification="hope")
+    decoder, good = Decoder(runner, verification="greedy"), Request([1, 2], 3)
+    decoder.submit(good)
+    for bad, message in (
+        (Request([1], 2, sampling=WARM), "cannot verify samples"),
+        (Request([1] * ROOM, 2), "exceeds the KV cache"),
+        (Request([VOCAB], 2), "outside the vocabulary"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            decoder.submit(bad)
+    assert [decoder.step().busy, decoder.step().busy, decoder.step()] == [1, 1, None]
+    assert good.tokens == continue_plainly([1, 2], 3)
+
+
+def test_filters_add_up():
+    rng = random.Random(0)
+    for _ in range(200):
+        one, other = ([random_sampling(rng) for _ in range(rng.randint(0, 3))] for _ in range(2))
+        assert Filters.of(one) | Filters.of(other) == Filters.of([*one, *other])
