@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def flag(field: str) -> str:
@@ -43,6 +43,14 @@ class RankError(UserError):
 
 class OutOfMemoryError(UserError):
     """Weights and caches that would not fit, found before anything is allocated."""
+
+
+def without_effect(fields: Sequence[str], what: str, *, seen: object, required: object) -> ConfigError:
+    """The error of fields that were given where they have no effect."""
+    named = list(map(flag, fields))
+    return ConfigError(
+        what, where=", ".join(named), seen=seen, required=required, fix=f"leave out {' and '.join(named)}"
+    )
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:

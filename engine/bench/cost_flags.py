@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, require_at_least, without_effect
 from engine.bench.config import Output, Sampling, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from engine.drafters.config import DrafterConfig
@@ -87,13 +87,8 @@ class CostFlags:
             least = min(ACCEPTANCE_GAMMA, max(self.gammas)) + 2
             require_at_least("gen_len", self.n_acceptance_tokens, least)
         elif useless := [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]:
-            raise ConfigError(
-                "no acceptance is measured where it is given",
-                where=" and ".join(map(flag, useless)),
-                seen=f"given, with {flag('alpha')}",
-                required="either",
-                fix=f"leave out {' and '.join(map(flag, useless))}",
-            )
+            what = "no acceptance is measured where it is given"
+            raise without_effect(useless, what, seen=f"given, with {flag('alpha')}", required="either")
         elif not 0 <= self.alpha <= 1:
             raise ConfigError(
                 "an acceptance rate is a probability",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import DEFAULT_PREFIX_LEN, RunConfig
@@ -170,13 +170,8 @@ def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
         "verify": config.target.verify,
     }
     if given := [field for field, is_given in useless.items() if is_given]:
-        raise ConfigError(
-            "random weights read neither a checkpoint nor a text",
-            where=", ".join(map(flag, given)),
-            seen=f"given, with {flag('load_format')} dummy",
-            required="a trained model",
-            fix=f"leave out {' and '.join(map(flag, given))}",
-        )
+        what, seen = "random weights read neither a checkpoint nor a text", f"given, with {flag('load_format')} dummy"
+        raise without_effect(given, what, seen=seen, required="a trained model")
     return None
 
 
@@ -193,13 +188,8 @@ def _own_prompts(
         "num_prompts": config.rows.num_prompts is not None,
     }
     if named := [field for field, is_given in useless.items() if is_given]:
-        raise ConfigError(
-            "one's own prompts are taken whole, and all of them",
-            where=", ".join(map(flag, named)),
-            seen=f"given, with {flag('prompts')}",
-            required="either",
-            fix=f"leave out {' and '.join(map(flag, named))}",
-        )
+        what = "one's own prompts are taken whole, and all of them"
+        raise without_effect(named, what, seen=f"given, with {flag('prompts')}", required="either")
     tokenizer = target.tokenizer()
     prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(given)) if texts is None else texts)]
     target.check_tokens(prompts)

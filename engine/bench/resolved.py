@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, without_effect
 from engine.bench.config import DEFAULT_PREFIX_LEN, Sampling, Sizes, Target
 from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtype
 from engine.drafters import check_gamma
@@ -128,21 +128,13 @@ def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
     """Errors: ConfigError for what has no effect, or cannot be verified in that mode."""
     params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0)
     if params.greedy and params.filters:
-        raise ConfigError(
-            "a filter has no effect on greedy decoding",
-            where=f"{flag('top_k')}, {flag('top_p')}",
-            seen=f"top_k {params.top_k}, top_p {params.top_p} at temperature 0",
-            required="a temperature above 0",
-            fix=f"add {flag('temperature')}, or leave out {flag('top_k')} and {flag('top_p')}",
-        )
+        seen = f"top_k {params.top_k}, top_p {params.top_p} at temperature 0"
+        what = "a filter has no effect on greedy decoding"
+        raise without_effect(["top_k", "top_p"], what, seen=seen, required="a temperature above 0")
     if params.greedy and sampling.seed is not None:
-        raise ConfigError(
-            "a seed has no effect on greedy decoding",
-            where=flag("seed"),
-            seen=f"{sampling.seed} at temperature 0",
-            required="a temperature above 0",
-            fix=f"add {flag('temperature')}, or leave out {flag('seed')}",
-        )
+        seen = f"{sampling.seed} at temperature 0"
+        what = "a seed has no effect on greedy decoding"
+        raise without_effect(["seed"], what, seen=seen, required="a temperature above 0")
     return ResolvedSampling(params, resolve_mode(sampling.verification, [params]))
 
 
