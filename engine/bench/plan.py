@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import ConfigError, flag, require_at_least, without_effect
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import DEFAULT_PREFIX_LEN, RunConfig
-from engine.bench.data import BUILT_IN, PG19
 from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
-from engine.bench.prompt_files import read_prompts
 from engine.bench.resolved import (
     AUTO,
     ResolvedDraft,
@@ -23,6 +21,7 @@ from engine.bench.resolved import (
     resolve_positions,
     resolve_sampling,
 )
+from engine.bench.text import own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
@@ -94,7 +93,7 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
         target_config.model, target_config.load_format, target_config.model_name, flag("model"), target_config.verify
     )
     dataset = resolve_dataset(config, target)
-    own = _own_prompts(config, target, texts)
+    own = own_prompts(config, target, texts)
     if own is None:
         n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN
         n_prompts = n_rows if rows.num_prompts is None else rows.num_prompts
@@ -153,47 +152,6 @@ def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig]) -> Plan:
     budgets = tuple(sorted({capacity for draft in each for capacity in draft.capacities}))
     held = replace(plan.draft, budgets=budgets, capacity=budgets[-1], auto_gamma=len(drafts) > 1)
     return replace(plan, draft=held)
-
-
-def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
-    """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text.
-
-    Errors: ConfigError for what has no effect on random weights.
-    """
-    wanted = config.text.dataset
-    if target.has_text:
-        return wanted if wanted != AUTO else BUILT_IN if target.is_default else PG19
-    useless = {
-        "dataset": wanted != AUTO,
-        "prompts": config.rows.prompts is not None,
-        "stop_at_eos": config.rows.stop_at_eos,
-        "verify": config.target.verify,
-    }
-    if given := [field for field, is_given in useless.items() if is_given]:
-        what, seen = "random weights read neither a checkpoint nor a text", f"given, with {flag('load_format')} dummy"
-        raise without_effect(given, what, seen=seen, required="a trained model")
-    return None
-
-
-def _own_prompts(
-    config: RunConfig, target: ModelSource, texts: Sequence[str] | None
-) -> tuple[tuple[int, ...], ...] | None:
-    """One's own prompts as token ids: `texts`, or what `--prompts` names."""
-    given = config.rows.prompts
-    if texts is None and given is None:
-        return None
-    useless = {
-        "dataset": config.text.dataset != AUTO,
-        "prefix_len": config.sizes.prefix_len is not None,
-        "num_prompts": config.rows.num_prompts is not None,
-    }
-    if named := [field for field, is_given in useless.items() if is_given]:
-        what = "one's own prompts are taken whole, and all of them"
-        raise without_effect(named, what, seen=f"given, with {flag('prompts')}", required="either")
-    tokenizer = target.tokenizer()
-    prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(given)) if texts is None else texts)]
-    target.check_tokens(prompts)
-    return tuple(map(tuple, prompts))
 
 
 def _check_files(config: RunConfig) -> None:
