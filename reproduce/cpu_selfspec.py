@@ -190,7 +190,7 @@ def main(flags: Flags) -> None:
         for cell in own_cells:
             own = sessions[cell]
             use_functions(own, *functions[kind])
-            drafter = own.drafter(baseline.tokens)
+            drafter = own.drafter(texts=baseline.tokens)
             if pair == 0:
                 passes.warm_up(own, [drafter])
             timer = PhaseTimer(own.runner.device)

@@ -67,7 +67,7 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
     continuations = [stretch[context:] for stretch in stretches]
     rates = {}
     for draft, config in flags.configs().items():
-        drafter = narrow.variant(draft=replace(config, gamma=gamma)).drafter()
+        drafter = narrow.drafter(replace(config, gamma=gamma))
         sampling = session.sampling
         counts = forced_acceptance(narrow.runner, drafter, prompts, continuations, sampling.params, sampling.mode)
         summed = total(counts)
@@ -83,7 +83,7 @@ def _cell(session: Session, flags: CostFlags, batch: int, context: int, drafts: 
     configs = flags.configs()
     measured = measure_costs(
         narrow.runner,
-        [narrow.variant(draft=configs[draft]).drafter() for draft in drafts],
+        [narrow.drafter(configs[draft]) for draft in drafts],
         prompts,
         gammas=gammas,
         max_new_tokens=ROOM,

@@ -192,10 +192,15 @@ class Session:
         """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
         assert self.draft is not None, "the session was opened without a draft"
         each = (self.draft.of_capacity(capacity) for capacity in self.draft.capacities)
-        return [replace(self, plan=replace(self.plan, draft=one)).drafter(texts) for one in each]
+        return [replace(self, plan=replace(self.plan, draft=one)).drafter(texts=texts) for one in each]
 
-    def drafter(self, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
-        """The session's drafter, over an empty cache. texts: what the baseline emitted, for a drafter that needs it."""
+    def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
+        """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once.
+
+        texts: what the baseline emitted, for a drafter that needs it. Errors: ConfigError.
+        """
+        if draft is not None:
+            return self.variant(draft=draft).drafter(texts=texts)
         assert self.draft is not None, "the session was opened without a draft"
         model = self.draft_model
         if model is None and self.draft_source is None:

@@ -1,9 +1,24 @@
 """Drafters: what proposes the tokens that the target verifies. One protocol, one file each."""
 
 from engine.drafters.base import Drafter, check_gamma
-from engine.drafters.ngram import NGram
-from engine.drafters.saved_text import SavedText
-from engine.drafters.self_speculation import SelfSpeculation
-from engine.drafters.standalone import StandaloneDraft
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.ngram import NGram, NGramConfig
+from engine.drafters.saved_text import OracleConfig, SavedText
+from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
+from engine.drafters.standalone import StandaloneConfig, StandaloneDraft
 
-__all__ = ["Drafter", "NGram", "SavedText", "SelfSpeculation", "StandaloneDraft", "check_gamma"]
+__all__ = [
+    "Drafter",
+    "DrafterConfig",
+    "ModelDrafterConfig",
+    "NGram",
+    "NGramConfig",
+    "OracleConfig",
+    "SavedText",
+    "SelfConfig",
+    "SelfSpeculation",
+    "StandaloneConfig",
+    "StandaloneDraft",
+    "check_gamma",
+    "drafters",
+]
