@@ -22,12 +22,11 @@ QUICK_SHAPES = {"small": (128, 64)}
 ROWS, QUICK_ROWS = (8, 16, 32, 64, 128, 256, 2048), (8, 32)
 # So many equal layers in turn that the second-level cache holds none when its turn comes, even in 4 bits.
 N_LAYER = 8
+DEQUANTISED = "int4, dequantised"
 
 
 def cells(options: Options) -> list[Cell]:
-    kinds = ["plain", "int8", "int4, kernel", "int4, dequantised"]
-    if not options.on_cuda:  # there, 4 bits have the kernel alone
-        kinds.remove("int4, dequantised")
+    kinds = ["plain", "int8", "int4, kernel", *([DEQUANTISED] if options.on_cuda else [])]  # a CPU has the kernel alone
     return [
         Cell("b", "gpu_linear", f"{name}, {kind}", partial(linear, options, kind, *shape))
         for name, shape in (QUICK_SHAPES if options.quick else SHAPES).items()
@@ -37,15 +36,14 @@ def cells(options: Options) -> list[Cell]:
 
 def linear(options: Options, kind: str, d_out: int, d_in: int) -> dict[str, Any]:
     """Microseconds by rows; of 4 bits both ways, whichever `Int4Linear` would take."""
-    dtype = torch.bfloat16 if options.on_cuda else torch.float32
-    weight = torch.randn(d_out, d_in, device=options.device, dtype=dtype)
+    weight = torch.randn(d_out, d_in, device=options.device, dtype=options.dtype)
     multipliers = [multiplier(kind, weight, options) for _ in range(N_LAYER)]
     microseconds = {}
     for n_row in QUICK_ROWS if options.quick else ROWS:
-        x = torch.randn(n_row, d_in, device=options.device, dtype=dtype)
+        x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
         timing = time_calls([partial(multiply, x) for multiply in multipliers], options)
         microseconds[str(n_row)] = 1e6 * timing.seconds
-    record = {"kind": kind, "dtype": dtype_name(dtype), "outputs": d_out, "inputs": d_in}
+    record = {"kind": kind, "dtype": dtype_name(options.dtype), "outputs": d_out, "inputs": d_in}
     return rounded(record | {"timed_by": timing.timed_by, "microseconds_by_rows": microseconds})
 
 
@@ -56,14 +54,8 @@ def multiplier(kind: str, weight: Tensor, options: Options) -> Callable[[Tensor]
     if kind == "int8":
         return Int8Linear(weight, None)
     layer = Int4Linear(weight, None)
-    if kind == "int4, dequantised":
-        return partial(_dequantised, layer=layer)
-    return partial(_by_kernel, layer=layer) if options.on_cuda else layer
-
-
-def _dequantised(x: Tensor, layer: Int4Linear) -> Tensor:
-    return F.linear(x, dequantize(layer.weight, layer.scale_and_zero))
-
-
-def _by_kernel(x: Tensor, layer: Int4Linear) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm(x, layer.weight, GROUP, layer.scale_and_zero)
+    if kind == DEQUANTISED:
+        return lambda x: F.linear(x, dequantize(layer.weight, layer.scale_and_zero))
+    if options.on_cuda:
+        return lambda x: torch.ops.aten._weight_int4pack_mm(x, layer.weight, GROUP, layer.scale_and_zero)
+    return layer

@@ -1,4 +1,4 @@
-"""The process that runs parts of reproduce/gpu.py: one JSON record a line on stdout, everything else on stderr."""
+"""The process that runs a part of reproduce/gpu.py: one JSON record a line on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -19,25 +19,17 @@ PARTS = {"a": "correctness", "b": "bandwidth", "c": "speculation", "d": "costs",
 RESTART = 75
 
 
-def cells_of(parts: list[str], options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
-    """The parts' cells in order; of several shares, every n-th cell."""
-    cells = []
-    for part in parts:
-        module = importlib.import_module(f"reproduce.gpu_parts.{PARTS[part]}")
-        cells += module.cells(options)
-    return cells[share[0] :: share[1]]
+def cells_of(part: str, options: Options) -> list[Cell]:
+    return importlib.import_module(f"reproduce.gpu_parts.{PARTS[part]}").cells(options)
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    cells = cells_of(task["parts"], Options(**task["options"]), tuple(task["share"]))
-
-    def emit(index: int, record: dict) -> None:
-        print(json.dumps({"index": index, "record": record}), flush=True)
-
-    if not run_cells(cells, task["deadline"], emit, task["start"]):
-        sys.stdout.flush()
-        sys.exit(RESTART)
+    index, n_process = task["share"]
+    cells = cells_of(task["part"], Options(**task["options"]))[index::n_process]
+    went_on = run_cells(cells[task["start"] :], task["deadline"], lambda record: print(json.dumps(record), flush=True))
+    sys.stdout.flush()
+    sys.exit(0 if went_on else RESTART)
 
 
 if __name__ == "__main__":
