@@ -363,7 +363,7 @@ def test_a_row_that_was_torn_anywhere_is_written_anew(script, output, monkeypatc
     """Cut off at every byte: the cell runs again unless its row was whole, and no row is lost or there twice."""
     ran: list[str] = []
 
-    def record(argv, *others):
+    def record(argv, *others, **how):
         ran.append(argv[-1])
         return Outcome(None, 0.1, {"text": 'quotes " and \u20ac {}'})
 
@@ -389,14 +389,14 @@ def test_rows_torn_in_the_middle_are_no_rows(script, output, monkeypatch):
     first, *others = (json.dumps(row_of(cell)) for cell in cells)
     output.write_text("\n".join([first, *(row[:-9] for row in others), ""]))
     ran: list[str] = []
-    monkeypatch.setattr(runner, "run_child", lambda argv, *rest: ran.append(argv[-1]) or Outcome(None, 0.1, {}))
+    monkeypatch.setattr(runner, "run_child", lambda argv, *rest, **how: ran.append(argv[-1]) or Outcome(None, 0.1, {}))
     assert len(run_cells(cells, output)) == len(run_cells(cells, output)) == 3
     assert ran == ["2", "3"]
 
 
 def test_a_row_that_cannot_be_written_is_printed(script, output, monkeypatch, capsys):
     (cell,) = cells_that(script, "record")
-    monkeypatch.setattr(runner, "run_child", lambda *rest: Outcome(None, 0.1, {"a": 1}))
+    monkeypatch.setattr(runner, "run_child", lambda *rest, **how: Outcome(None, 0.1, {"a": 1}))
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ConfigError, match="could not be appended"):
         run_cells([cell], output)
