@@ -18,6 +18,8 @@ from common.checkout import ROOT
 
 GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500
+ON_RANKS = ("-m", "torch.distributed.run", "--standalone")
+STDOUT_FOLLOWS = "\n--- stdout ---\n"
 QUIET_BARS = {"TQDM_MININTERVAL": "30"}
 # How long output may be on its way after the end. A process that a child without its guardian left may hold the pipe.
 LAST_OUTPUT_SECONDS = 5.0
@@ -78,8 +80,8 @@ def run_child(
             guardian.wait()
         seconds = time.monotonic() - began
         reader.join(LAST_OUTPUT_SECONDS)
-        words = last_words(log.read_text(errors="replace"))
-        stderr.write(b"\n--- stdout ---\n" + b"".join(printed))
+        words = last_words(said_in(log))
+        stderr.write(STDOUT_FOLLOWS.encode() + b"".join(printed))
     exit_code = int(answer) if answer else None
     record = last_record(b"".join(printed).decode(errors="replace"))
     error: str | None = None
@@ -101,6 +103,11 @@ def _read(stdout: BinaryIO, printed: list[bytes], hear: Callable[[str], object])
     for line in stdout:
         printed.append(line)
         hear(line.decode(errors="replace"))
+
+
+def said_in(log: Path) -> str:
+    """The stderr of a child, from its log."""
+    return log.read_text(errors="replace").partition(STDOUT_FOLLOWS)[0]
 
 
 def read_object(line: str) -> dict[str, Any] | None:
