@@ -26,7 +26,7 @@ import common.interrupts
 import psutil
 
 from common.checkout import ROOT
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from common.exit import exit_on_user_error
 from common.jsonl import is_torn, publish, read_lines, require_appendable
 from common.provenance import provenance
@@ -78,15 +78,10 @@ def wait_for(runner: psutil.Process, is_so: Callable[[], bool], pause: float = 0
             return False
         if time.monotonic() > deadline:
             runner.kill()
-            raise failed("a runner neither went on nor ended", f"{PATIENCE_SECONDS} s without a sign", "rows")
+            raise RuntimeError(f"a runner neither went on nor ended for {PATIENCE_SECONDS} s")
         if pause:
             time.sleep(pause)
     return True
-
-
-def failed(what: str, seen: str, required: str) -> UserError:
-    fix = "run it by itself and see what it says"
-    return UserError(what, where="reproduce/sweep.py", seen=seen, required=required, fix=fix)
 
 
 def rows_in(output: Path) -> list[dict]:
@@ -140,8 +135,8 @@ def finish(runner: psutil.Process, output: Path) -> None:
     wait_for(runner, lambda: False, pause=0.01)
     if code := exit_code(runner):
         said = output.with_suffix(".said")
-        seen = f"exit code {code}: {said.read_text()[-500:] if said.exists() else ''}"
-        raise failed("a runner that was left alone failed", seen, "exit code 0")
+        words = said.read_text()[-500:] if said.exists() else ""
+        raise RuntimeError(f"a runner that was left alone ended with exit code {code}: {words}")
 
 
 def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[str, int]:

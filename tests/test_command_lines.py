@@ -17,8 +17,6 @@ from engine.bench.arguments import Parser
 ROOT = Path(__file__).resolve().parents[1]
 # They call a command line that is elsewhere.
 CALLERS = {"engine/cost_model/__main__.py", "reproduce/cost_grid.py"}
-# Only another program of ours writes its flags.
-NOT_TYPED = {"reproduce/sweeping/sleeper.py"}
 # They measure by running others, and give them only the flags that they were given.
 HAND_ON = {
     f"reproduce/{name}.py"
@@ -35,7 +33,7 @@ def command_lines() -> list[str]:
     }
     programs = {name: text for name, text in texts.items() if '\nif __name__ == "__main__":\n' in text}
     reading = {name for name, text in programs.items() if re.search(r"\bparse(_args)?\(", text)}
-    return sorted((reading | CALLERS) - NOT_TYPED)
+    return sorted(reading | CALLERS)
 
 
 @pytest.fixture

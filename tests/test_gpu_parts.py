@@ -18,7 +18,7 @@ from engine.noise import in_passes
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
-from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, linears, setups, speculation
+from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, setups, speculation
 from reproduce.gpu_parts.backends import Named
 from reproduce.gpu_parts.cells import Options
 from reproduce.gpu_parts.devices import Timing
@@ -118,6 +118,12 @@ def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch):
     assert gone
 
 
+def test_parts_are_shared_between_processes_without_gaps():
+    names = [cell.name for cell in cells_of("a", CPU)]
+    shares = [[cell.name for cell in cells_of("a", CPU, (first, 3))] for first in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(names) and names[1::3] == shares[1]
+
+
 def test_cells_on_a_gpu_can_be_listed_without_one():
     cells = [cell for part in PARTS for cell in cells_of(part, GPU)]
     names = [cell.name for cell in cells]
@@ -180,12 +186,12 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
 def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):
     options = OnCuda("cpu", True)
     monkeypatch.setattr(
-        linears, "time_calls", lambda calls, options: ([call() for call in calls], Timing(1e-6, "x"))[1]
+        bandwidth, "time_calls", lambda calls, options: ([call() for call in calls], Timing(1e-6, "x"))[1]
     )
     with cuda_linears(monkeypatch) as kernel_rows:
-        records = [cell.run() for cell in linears.cells(options)]
+        records = [cell.run() for cell in bandwidth.linear_cells(options)]
         on_gpu = correctness.quantised(options, "int4")
     assert [record["kind"] for record in records] == ["plain", "int8", "int4, kernel", "int4, dequantised"]
     assert on_gpu["status"] == "done" and on_gpu["unpacks"]
-    assert set(kernel_rows) == {*linears.QUICK_ROWS, 1, 16, 17}
+    assert set(kernel_rows) == {*bandwidth.QUICK_ROWS, 1, 16, 17}
     assert all(record["microseconds_by_rows"] == {"8": 1.0, "32": 1.0} for record in records)

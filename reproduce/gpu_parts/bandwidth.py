@@ -1,4 +1,4 @@
-"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves."""
+"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves; linear layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.say import dtype_name
@@ -18,7 +19,7 @@ from kv_cache import FullKVCache
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FA2
-from reproduce.gpu_parts import linears
+from models.quantize import GROUP, Int4Linear, Int8Linear, dequantize
 from reproduce.gpu_parts.backends import Named, backends, missing_flash
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth, l2_bytes, time_calls
@@ -48,6 +49,13 @@ QUICK_SHAPES = (Shape("SmolLM2-135M", 9, 3, 64, ((2, 200),)),)
 TOKENS, QUICK_TOKENS = (1, 2, 4, 8), (1, 4)
 # Where a layer reads so much, a kernel has no excuse.
 LARGE_BYTES = 250_000_000
+# Of Llama-3.1-8B: outputs and inputs.
+LAYERS = {"wqkv": (6144, 4096), "w13": (28672, 4096), "w2": (4096, 14336)}
+QUICK_LAYERS = {"small": (128, 64)}
+ROWS, QUICK_ROWS = (8, 16, 32, 64, 128, 256, 2048), (8, 32)
+# So many equal layers in turn that the second-level cache holds none when its turn comes, even in 4 bits.
+N_LAYER = 8
+DEQUANTISED = "int4, dequantised"
 # Buffers are rotated until together they are so many times the second-level cache.
 L2_MULTIPLE = 16
 MOST_BUFFERS = 40
@@ -55,7 +63,7 @@ MOST_BUFFERS = 40
 
 def cells(options: Options) -> list[Cell]:
     shared = Shared()
-    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linears.cells(options)]
+    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linear_cells(options)]
     for shape in QUICK_SHAPES if options.quick else SHAPES:
         for (batch, n_slot), storage in itertools.product(shape.batches, (None, torch.int8)):
             key = shape, batch, n_slot, storage
@@ -165,3 +173,39 @@ def _call(
     q = torch.randn(batch, n_token, spec.n_head, spec.head_dim, device=options.device).to(spec.dtype)
     prepared, kv = backend.prepare(spec, queries, cache), cache.read(0)
     return lambda: backend.attend(q, kv, prepared)
+
+
+def linear_cells(options: Options) -> list[Cell]:
+    kinds = ["plain", "int8", "int4, kernel", *([DEQUANTISED] if options.on_cuda else [])]  # a CPU has the kernel alone
+    return [
+        Cell("b", "gpu_linear", f"{name}, {kind}", partial(linear, options, kind, *shape))
+        for name, shape in (QUICK_LAYERS if options.quick else LAYERS).items()
+        for kind in kinds
+    ]
+
+
+def linear(options: Options, kind: str, d_out: int, d_in: int) -> dict[str, Any]:
+    """Microseconds by rows; of 4 bits both ways, whichever `Int4Linear` would take."""
+    weight = torch.randn(d_out, d_in, device=options.device, dtype=options.dtype)
+    multipliers = [multiplier(kind, weight, options) for _ in range(N_LAYER)]
+    microseconds = {}
+    for n_row in QUICK_ROWS if options.quick else ROWS:
+        x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
+        timing = time_calls([partial(multiply, x) for multiply in multipliers], options)
+        microseconds[str(n_row)] = 1e6 * timing.seconds
+    record = {"kind": kind, "dtype": dtype_name(options.dtype), "outputs": d_out, "inputs": d_in}
+    return rounded(record | {"timed_by": timing.timed_by, "microseconds_by_rows": microseconds})
+
+
+def multiplier(kind: str, weight: Tensor, options: Options) -> Callable[[Tensor], Tensor]:
+    """What multiplies rows by a copy of `weight` of its own."""
+    if kind == "plain":
+        return partial(F.linear, weight=weight.clone())
+    if kind == "int8":
+        return Int8Linear(weight, None)
+    layer = Int4Linear(weight, None)
+    if kind == DEQUANTISED:
+        return lambda x: F.linear(x, dequantize(layer.weight, layer.scale_and_zero))
+    if options.on_cuda:
+        return lambda x: torch.ops.aten._weight_int4pack_mm(x, layer.weight, GROUP, layer.scale_and_zero)
+    return layer

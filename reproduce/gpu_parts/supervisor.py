@@ -16,7 +16,7 @@ from reproduce.gpu_parts.cells import ERROR, Options
 from reproduce.gpu_parts.worker import RESTART
 from reproduce.sweeping.child import Outcome, read_object, run_child
 
-WORKER = (str(Path(__file__).with_name("worker.py")),)
+WORKER = ("-m", "reproduce.gpu_parts.worker")
 # In this order, and with at most this share of the time limit each: what comes last is what can best be missed.
 SHARES = {"a": 0.25, "b": 0.25, "c": 0.45, "e": 0.15, "d": 1.0}
 # Processes that share part a on a GPU, where compiling kernels takes most of its time.

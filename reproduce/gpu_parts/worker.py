@@ -5,13 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-# The checkout, and the attention cases of its tests.
-sys.path.insert(0, str(ROOT))
-sys.path.append(str(ROOT / "tests"))
-
+from common.checkout import ROOT
 from reproduce.gpu_parts.cells import Cell, Options, run_cells
 
 PARTS = {"a": "correctness", "b": "bandwidth", "c": "speculation", "d": "costs", "e": "launch_gaps"}
@@ -19,16 +14,17 @@ PARTS = {"a": "correctness", "b": "bandwidth", "c": "speculation", "d": "costs",
 RESTART = 75
 
 
-def cells_of(part: str, options: Options) -> list[Cell]:
-    return importlib.import_module(f"reproduce.gpu_parts.{PARTS[part]}").cells(options)
+def cells_of(part: str, options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
+    """A part's cells; of a share (first, n) every n-th."""
+    first, n_share = share
+    return importlib.import_module(f"reproduce.gpu_parts.{PARTS[part]}").cells(options)[first::n_share]
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    index, n_process = task["share"]
-    cells = cells_of(task["part"], Options(**task["options"]))[index::n_process]
-    went_on = run_cells(cells[task["start"] :], task["deadline"], lambda record: print(json.dumps(record), flush=True))
-    sys.stdout.flush()
+    sys.path.append(str(ROOT / "tests"))  # for the attention cases of the tests
+    cells = cells_of(task["part"], Options(**task["options"]), task["share"])[task["start"] :]
+    went_on = run_cells(cells, task["deadline"], lambda record: print(json.dumps(record), flush=True))
     sys.exit(0 if went_on else RESTART)
 
 

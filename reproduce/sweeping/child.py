@@ -100,9 +100,10 @@ def run_child(
 
 
 def _read(stdout: BinaryIO, printed: list[bytes], hear: Callable[[str], object]) -> None:
-    for line in stdout:
-        printed.append(line)
-        hear(line.decode(errors="replace"))
+    with stdout:
+        for line in stdout:
+            printed.append(line)
+            hear(line.decode(errors="replace"))
 
 
 def said_in(log: Path) -> str:
