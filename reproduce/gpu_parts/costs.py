@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine.bench import passes as benchmark
 from engine.bench import record as report
 from engine.bench.setup import Setup
 from engine.cost_model.costs import tokens_per_round
-from engine.decoding import GenerateOutput
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record, speculative_passes
+from reproduce.gpu_parts.setups import TINY, Filled, dummy_setup, size_record
 from reproduce.paper.published import SELF, published
-from reproduce.paper.variants import under
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
 Setting = tuple[str, int, int, str]
@@ -38,14 +34,6 @@ GAMMA, GEN_LEN = 3, 32
 ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
 
-@dataclass
-class State:
-    """A set-up over a filled cache, and plain decoding from it."""
-
-    setup: Setup
-    baseline: GenerateOutput
-
-
 def cells(options: Options) -> list[Cell]:
     shared, found = Shared(), []
     for setting in QUICK_SETTINGS if options.quick else SETTINGS:
@@ -59,10 +47,9 @@ def cells(options: Options) -> list[Cell]:
 def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> dict[str, Any]:
     """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
     model, _, context, _ = setting
-    state: State = shared.get(setting, partial(_filled, options, *setting))
-    # The next cell starts from this one's set-up: it may take over the draft's weights.
-    setup = state.setup = under(state.setup, draft_weights=weights, streamingllm_budget=budget)
-    passes = speculative_passes(setup, 0.0, state.baseline)
+    filled: Filled = shared.get(setting, partial(_filled, options, *setting))
+    passes = filled.passes(draft_weights=weights, streamingllm_budget=budget)
+    setup = filled.setup
     record = report.make_record("gpu_costs", setup, passes)
     alpha = published_alpha(model, context) if budget == published().draft_budget else None
     predicted = None
@@ -100,11 +87,9 @@ def bytes_per_step(setup: Setup, context: int) -> int:
     return read_once * setup.dtype.itemsize + kv
 
 
-def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> State:
+def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> Filled:
     copy_bandwidth(options)  # before the memory is taken: a copy needs some of its own
     weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]
     draft = {"gamma": GAMMA, "draft_weights": weights, "streamingllm_budget": budget}
     gen_len = 8 if options.quick else GEN_LEN
-    setup = dummy_setup(options, model, B=batch, prefix_len=context, gen_len=gen_len, kv_dtype=kv, **draft)
-    benchmark.warm_up(setup)
-    return State(setup, benchmark.decode(setup, "baseline"))
+    return Filled(dummy_setup(options, model, B=batch, prefix_len=context, gen_len=gen_len, kv_dtype=kv, **draft))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.decoding import GenerateOutput
 from engine.timing import PhaseTimer
 from models.presets import PRESETS
 from reproduce.gpu_parts.cells import Options
+from reproduce.paper.variants import under
 
 
 def make_setup(options: Options, **flags: Any) -> Setup:
@@ -65,17 +67,32 @@ def dummy_setup(options: Options, model: str, **flags: Any) -> Setup:
     return setup
 
 
-def speculative_passes(setup: Setup, prefill_seconds: float, baseline: GenerateOutput) -> benchmark.Passes:
-    """Beside a baseline, one pass of speculation that is timed as a whole, and one whose phases are.
+@dataclass
+class Filled:
+    """A set-up over a filled cache, and plain decoding from it in each verification mode that was asked for.
 
-    The drafter's cache and graphs are let go afterwards.
+    Each cell starts from the set-up of the one before: it may take over the draft's weights.
     """
-    drafter = make_drafter(setup, None)
-    try:
-        benchmark.warm_up(setup, [drafter])
-        speculative = benchmark.decode(setup, "speculation", drafter)
-        timer = PhaseTimer(setup.runner.device)
-        timed = timer, benchmark.decode(setup, "phase times", drafter, timer)
-        return benchmark.Passes(prefill_seconds, baseline, speculative, timed)
-    finally:
-        setup.runner.drop_graphs()
+
+    setup: Setup
+    prefill_seconds: float = 0.0
+    prompts: dict[str, Any] = field(default_factory=dict)
+    baselines: dict[str, GenerateOutput] = field(default_factory=dict)
+
+    def passes(self, **flags: Any) -> benchmark.Passes:
+        """Under these flags, beside plain decoding one pass of speculation that is timed as a whole, and one whose
+        phases are. The drafter's cache and graphs are let go afterwards.
+        """
+        setup = self.setup = under(self.setup, **flags)
+        if setup.sampling.mode not in self.baselines:
+            benchmark.warm_up(setup)
+            self.baselines[setup.sampling.mode] = benchmark.decode(setup, "baseline")
+        drafter = make_drafter(setup, None)
+        try:
+            benchmark.warm_up(setup, [drafter])
+            speculative = benchmark.decode(setup, "speculation", drafter)
+            timer = PhaseTimer(setup.runner.device)
+            timed = timer, benchmark.decode(setup, "phase times", drafter, timer)
+        finally:
+            setup.runner.drop_graphs()
+        return benchmark.Passes(self.prefill_seconds, self.baselines[setup.sampling.mode], speculative, timed)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.bench import passes as benchmark
 from engine.bench import record as report
-from engine.bench.setup import Setup
-from engine.decoding import GenerateOutput
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
-from reproduce.gpu_parts.setups import make_setup, size_record, speculative_passes
-from reproduce.paper.variants import under
+from reproduce.gpu_parts.setups import Filled, make_setup, size_record
 
 COUPLED = {"temperature": 0.6, "seed": 7, "verification": "coupled"}
 SAMPLINGS = {"coupled": COUPLED, "greedy": {"temperature": 0.0, "verification": "greedy"}}
@@ -37,16 +34,6 @@ QUICK_SIZES: Sizes = ((2, 96, ((2, "same"),)),)
 CHARACTERS_PER_TOKEN = 5
 
 
-@dataclass
-class State:
-    """A prefilled set-up, and plain decoding from it in each sampling that was asked for."""
-
-    setup: Setup
-    prefill_seconds: float
-    prompts: dict[str, Any]
-    baselines: dict[str, GenerateOutput]
-
-
 def cells(options: Options) -> list[Cell]:
     shared, found = Shared(), []
     for batch, prefix, drafts in QUICK_SIZES if options.quick else SIZES:
@@ -58,19 +45,15 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-def speculation(prefilled: partial[State], sampling: str, gamma: int, weights: str) -> dict[str, Any]:
+def speculation(prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> dict[str, Any]:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
-    state = prefilled()
-    setup = under(state.setup, gamma=gamma, draft_weights=weights, **SAMPLINGS[sampling])
-    if sampling not in state.baselines:
-        benchmark.warm_up(setup)
-        state.baselines[sampling] = benchmark.decode(setup, "baseline")
-    passes = speculative_passes(setup, state.prefill_seconds, state.baselines[sampling])
-    record = report.make_record("gpu_selfspec", setup, passes)
-    return record | size_record(setup) | {"dataset": "default"} | state.prompts
+    filled = prefilled()
+    passes = filled.passes(gamma=gamma, draft_weights=weights, **SAMPLINGS[sampling])
+    record = report.make_record("gpu_selfspec", filled.setup, passes)
+    return record | size_record(filled.setup) | {"dataset": "default"} | filled.prompts
 
 
-def _prefilled(options: Options, batch: int, prefix: int) -> State:
+def _prefilled(options: Options, batch: int, prefix: int) -> Filled:
     for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK):
         if not path.is_file():
             raise Skip(f"{path.name} of the default model and book is missing: python download.py, then convert")
@@ -83,7 +66,7 @@ def _prefilled(options: Options, batch: int, prefix: int) -> State:
     assert setup.tokenizer is not None
     overlap = max(0.0, 1 - stride / len(setup.tokenizer.decode(setup.prompts[0])))
     prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
-    return State(setup, benchmark.prefill(setup), prompts, {})
+    return Filled(setup, benchmark.prefill(setup), prompts)
 
 
 def _write_windows(file: Path, batch: int, prefix: int) -> int:
