@@ -27,16 +27,19 @@ from reproduce.gpu_parts.worker import PARTS, cells_of
 CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
 
 
+def checked(backend: TorchAttention | FlashAttention, *kinds) -> dict:
+    return correctness.attention(CPU, Named("tested", "cpu", lambda spec: backend), *kinds)
+
+
 def test_an_error_beyond_the_tolerance_fails():
     class Wrong(TorchAttention):
         def attend(self, q, kv, prepared):
             out = super().attend(q, kv, prepared)
             return out * 1.1 if q.shape[1] == 4 else out
 
-    for backend, status in ((TorchAttention(), "done"), (Wrong(), "failed")):
-        named = Named("tested", "cpu", lambda spec, backend=backend: backend)
-        result = correctness.attention(CPU, named, torch.float32, None, False)
-        assert result["status"] == status
+    assert checked(TorchAttention(), torch.float32, None, False)["status"] == "done"
+    result = checked(Wrong(), torch.float32, None, False)
+    assert result["status"] == "failed"
     assert result["worst_case"].startswith("T 4") and result["worst_error"] > result["tolerance"]
     assert correctness.error_of(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
 
@@ -48,16 +51,14 @@ def test_a_shape_that_raises_is_named():
                 raise RuntimeError("no such kernel")
             return super().attend(q, kv, prepared)
 
-    named = Named("tested", "cpu", lambda spec: Picky())
-    result = correctness.attention(CPU, named, torch.float32, torch.int8, True)
+    result = checked(Picky(), torch.float32, torch.int8, True)
     assert result["status"] == "failed" and len(result["broken"]) == 2
     assert all(line.startswith("T 8") and "no such kernel" in line for line in result["broken"])
 
 
 def test_flash_flavours_are_checked_like_the_others():
     kernel = fake_flash_attn.fake_fa3(FA3.module, FA3.dtypes, True).flash_attn_with_kvcache
-    named = Named("flash", "cpu", lambda spec: FlashAttention(Flavour(FA3, kernel, 132), TorchAttention()))
-    result = correctness.attention(CPU, named, torch.bfloat16, None, False)
+    result = checked(FlashAttention(Flavour(FA3, kernel, 132), TorchAttention()), torch.bfloat16, None, False)
     assert result["status"] == "done" and result["shapes"] == 10
 
 
@@ -67,38 +68,38 @@ class OnCuda(Options):
     on_cuda = True
 
 
+@pytest.fixture
+def on_cuda(monkeypatch) -> Options:
+    """With a tiny model; nothing can be compiled below the stand-in for graphs, which watches every operation."""
+    model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
+    monkeypatch.setattr(correctness, "compiled", lambda: EAGER)
+    monkeypatch.setattr(correctness, "compiled_source", lambda: in_passes)
+    monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
+    monkeypatch.setattr(correctness, "RUBBISH_BYTES", 64)
+    monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
+    return OnCuda("cpu", True)
+
+
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, mode):
+def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, on_cuda, mode):
     """With the stand-in for graphs; and a graph that drops its replays is noticed."""
-    model = tiny_model(dtype=torch.float32)
-    prompts = random_prompts([70, 66, 90, 80, 65, 77])
 
     class Stale(RecordedGraph):
         def replay(self):
             if self.replays < 3:
                 super().replay()
 
-    # Nothing can be compiled below the stand-in, which watches every operation.
-    monkeypatch.setattr(correctness, "compiled", lambda: EAGER)
-    monkeypatch.setattr(correctness, "compiled_source", lambda: in_passes)
-    monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
-    monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
-
     class StaleGraphs(RecordedGraphs):
         Graph = Stale
 
     for graphs, status in ((RecordedGraphs, "done"), (StaleGraphs, "failed")):
         monkeypatch.setattr(correctness, "CudaGraphs", graphs)
-        result = correctness.identity(OnCuda("cpu", True), mode)
+        result = correctness.identity(on_cuda, mode)
         assert result["status"] == status, result
 
 
-def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch):
+def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch, on_cuda):
     """And a graph that goes stale with another runner's is noticed."""
-    model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
-    monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
-    monkeypatch.setattr(correctness, "RUBBISH_BYTES", 64)
-    monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
     gone = []
 
     class Stale(RecordedGraph):
@@ -114,7 +115,7 @@ def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch):
 
     for graphs, status in ((RecordedGraphs, "done"), (Sharing, "failed")):
         monkeypatch.setattr(correctness, "CudaGraphs", graphs)
-        assert correctness.survival(OnCuda("cpu", True))["status"] == status
+        assert correctness.survival(on_cuda)["status"] == status
     assert gone
 
 

@@ -154,28 +154,22 @@ def run_fake_worker(folder: Path, code: str, **how) -> list[dict]:
     return kept
 
 
-def test_a_worker_goes_on_behind_the_cell_that_broke_its_device(tmp_path):
+def test_a_worker_goes_on_behind_cells_that_end_it(tmp_path):
+    """It asks for that where a device broke; where it died, a record says which cell was lost."""
     code = f"""
 print("a library prints this")
-for index in range(start, 4):
+for index in range(start, 5):
+    if index == 3:
+        print("the last words", file=sys.stderr, flush=True)
+        os.abort()
     emit(index, "error" if index == 1 else "done")
     if index == 1:
         sys.exit({RESTART})
 """
-    assert [record["cell"] for record in run_fake_worker(tmp_path, code)] == ["0", "1", "2", "3"]
-
-
-def test_a_worker_that_dies_loses_one_cell(tmp_path):
-    code = """
-for index in range(start, 3):
-    if index == 1:
-        print("the last words", file=sys.stderr, flush=True)
-        os.abort()
-    emit(index, "done")
-"""
     records = run_fake_worker(tmp_path, code)
-    assert [record["status"] for record in records] == ["done", "error", "done"]
-    assert "signal 6" in records[1]["error"] and "the last words" in records[1]["where"]
+    assert [record["status"] for record in records] == ["done", "error", "done", "error", "done"]
+    assert [records[index]["cell"] for index in (0, 1, 2, 4)] == ["0", "1", "2", "4"]
+    assert "signal 6" in records[3]["error"] and "the last words" in records[3]["where"]
 
 
 def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):

@@ -132,10 +132,11 @@ def test_every_cell_runs_once_and_is_recorded(script, output):
     assert len(runs_of(script)) == 3 and len(lines_of(output)) == 3
 
 
-def test_failures_are_recorded_and_not_run_again(script, output):
-    cells = cells_that(script, "refuse", "raise", "die", "silent", "record")
-    refused, raised, died, silent, fine = run_cells(cells, output)
-    assert [row["status"] for row in (refused, raised, died, silent, fine)] == ["failed"] * 4 + ["ok"]
+def test_failures_are_recorded_and_run_again_only_on_request(script, output):
+    cells = cells_that(script, "refuse", "raise", "die", "silent", "record", "repair")
+    rows = run_cells(cells, output)
+    assert [row["status"] for row in rows] == ["failed"] * 4 + ["ok", "failed"]
+    refused, raised, died, silent, *_ = rows
     log = f"rows.jsonl.logs/{cells[0].key}.log"
     message = "error: it is too large\n  where:    here\n  fix:      less\nexit code 1; see " + log
     assert refused["error"] == message and refused["record"] is None
@@ -144,17 +145,12 @@ def test_failures_are_recorded_and_not_run_again(script, output):
     assert died["error"].startswith("ended by signal 9; see ")
     assert "no line of its stdout is a JSON object" in silent["error"]
     assert "a table" in (output.parent / f"rows.jsonl.logs/{cells[3].key}.log").read_text()
-    assert len(run_cells(cells, output)) == 5 and len(runs_of(script)) == 5
-
-
-def test_failures_are_tried_again_on_request(script, output):
-    cells = cells_that(script, "repair", "record", "refuse")
-    assert [row["status"] for row in run_cells(cells, output)] == ["failed", "ok", "failed"]
+    assert run_cells(cells, output) == rows and len(runs_of(script)) == 6
     Path(f"{script}.repaired").touch()
-    assert [row["status"] for row in run_cells(cells, output, retry_failed=True)] == ["ok", "ok", "failed"]
-    assert [run[1] for run in runs_of(script)] == ["repair", "record", "refuse", "repair", "refuse"]
-    assert [row["status"] for row in lines_of(output)] == ["failed", "ok", "failed", "ok", "failed"]
-    assert read_rows(output)[cells[0].key]["status"] == "ok"
+    again = cells[4:] + cells[:1]
+    assert [row["status"] for row in run_cells(again, output, retry_failed=True)] == ["ok", "ok", "failed"]
+    assert [run[1] for run in runs_of(script)[6:]] == ["repair", "refuse"] and len(lines_of(output)) == 8
+    assert read_rows(output)[cells[5].key]["status"] == "ok"
 
 
 def test_a_cell_that_takes_too_long_ends_with_all_that_it_started(script, output):
