@@ -42,8 +42,9 @@ def run(argv: Sequence[str]) -> dict | None:
     with tempfile.TemporaryDirectory() as folder:
         outcome = run_child(argv, Path(folder, "log"), environment={"OMP_NUM_THREADS": "1"})
     if outcome.exit_code != 0:
+        seen = str(outcome.error).rpartition("; see ")[0]  # the log is gone with its folder
         where, fix = " ".join(argv), "run it by itself and see what it says"
-        raise UserError("a command failed", where=where, seen=outcome.error, required="exit code 0", fix=fix)
+        raise UserError("a command failed", where=where, seen=seen, required="exit code 0", fix=fix)
     return outcome.record
 
 
