@@ -97,7 +97,7 @@ def attention(
 
 def error_of(out: Tensor, wanted: Tensor) -> float:
     """Infinite where anything is not finite."""
-    return ((out - wanted).abs() / (1 + wanted.abs())).nan_to_num(nan=math.inf).max().item()
+    return ((out - wanted).abs() / (1 + wanted.abs())).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
 
 
 def on(case: Case, device: str) -> Case:
@@ -140,7 +140,7 @@ def quantised(options: Options, scheme: str) -> dict[str, Any]:
         x = torch.randn(n_row, 576, generator=generator)
         wanted = x.double() @ grid.double().T + bias
         error = (layer(x.to(options.device)).cpu() - wanted).norm() / wanted.norm()
-        worst = max(worst, error.nan_to_num(nan=math.inf).item())
+        worst = max(worst, error.nan_to_num(nan=math.inf, posinf=math.inf).item())
     record = verdict(worst <= QUANTISED_TOLERANCE) | {"scheme": scheme, "worst_error": float(f"{worst:.3g}")}
     # Whether many rows are multiplied by dequantised weights, or the layout of 4 bits is not the expected one.
     return record | {"tolerance": QUANTISED_TOLERANCE, "unpacks": getattr(layer, "unpacks", None)}
