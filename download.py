@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import common.interrupts
+import common.startup
 
 from pathlib import Path
 

@@ -15,6 +15,7 @@ checkpoint of another model damage. The last line on stdout is the table as one 
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import shutil
 import sys
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import common.interrupts
+import common.startup
 
-import torch
 from checkpoint_damage import EDITS, damage
 from checkpoint_folders import HF_CONFIG, OTHER, make_folders
 
@@ -43,7 +43,7 @@ from common.provenance import provenance
 from common.say import say
 from convert_hf_checkpoint import convert
 from engine.bench.arguments import Parser
-from models import ModelConfig, load_model
+from models import load_model
 from models.checkpoints.manifest import MANIFEST
 from models.checkpoints.tokenizer import load_tokenizer
 
@@ -51,8 +51,14 @@ TEXT = "Some text, and that is to be tokenised."
 OUTCOMES = ("refused", "harmless", "wrong", "crashed")
 DATA_KINDS = ("flip in data", "zero in data", "NaN or infinity")
 ANYWHERE = ("flip elsewhere", "zero elsewhere", "insert", "delete")
-ENDS = ("truncate", "append", "drop")
 MAY_BE_WRONG = DATA_KINDS[:2]
+WEIGHTS = (
+    ("safetensors", "model.safetensors"),
+    ("sharded", "model-00001-of-00002.safetensors"),
+    ("bin", "pytorch_model.bin"),
+    ("gguf", "tiny.gguf"),
+    ("converted", "model.pth"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,97 +71,79 @@ class Case:
     manifest: bool
     number: int
 
-    @property
-    def label(self) -> str:
-        """The file, and what it lies beside."""
-        return f"{self.folder}: {self.file}"
+    def allows(self, seen: str) -> bool:
+        if self.manifest:
+            return seen == "refused"
+        return seen in ("refused", "harmless") or (seen == "wrong" and self.kind in MAY_BE_WRONG)
 
 
 def all_cases(repeats: int) -> Iterator[Case]:
     """Every kind of damage to every file, `repeats` times at other places; every edit of JSON once."""
-    weights = [("safetensors", "model.safetensors"), ("sharded", "model-00001-of-00002.safetensors")]
-    weights += [("bin", "pytorch_model.bin"), ("gguf", "tiny.gguf"), ("converted", "model.pth")]
     texts = [("sharded", "model.safetensors.index.json")]
     texts += [(folder, file) for folder in ("safetensors", "converted") for file in EDITS if "index" not in file]
-    for folder, file in weights + texts:
-        for manifest in (True, False):
-            if file == MANIFEST and not manifest:
-                continue
-            is_fact = file == "tokenizer.json" or (folder, file) == ("safetensors", "config.json")
-            kinds = [*ENDS, *(() if is_fact and not manifest else ANYWHERE)]
-            if manifest or not (is_fact or folder == "gguf"):  # a GGUF is a whole model
-                kinds.append("swap")
-            if (folder, file) in weights:
-                kinds += DATA_KINDS
-            if file == MANIFEST:
-                kinds.remove("drop")
-            for kind in kinds:
-                for number in range(1 if kind in ("drop", "swap") else repeats):
-                    yield Case(folder, file, kind, manifest, number)
-            for number in range(len(EDITS.get(file, ()))):
-                yield Case(folder, file, "edit", manifest, number)
+    for (folder, file), manifest in itertools.product([*WEIGHTS, *texts], (True, False)):
+        if file == MANIFEST and not manifest:
+            continue
+        is_fact = file == "tokenizer.json" or (folder, file) == ("safetensors", "config.json")
+        kinds = {
+            "truncate": repeats,
+            "append": repeats,
+            "drop": int(file != MANIFEST),
+            **dict.fromkeys(() if is_fact and not manifest else ANYWHERE, repeats),
+            "swap": int(manifest or not (is_fact or folder == "gguf")),  # a GGUF is a whole model
+            **dict.fromkeys(DATA_KINDS if (folder, file) in WEIGHTS else (), repeats),
+            "edit": len(EDITS.get(file, ())),
+        }
+        for kind, count in kinds.items():
+            yield from (Case(folder, file, kind, manifest, number) for number in range(count))
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """All of a checkpoint that a run uses."""
-
-    config: ModelConfig
-    weights: dict[str, torch.Tensor]
-    tokens: list[Any]
-
-    def equals(self, other: Loaded) -> bool:
-        ours, theirs = self.weights, other.weights
-        same = (self.config, self.tokens, ours.keys()) == (other.config, other.tokens, theirs.keys())
-        return same and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def use(folder: Path) -> Loaded:
-    """Convert what is to be converted, and load it."""
+def use(folder: Path) -> list[Any]:
+    """All of a checkpoint that a run uses, converted first if need be, as values that compare by ==."""
     if folder.name != "converted":
         convert(folder, folder / "out")
         folder = folder / "out"
     model, tokenizer = load_model(folder, prepack=False), load_tokenizer(folder)
-    return Loaded(model.config, dict(model.state_dict()), [tokenizer.encode(TEXT), tokenizer.pieces()])
+    weights = {name: weight.numpy().tobytes() for name, weight in model.state_dict().items()}
+    return [model.config, weights, tokenizer.encode(TEXT), tokenizer.pieces()]
 
 
-def outcome(case: Case, made: Path, wanted: Loaded, seed: int) -> str:
+@contextmanager
+def quietly() -> Iterator[Path]:
+    """A folder for the time being, in which nothing is said."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield Path(folder)
+
+
+def outcome(case: Case, made: Path, wanted: list[Any], seed: int) -> str:
     """`refused`, `harmless`, `wrong`, or `crashed` with the exception."""
     rng = random.Random(f"{seed} {case}")
-    with tempfile.TemporaryDirectory() as scratch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        folder = Path(scratch) / case.folder
+    with quietly() as scratch:
+        folder = scratch / case.folder
         shutil.copytree(made / "model" / case.folder, folder)
         other = made / "other" / case.folder / case.file
         damage(folder / case.file, case.kind, other, case.number, case.manifest, rng)
         if not case.manifest:
             (folder / MANIFEST).unlink()
         try:
-            return "harmless" if use(folder).equals(wanted) else "wrong"
+            return "harmless" if use(folder) == wanted else "wrong"
         except UserError:
             return "refused"
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # a panic of the tokenizers package is no Exception
-            if isinstance(error, KeyboardInterrupt):
-                raise
             return f"crashed: {type(error).__name__}: {error}"
-
-
-def is_allowed(case: Case, seen: str) -> bool:
-    if case.manifest:
-        return seen == "refused"
-    return seen in ("refused", "harmless") or (seen == "wrong" and case.kind in MAY_BE_WRONG)
 
 
 def run(cases: Sequence[Case], seed: int) -> list[tuple[Case, str]]:
     """What each case came to."""
-    with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            make_folders(made / "model", HF_CONFIG)
-            make_folders(made / "other", OTHER)
-            wanted = {}
-            for name in {case.folder for case in cases}:
-                shutil.copytree(made / "model" / name, made / "whole" / name)
-                wanted[name] = use(made / "whole" / name)
+    with quietly() as made:
+        make_folders(made / "model", HF_CONFIG)
+        make_folders(made / "other", OTHER)
+        wanted = {}
+        for name in {case.folder for case in cases}:
+            shutil.copytree(made / "model" / name, made / "whole" / name)
+            wanted[name] = use(made / "whole" / name)
         return [(case, outcome(case, made, wanted[case.folder], seed)) for case in cases]
 
 
@@ -163,17 +151,32 @@ def tabulate(results: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
     """Counts of each outcome by file, kind and manifest."""
     counts: dict[tuple[str, str, bool], Counter[str]] = {}
     for case, seen in results:
-        counts.setdefault((case.label, case.kind, case.manifest), Counter())[seen.partition(":")[0]] += 1
+        row = f"{case.folder}: {case.file}", case.kind, case.manifest
+        counts.setdefault(row, Counter())[seen.partition(":")[0]] += 1
     return [
-        {
-            "file": file,
-            "kind": kind,
-            "manifest": manifest,
-            "cases": seen.total(),
-            **{name: seen[name] for name in OUTCOMES},
-        }
-        for (file, kind, manifest), seen in counts.items()
+        dict(zip(("file", "kind", "manifest"), row, strict=True))
+        | {"cases": seen.total(), **{name: seen[name] for name in OUTCOMES}}
+        for row, seen in counts.items()
     ]
+
+
+def report(repeats: int, seed: int, output: str) -> bool:
+    """Damage, print the table and record it; whether all that had to be refused was."""
+    started = time.monotonic()
+    results = run(list(all_cases(repeats)), seed)
+    rows = tabulate(results)
+    columns = ("cases", *OUTCOMES)
+    say(f"{'file':<46}{'kind':<17}{'manifest':>8}" + "".join(f"{name:>10}" for name in columns))
+    for row in rows:
+        numbers = "".join(f"{row[name] or '-':>10}" for name in columns)
+        say(f"{row['file']:<46}{row['kind']:<17}{'yes' if row['manifest'] else 'no':>8}{numbers}")
+    broken = [f"{case}: {seen}" for case, seen in results if not case.allows(seen)]
+    for line in broken:
+        say(f"must not be: {line}")
+    record = {"benchmark": "corruptions", "cases": len(results), "seed": seed, "must_not_be": len(broken)}
+    seconds = round(time.monotonic() - started, 1)
+    publish(output, record | {"seconds": seconds, "table": rows, **provenance()})
+    return not broken
 
 
 def main() -> None:
@@ -184,21 +187,7 @@ def main() -> None:
     args = parser.parse_args()
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     require_appendable(args.output)
-    started = time.monotonic()
-    results = run(list(all_cases(args.repeats)), args.seed)
-    rows = tabulate(results)
-    columns = ("cases", *OUTCOMES)
-    say(f"{'file':<46}{'kind':<17}{'manifest':>8}" + "".join(f"{name:>10}" for name in columns))
-    for row in rows:
-        numbers = "".join(f"{row[name] or '-':>10}" for name in columns)
-        say(f"{row['file']:<46}{row['kind']:<17}{'yes' if row['manifest'] else 'no':>8}{numbers}")
-    broken = [f"{case}: {seen}" for case, seen in results if not is_allowed(case, seen)]
-    for line in broken:
-        say(f"must not be: {line}")
-    record = {"benchmark": "corruptions", "cases": len(results), "seed": args.seed, "must_not_be": len(broken)}
-    record |= {"seconds": round(time.monotonic() - started, 1), "table": rows, **provenance()}
-    publish(args.output, record)
-    sys.exit(bool(broken))
+    sys.exit(not report(args.repeats, args.seed, args.output))
 
 
 if __name__ == "__main__":

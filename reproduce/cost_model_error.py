@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 import numpy as np
 from engine.bench.settings import DEFAULT_N_SINK, require_at_least

@@ -9,123 +9,79 @@ summary and last one JSON object. Exit code 1 if a row was lost, written twice o
 """
 
 import argparse
-import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 import psutil
 
 from common.checkout import ROOT
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from common.exit import exit_on_user_error
 from common.jsonl import is_torn, publish, read_lines, require_appendable
 from common.provenance import provenance
+from common.say import say
 from engine.bench.arguments import Parser
-from reproduce.sweeping.cells import Cell
+from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import logs_of
 
 SLEEPER = "reproduce/sweeping/sleeper.py"
 MOMENTS = ("anywhere", "before the row", "in the row")
+WRONG = ("lost", "twice", "changed", "out_of_order")
 # A row is large so that writing it takes a while, in which a kill can fall.
-N_CELLS, ROW_LETTERS, SLEEP_SECONDS = 30, 1_000_000, (0.0, 0.05)
+N_CELLS, ROW_LETTERS, SLEEP_SECONDS = 30, 1_000_000, 0.05
 ANYWHERE_SECONDS, BEFORE_SECONDS, IN_ROW_SECONDS = 0.6, 0.02, 0.0005
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS, SURVIVAL_SECONDS = 120, 10
 DIFFERENT = ("seconds", "started", "git_commit")
-Start = Callable[[Path], int]
+Start = Callable[[Path], psutil.Process]
 
 
-class Runner:
-    """A runner's process, a child of this one."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.exit_code: int | None = None
-
-    def is_over(self) -> bool:
-        if self.exit_code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.exit_code is not None
-
-    def wait_for(self, is_so: Callable[[], bool], pause: float | None = None) -> bool:
-        """Whether it came to be so before the runner was over."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not is_so():
-            if self.is_over():
-                return False
-            if time.monotonic() > deadline:
-                self.kill()
-                raise UserError(
-                    "a runner neither went on nor ended",
-                    where="reproduce/sweep.py",
-                    seen=f"{PATIENCE_SECONDS} s without a sign",
-                    required="rows",
-                    fix="run it by itself and see what it says",
-                )
-            if pause is not None:
-                time.sleep(pause)
-        return True
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self.wait_for(self.is_over, 0.0001)
+def sleepers(n_cells: int, size: int) -> list[Cell]:
+    """Cells that sleep a while; their tag is found nowhere else on the machine."""
+    fixed = {"size": size, "seconds": SLEEP_SECONDS, "tag": f"sleeper-{os.getpid()}-{time.time_ns()}"}
+    return grid(SLEEPER, fixed, {"index": list(range(n_cells))})
 
 
-@dataclass
-class Tally:
-    """What the kills did."""
-
-    kills: Counter[str] = field(default_factory=Counter)
-    torn_rows: int = 0
-    unwritten: int = 0
-    sweeps: int = 0
-    longest_survival: float = 0.0
-    survivors: int = 0
+def start_command(cells: Sequence[Cell], output: Path) -> psutil.Process:
+    """Starts `reproduce/sweep.py` on these sleepers; what it says goes beside the output."""
+    fixed = [f"--fixed={name}={value}" for name, value in cells[0].flags.items() if name != "index"]
+    axis = "--axis=index=" + ",".join(str(cell.flags["index"]) for cell in cells)
+    command = [sys.executable, str(ROOT / "reproduce" / "sweep.py"), "--script", SLEEPER, *fixed, axis]
+    with output.with_suffix(".said").open("a") as said:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return psutil.Popen([*command, "--output", str(output)], env=environment, stdout=said, stderr=said)
 
 
-def sleepers(n_cells: int, size: int, rng: random.Random) -> list[Cell]:
-    """Cells that sleep a random while; their tag is found nowhere else on the machine."""
-    tag = f"sleeper-{os.getpid()}-{time.time_ns()}"
-    return [
-        Cell(SLEEPER, {"index": i, "seconds": round(rng.uniform(*SLEEP_SECONDS), 4), "size": size, "tag": tag})
-        for i in range(n_cells)
-    ]
+def exit_code(runner: psutil.Process) -> int | None:
+    """None while it runs."""
+    try:
+        return runner.wait(timeout=0)
+    except psutil.TimeoutExpired:
+        return None
 
 
-def start_command(grid: Path) -> Start:
-    """Starts `reproduce/sweep.py` on a grid."""
-
-    def start(output: Path) -> int:
-        command = [sys.executable, str(ROOT / "reproduce" / "sweep.py"), "--grid", str(grid), "--output", str(output)]
-        said = output.with_suffix(".said")
-        files = [
-            (os.POSIX_SPAWN_OPEN, descriptor, str(said), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            for descriptor in (1, 2)
-        ]
-        return os.posix_spawn(sys.executable, command, os.environ | {"OMP_NUM_THREADS": "1"}, file_actions=files)
-
-    return start
-
-
-def write_grid(cells: Sequence[Cell], path: Path) -> None:
-    """Every cell a sweep of its own."""
-    tables = []
-    for cell in cells:
-        flags = "\n".join(f"{name} = {json.dumps(value)}" for name, value in cell.flags.items())
-        tables.append(f"[[sweep]]\nscript = {json.dumps(cell.script)}\n[sweep.flags]\n{flags}\n")
-    path.write_text("\n".join(tables))
+def wait_for(runner: psutil.Process, is_so: Callable[[], bool], pause: float = 0.001) -> bool:
+    """Whether it came to be so before the runner was over."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        if exit_code(runner) is not None:
+            return False
+        if time.monotonic() > deadline:
+            runner.kill()
+            raise RuntimeError(f"a runner neither went on nor ended for {PATIENCE_SECONDS} s")
+        if pause:
+            time.sleep(pause)
+    return True
 
 
 def rows_in(output: Path) -> list[dict]:
@@ -133,37 +89,31 @@ def rows_in(output: Path) -> list[dict]:
     return [row for _, row in read_lines(output)]
 
 
-def lines_in(output: Path) -> list[bytes]:
-    """The lines of a file; torn ones are those that a kill cut off."""
-    return output.read_bytes().split(b"\n")
-
-
 def size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return path.stat().st_size if path.exists() else 0
 
 
-def wait_for_moment(runner: Runner, moment: str, cells: Sequence[Cell], output: Path, rng: random.Random) -> bool:
+def wait_for_moment(
+    runner: psutil.Process, moment: str, cells: Sequence[Cell], output: Path, rng: random.Random
+) -> bool:
     """Return at a moment to kill at; False if the runner was over before."""
     lock, mine = logs_of(output) / "lock", f"{runner.pid}\n"
-    if not runner.wait_for(lambda: lock.exists() and lock.read_text() == mine, 0.001):
+    if not wait_for(runner, lambda: lock.exists() and lock.read_text() == mine):
         return False
     if moment == "anywhere":
         until = time.monotonic() + rng.uniform(0, ANYWHERE_SECONDS)
-        return runner.wait_for(lambda: time.monotonic() > until, 0.0005)
+        return wait_for(runner, lambda: time.monotonic() > until)
     # Not the first row: the log of its cell may be that of a runner that was killed.
     n_rows = len(rows_in(output)) + rng.randint(1, 2)
     if n_rows >= len(cells):
-        return runner.wait_for(lambda: False, 0.001)
+        return wait_for(runner, lambda: False)
     log = logs_of(output) / f"{cells[n_rows].key}.log"
-    if not runner.wait_for(log.exists, 0.001):
+    if not wait_for(runner, log.exists):
         return False
-    # What a cell said is copied to its log just before its row is written.
+    # What a cell printed is copied to its log just before its row is written.
     watched, delay = (output, IN_ROW_SECONDS) if moment == "in the row" else (log, BEFORE_SECONDS)
     size = size_of(output) if watched == output else 0
-    if not runner.wait_for(lambda: size_of(watched) != size):
+    if not wait_for(runner, lambda: size_of(watched) != size, pause=0):
         return False
     until = time.perf_counter() + rng.choice([0.0, rng.uniform(0, delay)])
     while time.perf_counter() < until:
@@ -171,101 +121,77 @@ def wait_for_moment(runner: Runner, moment: str, cells: Sequence[Cell], output: 
     return True
 
 
-def processes_of(cells: Sequence[Cell]) -> list[psutil.Process]:
-    """Those that run these cells, and their guardians."""
-    tag = cells[0].flags["tag"]
-    return [process for process in psutil.process_iter(["cmdline"]) if tag in (process.info["cmdline"] or [])]
+def survivors(tag: object) -> tuple[int, float]:
+    """How many processes with this tag, cells and guardians, stay after their runner; for how many seconds any did."""
+    killed, seconds = time.monotonic(), 0.0
+    while alive := sum(tag in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])):
+        seconds = time.monotonic() - killed
+        if seconds > SURVIVAL_SECONDS:
+            break
+    return alive, seconds
 
 
-def note_survivors(cells: Sequence[Cell], tally: Tally) -> None:
-    """How long the killed runner's processes live on."""
-    killed = time.monotonic()
-    while alive := processes_of(cells):
-        if time.monotonic() > killed + 10:
-            tally.survivors += len(alive)
-            return
-        tally.longest_survival = max(tally.longest_survival, time.monotonic() - killed)
-
-
-def disturbed_sweep(
-    cells: Sequence[Cell], output: Path, n_kills: int, rng: random.Random, start: Start, tally: Tally
-) -> None:
-    """A sweep to its end, the runner being killed up to `n_kills` times and started again."""
-    tally.sweeps += 1
-    first = tally.kills.total()
-    while True:
-        runner = Runner(start(output))
-        moment = MOMENTS[tally.kills.total() % len(MOMENTS)]
-        spent = tally.kills.total() - first == n_kills
-        if spent or not wait_for_moment(runner, moment, cells, output, rng):
-            runner.wait_for(runner.is_over, 0.01)
-            require_success(runner, output)
-            tally.torn_rows += sum(map(is_torn, lines_in(output)))
-            return
-        size = size_of(output)
-        runner.kill()
-        tally.kills[moment] += 1
-        note_survivors(cells, tally)
-        tally.unwritten += moment == "before the row" and size_of(output) == size
-
-
-def require_success(runner: Runner, output: Path) -> None:
-    if runner.exit_code:
+def finish(runner: psutil.Process, output: Path) -> None:
+    wait_for(runner, lambda: False, pause=0.01)
+    if code := exit_code(runner):
         said = output.with_suffix(".said")
-        raise UserError(
-            "a runner that was left alone failed",
-            where="reproduce/sweep.py",
-            seen=f"exit code {runner.exit_code}: {said.read_text()[-500:] if said.exists() else ''}",
-            required="exit code 0",
-            fix="run it by itself and see what it says",
-        )
+        words = said.read_text()[-500:] if said.exists() else ""
+        raise RuntimeError(f"a runner that was left alone ended with exit code {code}: {words}")
 
 
 def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[str, int]:
     """Rows that are not there, there twice, or other than those of the undisturbed run."""
-    rows = rows_in(output)
+
+    def comparable(row: dict) -> dict:
+        return {name: value for name, value in row.items() if name not in DIFFERENT}
+
+    rows, same = rows_in(output), {row["key"]: comparable(row) for row in rows_in(undisturbed)}
     counts = Counter(row["key"] for row in rows)
-    same = {row["key"]: comparable(row) for row in rows_in(undisturbed)}
-    return {
-        "lost": sum(cell.key not in counts for cell in cells),
-        "twice": sum(count > 1 for count in counts.values()),
-        "changed": sum(comparable(row) != same.get(row["key"]) for row in rows) + is_torn(lines_in(output)[-1]),
-        "out_of_order": [row["key"] for row in rows] != [cell.key for cell in cells],
-    }
+    is_cut_off = is_torn(output.read_bytes().rpartition(b"\n")[2])
+    changed = sum(comparable(row) != same.get(row["key"]) for row in rows) + is_cut_off
+    lost, twice = sum(cell.key not in counts for cell in cells), sum(count > 1 for count in counts.values())
+    out_of_order = [row["key"] for row in rows] != [cell.key for cell in cells]
+    return dict(zip(WRONG, (lost, twice, changed, int(out_of_order)), strict=True))
 
 
-def comparable(row: dict) -> dict:
-    return {name: value for name, value in row.items() if name not in DIFFERENT}
-
-
-def disturb(
-    cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Start, progress: bool = False
-) -> dict:
+def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Start) -> dict:
     """As many sweeps as it takes to spend all kills, each compared with an undisturbed one."""
-    tally, wrong = Tally(), Counter[str]()
+    kills, seen, longest_survival = Counter[str](), Counter[str](), 0.0
     undisturbed = folder / "undisturbed.jsonl"
-    disturbed_sweep(cells, undisturbed, 0, rng, start, Tally())
-    while tally.kills.total() < n_kills:
-        output = folder / f"disturbed_{tally.sweeps}.jsonl"
-        disturbed_sweep(cells, output, n_kills - tally.kills.total(), rng, start, tally)
-        wrong.update({name: int(count) for name, count in differences(cells, output, undisturbed).items()})
-        if progress:
-            print(f"sweep {tally.sweeps}: {tally.kills.total()} of {n_kills} kills", file=sys.stderr, flush=True)
+    finish(start(undisturbed), undisturbed)
+    while kills.total() < n_kills:
+        output = folder / f"disturbed_{seen['sweeps']}.jsonl"
+        runner = start(output)
+        while kills.total() < n_kills:
+            moment = MOMENTS[kills.total() % len(MOMENTS)]
+            if not wait_for_moment(runner, moment, cells, output, rng):
+                break
+            size = size_of(output)
+            runner.kill()
+            runner.wait()
+            kills[moment] += 1
+            n_alive, seconds = survivors(cells[0].flags["tag"])
+            seen["survivors"] += n_alive
+            longest_survival = max(longest_survival, seconds)
+            seen["killed_before_the_row"] += moment == "before the row" and size_of(output) == size
+            runner = start(output)
+        finish(runner, output)
+        seen["torn_rows"] += sum(map(is_torn, output.read_bytes().split(b"\n")))
+        seen["sweeps"] += 1
+        seen.update(differences(cells, output, undisturbed))
+        say(f"sweep {seen['sweeps']}: {kills.total()} of {n_kills} kills")
     return {
-        "kills": tally.kills.total(),
-        "kills_at": dict(tally.kills),
-        "sweeps": tally.sweeps,
+        "kills": kills.total(),
+        "kills_at": dict(kills),
+        "sweeps": seen["sweeps"],
         "cells": len(cells),
-        "torn_rows": tally.torn_rows,
-        "killed_before_the_row": tally.unwritten,
-        **wrong,
-        "survivors": tally.survivors,
-        "longest_survival_seconds": round(tally.longest_survival, 3),
+        **{name: seen[name] for name in ("torn_rows", "killed_before_the_row", *WRONG, "survivors")},
+        "longest_survival_seconds": round(longest_survival, 3),
     }
 
 
 def is_sound(seen: dict) -> bool:
-    return not any(seen[name] for name in ("lost", "twice", "changed", "out_of_order", "survivors"))
+    return not any(seen[name] for name in (*WRONG, "survivors"))
 
 
 def main() -> None:
@@ -275,22 +201,18 @@ def main() -> None:
     parser.add_argument("--output", help="append the JSON record to this file")
     args: argparse.Namespace = parser.parse_args()
     if args.kills < 1:
-        raise ConfigError(
-            "nothing would be disturbed", where="--kills", seen=args.kills, required=">= 1", fix="use --kills 50"
-        )
+        what, fix = "nothing would be disturbed", "use --kills 50"
+        raise ConfigError(what, where="--kills", seen=args.kills, required=">= 1", fix=fix)
     require_appendable(args.output)
-    rng = random.Random(args.seed)
-    cells = sleepers(N_CELLS, ROW_LETTERS, rng)
+    cells = sleepers(N_CELLS, ROW_LETTERS)
     with tempfile.TemporaryDirectory() as folder:
-        grid = Path(folder) / "grid.toml"
-        write_grid(cells, grid)
-        seen = disturb(cells, args.kills, rng, Path(folder), start_command(grid), progress=True)
-    record = {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}
+        start = partial(start_command, cells)
+        seen = disturb(cells, args.kills, random.Random(args.seed), Path(folder), start)
     summary = (
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"
     )
-    publish(args.output, record, summary)
+    publish(args.output, {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}, summary)
     if not is_sound(seen):
         sys.exit(1)
 

@@ -17,7 +17,7 @@ from textwrap import fill
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 from engine.bench.arguments import Parser
 

@@ -7,17 +7,15 @@ are saved and speculation is under way. Prints what torchrun and the ranks said,
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Thread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 import psutil
 
@@ -27,58 +25,43 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from engine.bench.arguments import Parser
+from reproduce.sweeping.child import ON_RANKS, run_child, said_in
 
-ROOT = Path(__file__).resolve().parents[1]
 N_ROWS, GEN_LEN = 2, 96
 RUN = f"--B {N_ROWS} --prefix_len 1000 --gen_len {GEN_LEN} --gamma 3 --streamingllm_budget 128"
 SECONDS_INTO_SPECULATION = 2.0
 PATIENCE_SECONDS = 600
 
 
-def pid_of_rank(job: psutil.Process, rank: int) -> int:
-    """The process among torchrun's children that was started as `rank`."""
-    return next(child.pid for child in job.children() if child.environ().get("RANK") == str(rank))
-
-
-def wait_for_rows(job: subprocess.Popen, rows: Path, n_rows: int) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not rows.exists() or len(rows.read_text().splitlines()) < n_rows:
-        if job.poll() is not None or time.monotonic() > deadline:
-            raise UserError(
-                "the run ended before it could be disturbed",
-                where="torchrun",
-                seen=f"exit code {job.poll()}",
-                required=f"{n_rows} saved rows",
-                fix="run tests/selfspec_benchmark.py by itself and see what it says",
-            )
+def kill_rank(rank: int, rows: Path, killed_at: list[float]) -> None:
+    """Kill that rank of this process's only child some seconds after the baseline's rows are saved; note when."""
+    while not rows.exists() or len(rows.read_text().splitlines()) < N_ROWS:
         time.sleep(0.1)
+    time.sleep(SECONDS_INTO_SPECULATION)
+    found = (each for each in psutil.Process().children(recursive=True) if each.environ().get("RANK") == str(rank))
+    next(found).kill()
+    killed_at.append(time.monotonic())
 
 
 def kill_and_watch(rank: int, folder: Path) -> dict:
     """Run, kill, wait; returns what there is to record."""
-    rows, said = folder / "rows.jsonl", folder / "stderr"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, str(ROOT / "tests" / "selfspec_benchmark.py"), *RUN.split(), "--save_rows", str(rows)]
-    with said.open("w") as stderr:
-        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
-    try:
-        wait_for_rows(job, rows, N_ROWS)
-        time.sleep(SECONDS_INTO_SPECULATION)
-        os.kill(pid_of_rank(psutil.Process(job.pid), rank), signal.SIGKILL)
-        killed = time.monotonic()
-        exit_code = job.wait(PATIENCE_SECONDS)
-        seconds = time.monotonic() - killed
-    finally:
-        job.terminate()
-        job.wait()
-    lines = [line for line in said.read_text().replace("\r", "\n").splitlines() if "tok/s" not in line]
-    root_cause = lines[next((i for i, line in enumerate(lines) if "Root Cause" in line), len(lines)) :]
+    rows, log, killed_at = folder / "rows.jsonl", folder / "log", list[float]()
+    Thread(target=kill_rank, args=(rank, rows, killed_at), daemon=True).start()
+    command = [*ON_RANKS, "--nproc_per_node=2", "tests/selfspec_benchmark.py", *RUN.split(), "--save_rows", str(rows)]
+    outcome = run_child(command, log, PATIENCE_SECONDS)
+    ended = time.monotonic()
+    lines = [line for line in said_in(log).replace("\r", "\n").splitlines() if "tok/s" not in line]
     say("\n".join(lines))
+    if not killed_at or outcome.exit_code is None:
+        what, required = "the run ended before it could be disturbed", f"{N_ROWS} saved rows"
+        fix = "run tests/selfspec_benchmark.py by itself and see what it says"
+        raise UserError(what, where="torchrun", seen=outcome.error or "exit code 0", required=required, fix=fix)
+    root_cause = lines[next((i for i, line in enumerate(lines) if "Root Cause" in line), len(lines)) :]
     kept = [json.loads(line) for line in rows.read_text().splitlines()]
     return {
         "killed_rank": rank,
-        "seconds_to_exit": round(seconds, 2),
-        "exit_code": exit_code,
+        "seconds_to_exit": round(ended - killed_at[0], 2),
+        "exit_code": outcome.exit_code,
         "root_cause": [line.strip() for line in root_cause if " : " in line],
         "ours": [line.strip() for line in lines if line.startswith("error")],
         "rows_kept": len(kept),

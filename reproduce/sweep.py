@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
@@ -26,6 +26,35 @@ from reproduce.sweeping.cells import Cell, grid, is_value, labels, read_grid, se
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 
 WAITING = "to run"
+
+
+def cells_of(file: str | None, script: str | None, fixed: Sequence[str], axis: Sequence[str]) -> list[Cell]:
+    """The cells of a file of sweeps, or of a script with `name=value` and `name=value,value` texts.
+
+    Errors: ConfigError, also if it is both or neither.
+    """
+    if (file is None) == (script is None) or (file and (fixed or axis)):
+        given = {"grid": file, "script": script, "fixed": fixed, "axis": axis}
+        raise ConfigError(
+            "it is not clear what to run",
+            where="--grid, --script",
+            seen=" and ".join(f"--{name}" for name, value in given.items() if value) or "neither",
+            required="--grid alone, or --script with --fixed and --axis",
+            fix="give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --axis gamma=1,2",
+        )
+    if script is None:
+        return read_grid(str(file))
+    values = {name: parse_value(text) for name, text in split_assignments("fixed", fixed).items()}
+    axes = {name: parse_axis(text) for name, text in split_assignments("axis", axis).items()}
+    return grid(script, values, axes)
+
+
+def default_output(file: str | None) -> str:
+    """Beside the grid's file a `.jsonl` of its name. Errors: ConfigError without a grid."""
+    if file is None:
+        what, required = "there is no file for the rows", "a file, where the grid does not come from one"
+        raise ConfigError(what, where="--output", seen="nothing", required=required, fix="add --output results.jsonl")
+    return str(Path(file).with_suffix(".jsonl"))
 
 
 def parse_value(text: str) -> object:
@@ -52,46 +81,11 @@ def split_assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or name in found:
-            raise ConfigError(
-                "a flag is given twice" if name in found else "a flag has no name or no value",
-                where=f"--{flag}",
-                seen=text,
-                required="name=value, once for each name",
-                fix=f"write --{flag} gamma=1,2" if flag == "axis" else f"write --{flag} gamma=3, or benchmark=true",
-            )
+            what = "a flag is given twice" if name in found else "a flag has no name or no value"
+            fix = f"write --{flag} gamma=1,2" if flag == "axis" else f"write --{flag} gamma=3, or benchmark=true"
+            raise ConfigError(what, where=f"--{flag}", seen=text, required="name=value, once for each name", fix=fix)
         found[name] = value
     return found
-
-
-def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """The cells that the command line asks for, from a file or from its own flags."""
-    if (args.grid is None) == (args.script is None) or (args.grid and (args.fixed or args.axis)):
-        given = {"grid": args.grid, "script": args.script, "fixed": args.fixed, "axis": args.axis}
-        raise ConfigError(
-            "it is not clear what to run",
-            where="--grid, --script",
-            seen=" and ".join(f"--{name}" for name, value in given.items() if value) or "neither",
-            required="--grid alone, or --script with --fixed and --axis",
-            fix="give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --axis gamma=1,2",
-        )
-    if args.grid:
-        return read_grid(args.grid)
-    fixed = {name: parse_value(text) for name, text in split_assignments("fixed", args.fixed).items()}
-    axes = {name: parse_axis(text) for name, text in split_assignments("axis", args.axis).items()}
-    return grid(args.script, fixed, axes)
-
-
-def output_of(args: argparse.Namespace) -> str:
-    """`--output`, or beside the grid's file a `.jsonl` of its name."""
-    if args.output is None and args.grid is None:
-        raise ConfigError(
-            "there is no file for the rows",
-            where="--output",
-            seen="nothing",
-            required="a file, where the grid does not come from one",
-            fix="add --output results.jsonl",
-        )
-    return args.output or str(Path(args.grid).with_suffix(".jsonl"))
 
 
 def print_states(cells: Sequence[Cell], output: str) -> None:
@@ -121,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--timeout", type=float, help="seconds after which a cell is ended, as a failure")
     add("--list", action="store_true", help="show the cells and their state, and run nothing")
     args = parser.parse_args(argv)
-    cells, output = cells_of(args), output_of(args)
+    cells = cells_of(args.grid, args.script, args.fixed, args.axis)
+    output = args.output or default_output(args.grid)
     selected = select(cells, args.only)
     require_appendable(output)
     if args.list:
@@ -131,11 +126,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = run_cells(cells, output, retry_failed=args.retry_failed, timeout_s=args.timeout, only=args.only)
     except KeyboardInterrupt:  # the runner has said what is done
         sys.exit(130)
-    states = {row["key"]: row["status"] for row in rows}
-    states_selected = [states[cell.key] for cell in selected]
-    hint = "; --retry_failed runs those that failed again" if FAILED in states_selected else ""
-    print(f"{counted(states_selected)} of {len(selected)} cells in {output}{hint}")
-    if FAILED in states_selected:
+    all_states = {row["key"]: row["status"] for row in rows}
+    states = [all_states[cell.key] for cell in selected]
+    hint = "; --retry_failed runs those that failed again" if FAILED in states else ""
+    print(f"{counted(states)} of {len(selected)} cells in {output}{hint}")
+    if FAILED in states:
         sys.exit(1)
 
 

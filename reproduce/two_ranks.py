@@ -7,22 +7,22 @@ model without four layers, converted if it is not there. About four minutes on t
 pair of runs differs.
 """
 
-import json
-import os
-import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
-from common.checkout import ROOT
 from common.errors import UserError
 from common.exit import exit_on_user_error
 from common.jsonl import append_or_put_off, require_appendable
+from common.say import say
 from engine.bench.arguments import Parser
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from reproduce.sweeping.child import ON_RANKS, run_child
 
 DRAFT = DEFAULT_CHECKPOINT.parent / "SmolLM2-draft"
 SIZE = ["--B", "2", "--prefix_len", "1000", "--gen_len", "32", "--gamma", "3", "--streamingllm_budget", "128"]
@@ -36,39 +36,30 @@ RUNS = (
 )
 
 
-def run(command: list[str]) -> str:
-    """The last line that a command prints; its processes get one CPU thread each."""
-    done = subprocess.run(
-        [sys.executable, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise UserError(
-            "a command failed",
-            where=" ".join(command),
-            seen=f"exit code {done.returncode}",
-            required="0",
-            fix="see what it said above",
-        )
-    return done.stdout.splitlines()[-1]
+def run(argv: Sequence[str]) -> dict | None:
+    """The record that a command prints, if it does; its processes get one CPU thread each."""
+    say("running " + " ".join(argv))
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run_child(argv, Path(folder, "log"), environment={"OMP_NUM_THREADS": "1"})
+    if outcome.exit_code != 0:
+        seen = str(outcome.error).rpartition("; see ")[0]  # the log is gone with its folder
+        where, fix = " ".join(argv), "run it by itself and see what it says"
+        raise UserError("a command failed", where=where, seen=seen, required="exit code 0", fix=fix)
+    return outcome.record
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", help="append the runs' JSON records to this file")
-    args = parser.parse_args()
-    require_appendable(args.output)
-    run([str(ROOT / "convert_hf_checkpoint.py"), "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT)])
-    two_ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def compare(output: str | None) -> bool:
+    """Make the runs, append and print what they came to; whether all pairs emitted the same tokens."""
     all_same = True
     put_off: list[UserError] = []
+    run(["convert_hf_checkpoint.py", "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT)])
     for script, flags, on_two in RUNS:
-        command = [str(ROOT / "tests" / f"{script}_benchmark.py"), *flags]
-        one = json.loads(run(command))
-        two = json.loads(run([*two_ranks, *command, "--rank_group", "0", "1", *on_two]))
+        command = [f"tests/{script}_benchmark.py", *flags]
+        one, two = run(command), run([*ON_RANKS, "--nproc_per_node=2", *command, "--rank_group", "0", "1", *on_two])
         same = one["tokens_sha256"] == two["tokens_sha256"]
         all_same &= same
         for record in (one, two):
-            append_or_put_off(args.output, record, put_off)
+            append_or_put_off(output, record, put_off)
         mib = [round(peak / 2**20) for record in (one, two) for peak in record["peak_memory_bytes_per_rank"]]
         print(
             f"{script}, {one['verification']}: {'the same tokens' if same else 'OTHER TOKENS'}; acceptance "
@@ -76,7 +67,15 @@ def main() -> None:
         )
     if put_off:
         raise put_off[0]
-    if not all_same:
+    return all_same
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", help="append the runs' JSON records to this file")
+    args = parser.parse_args()
+    require_appendable(args.output)
+    if not compare(args.output):
         sys.exit(1)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 from mutant_table import MUTANTS, Mutant
 

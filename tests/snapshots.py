@@ -32,7 +32,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupts
+import common.startup
 
 import torch
 

@@ -17,8 +17,6 @@ from engine.bench.arguments import Parser
 ROOT = Path(__file__).resolve().parents[1]
 # They call a command line that is elsewhere.
 CALLERS = {"engine/cost_model/__main__.py", "reproduce/cost_grid.py"}
-# Only another program of ours writes its flags.
-NOT_TYPED = {"reproduce/sweeping/sleeper.py"}
 # They measure by running others, and give them only the flags that they were given.
 HAND_ON = {
     f"reproduce/{name}.py"
@@ -35,7 +33,7 @@ def command_lines() -> list[str]:
     }
     programs = {name: text for name, text in texts.items() if '\nif __name__ == "__main__":\n' in text}
     reading = {name for name, text in programs.items() if re.search(r"\bparse(_args)?\(", text)}
-    return sorted((reading | CALLERS) - NOT_TYPED)
+    return sorted(reading | CALLERS)
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def test_an_unknown_flag_is_one_error(program, refusal):
 
 def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
     """It is pressed by a stand-in for torch; all programs have the line, three of them are run."""
-    lacking = [one for one in command_lines() if "\nimport common.interrupts\n" not in (ROOT / one).read_text()]
+    lacking = [one for one in command_lines() if "\nimport common.startup\n" not in (ROOT / one).read_text()]
     assert lacking == ["engine/cost_model/__main__.py"], "a module of a package, which is imported first"
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

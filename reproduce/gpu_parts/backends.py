@@ -16,8 +16,6 @@ from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Fl
 from reproduce.gpu_parts.cells import Options, Skip
 
 FLASH = {"flash: FlashAttention-3": FA3, "flash: fa3-fwd": FA3_FWD, "flash: FlashAttention-2": FA2}
-# FlashAttention-2 asked for what the backend would pack into rows: it reads a KV head once per query head.
-UNPACKED = "FlashAttention-2, not packed"
 
 
 class Named(NamedTuple):
@@ -30,19 +28,17 @@ class Named(NamedTuple):
 
 def all_backends(options: Options) -> list[Named]:
     """Those for the device, and the CPU's own."""
-    return backends(options) + ([_cpp()] if options.on_cuda else [])
+    return backends(options) + ([_ours("cpp", "cpu")] if options.on_cuda else [])
 
 
 def backends(options: Options) -> list[Named]:
     """The backends for the device, the one that `auto` picks first."""
-    device = options.device
-    torch_backend = Named("torch", device, _torch)
+    device, torch_backend = options.device, Named("torch", options.device, lambda spec: TorchAttention())
     if not options.on_cuda:
-        return [_cpp(), torch_backend]
-    triton = Named("triton", device, lambda spec: _selected("triton", device, spec))
-    missing = missing_flash()
-    flash = [Named(name, device, partial(_flash, FLASH[name], device)) for name in FLASH if missing[name] is None]
-    return [triton, *flash, torch_backend]
+        return [_ours("cpp", device), torch_backend]
+    there = [name for name, reason in missing_flash().items() if reason is None]
+    flash = [Named(name, device, partial(_flash, FLASH[name], device)) for name in there]
+    return [_ours("triton", device), *flash, torch_backend]
 
 
 @functools.cache
@@ -58,12 +54,8 @@ def missing_flash() -> dict[str, str | None]:
     return reasons
 
 
-def _cpp() -> Named:
-    return Named("cpp", "cpu", lambda spec: _selected("cpp", "cpu", spec))
-
-
-def _torch(spec: AttentionSpec) -> AttentionBackend:
-    return TorchAttention()
+def _ours(name: str, device: str) -> Named:
+    return Named(name, device, partial(_selected, name, device))
 
 
 def _selected(name: str, device: str, spec: AttentionSpec) -> AttentionBackend:
@@ -78,8 +70,7 @@ def _selected(name: str, device: str, spec: AttentionSpec) -> AttentionBackend:
 
 def _flash(package: Package, device: str, spec: AttentionSpec) -> AttentionBackend:
     kernel = importlib.import_module(package.module).flash_attn_with_kvcache
-    n_processor = torch.cuda.get_device_properties(device).multi_processor_count
-    flavour = Flavour(package, kernel, n_processor)
+    flavour = Flavour(package, kernel, torch.cuda.get_device_properties(device).multi_processor_count)
     if reason := flavour.unsupported(spec):
         raise Skip(reason)
     if package is not FA2 and torch.cuda.get_device_capability(device)[0] != 9:

@@ -1,14 +1,16 @@
-"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves."""
+"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves; linear layers."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.say import dtype_name
@@ -17,8 +19,8 @@ from kv_cache import FullKVCache
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FA2
-from reproduce.gpu_parts import linears
-from reproduce.gpu_parts.backends import UNPACKED, Named, backends, missing_flash
+from models.quantize import GROUP, Int4Linear, Int8Linear, dequantize
+from reproduce.gpu_parts.backends import Named, backends, missing_flash
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth, l2_bytes, time_calls
 
@@ -37,8 +39,9 @@ class Shape:
     n_layer = 1
 
 
+LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128, ((32, 16000), (64, 8000), (8, 64000), (1, 32000), (64, 1000)))
 SHAPES = (
-    Shape("Llama-3.1-8B", 32, 8, 128, ((32, 16000), (64, 8000), (8, 64000), (1, 32000), (64, 1000))),
+    LLAMA_31_8B,
     Shape("Llama-2-7B", 32, 32, 128, ((32, 4000), (8, 8000), (1, 32000))),
     Shape("SmolLM2-135M", 9, 3, 64, ((64, 7500), (256, 7500), (16, 7500), (64, 512))),
 )
@@ -46,6 +49,13 @@ QUICK_SHAPES = (Shape("SmolLM2-135M", 9, 3, 64, ((2, 200),)),)
 TOKENS, QUICK_TOKENS = (1, 2, 4, 8), (1, 4)
 # Where a layer reads so much, a kernel has no excuse.
 LARGE_BYTES = 250_000_000
+# Of Llama-3.1-8B: outputs and inputs.
+LAYERS = {"wqkv": (6144, 4096), "w13": (28672, 4096), "w2": (4096, 14336)}
+QUICK_LAYERS = {"small": (128, 64)}
+ROWS, QUICK_ROWS = (8, 16, 32, 64, 128, 256, 2048), (8, 32)
+# So many equal layers in turn that the second-level cache holds none when its turn comes, even in 4 bits.
+N_LAYER = 8
+DEQUANTISED = "int4, dequantised"
 # Buffers are rotated until together they are so many times the second-level cache.
 L2_MULTIPLE = 16
 MOST_BUFFERS = 40
@@ -53,16 +63,17 @@ MOST_BUFFERS = 40
 
 def cells(options: Options) -> list[Cell]:
     shared = Shared()
-    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linears.cells(options)]
+    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linear_cells(options)]
     for shape in QUICK_SHAPES if options.quick else SHAPES:
-        for batch, n_slot in shape.batches:
-            for storage in (None, torch.int8):
-                for named in readers(options, storage):
-                    for n_token in QUICK_TOKENS if options.quick or named.name == "torch" else TOKENS:
-                        kind = dtype_name(storage) if storage else "same"
-                        name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
-                        run = partial(attention, options, shared, shape, batch, n_slot, storage, named, n_token)
-                        found.append(Cell("b", "gpu_attention_bandwidth", name, run))
+        for (batch, n_slot), storage in itertools.product(shape.batches, (None, torch.int8)):
+            key = shape, batch, n_slot, storage
+            caches = partial(shared.get, key, partial(_caches, options, *key))
+            kind = dtype_name(storage) if storage else "same"
+            for named in readers(options, storage):
+                for n_token in QUICK_TOKENS if options.quick or named.name == "torch" else TOKENS:
+                    name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
+                    run = partial(attention, options, caches, shape, named, n_token)
+                    found.append(Cell("b", "gpu_attention_bandwidth", name, run))
     return found
 
 
@@ -71,13 +82,15 @@ def readers(options: Options, storage: torch.dtype | None) -> list[Named]:
     if storage is not None:
         return [named for named in backends(options) if named.name in ("triton", "cpp")]
     has_fa2 = options.on_cuda and missing_flash()["flash: FlashAttention-2"] is None
-    return backends(options) + ([Named(UNPACKED, options.device, Unpacked)] if has_fa2 else [])
+    return backends(options) + ([Named(Unpacked.name, options.device, Unpacked)] if has_fa2 else [])
 
 
 class Unpacked:
-    """FlashAttention-2 over blocks as they come, without the query groups packed into rows."""
+    """FlashAttention-2 over blocks as they come, without the query groups that the backend packs into rows: it reads
+    a KV head once per query head.
+    """
 
-    name = UNPACKED
+    name = "FlashAttention-2, not packed"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._kernel = importlib.import_module(FA2.module).flash_attn_with_kvcache
@@ -105,24 +118,12 @@ def copy(options: Options) -> dict[str, Any]:
 
 
 def attention(
-    options: Options,
-    shared: Shared,
-    shape: Shape,
-    batch: int,
-    n_slot: int,
-    storage: torch.dtype | None,
-    named: Named,
-    n_token: int,
+    options: Options, shared_caches: Callable[[], list[FullKVCache]], shape: Shape, named: Named, n_token: int
 ) -> dict[str, Any]:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
-    dtype = torch.bfloat16 if options.on_cuda else torch.float32
-    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, dtype)
-    backend = named.make(spec)
-    # The caches, not the backend: those of the next cell are the same.
-    caches = shared.get(
-        (shape, batch, n_slot, storage), partial(_caches, options, shape, batch, n_slot, storage, dtype)
-    )
-    kv_bytes = caches[0].n_bytes
+    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, options.dtype)
+    backend, caches = named.make(spec), shared_caches()
+    (batch, n_slot), kv_bytes = caches[0].positions.shape, caches[0].n_bytes
     calls = [_call(backend, spec, cache, n_token, options) for cache in caches]
     # Enough calls that the first one of a graph, which waits for its launch, weighs little.
     timing = time_calls((calls * 8)[: max(len(calls), 8)], options)
@@ -134,8 +135,8 @@ def attention(
         "S": n_slot,
         "T": n_token,
         "backend": named.name,
-        "dtype": dtype_name(dtype),
-        "kv_dtype": dtype_name(storage or dtype),
+        "dtype": dtype_name(spec.dtype),
+        "kv_dtype": dtype_name(caches[0].entries.dtype),
         "kv_bytes": kv_bytes,
         "is_large": kv_bytes >= LARGE_BYTES,
         "buffers": len(caches),
@@ -148,15 +149,12 @@ def attention(
 
 
 @torch.inference_mode()
-def _caches(
-    options: Options, shape: Shape, batch: int, n_slot: int, storage: torch.dtype | None, dtype: torch.dtype
-) -> list[FullKVCache]:
+def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: torch.dtype | None) -> list[FullKVCache]:
     """Full caches of one layer, so many that no call finds its KV in the second-level cache."""
     caches: list[FullKVCache] = []
-    while not caches or (
-        sum(c.n_bytes for c in caches) < L2_MULTIPLE * l2_bytes(options) and len(caches) < MOST_BUFFERS
-    ):
-        cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or dtype)
+    wanted = L2_MULTIPLE * l2_bytes(options)
+    while not caches or (len(caches) * caches[0].n_bytes < wanted and len(caches) < MOST_BUFFERS):
+        cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or options.dtype)
         cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
         if cache.scales is None:
             cache.entries.normal_()
@@ -175,3 +173,39 @@ def _call(
     q = torch.randn(batch, n_token, spec.n_head, spec.head_dim, device=options.device).to(spec.dtype)
     prepared, kv = backend.prepare(spec, queries, cache), cache.read(0)
     return lambda: backend.attend(q, kv, prepared)
+
+
+def linear_cells(options: Options) -> list[Cell]:
+    kinds = ["plain", "int8", "int4, kernel", *([DEQUANTISED] if options.on_cuda else [])]  # a CPU has the kernel alone
+    return [
+        Cell("b", "gpu_linear", f"{name}, {kind}", partial(linear, options, kind, *shape))
+        for name, shape in (QUICK_LAYERS if options.quick else LAYERS).items()
+        for kind in kinds
+    ]
+
+
+def linear(options: Options, kind: str, d_out: int, d_in: int) -> dict[str, Any]:
+    """Microseconds by rows; of 4 bits both ways, whichever `Int4Linear` would take."""
+    weight = torch.randn(d_out, d_in, device=options.device, dtype=options.dtype)
+    multipliers = [multiplier(kind, weight, options) for _ in range(N_LAYER)]
+    microseconds = {}
+    for n_row in QUICK_ROWS if options.quick else ROWS:
+        x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
+        timing = time_calls([partial(multiply, x) for multiply in multipliers], options)
+        microseconds[str(n_row)] = 1e6 * timing.seconds
+    record = {"kind": kind, "dtype": dtype_name(options.dtype), "outputs": d_out, "inputs": d_in}
+    return rounded(record | {"timed_by": timing.timed_by, "microseconds_by_rows": microseconds})
+
+
+def multiplier(kind: str, weight: Tensor, options: Options) -> Callable[[Tensor], Tensor]:
+    """What multiplies rows by a copy of `weight` of its own."""
+    if kind == "plain":
+        return partial(F.linear, weight=weight.clone())
+    if kind == "int8":
+        return Int8Linear(weight, None)
+    layer = Int4Linear(weight, None)
+    if kind == DEQUANTISED:
+        return lambda x: F.linear(x, dequantize(layer.weight, layer.scale_and_zero))
+    if options.on_cuda:
+        return lambda x: torch.ops.aten._weight_int4pack_mm(x, layer.weight, GROUP, layer.scale_and_zero)
+    return layer

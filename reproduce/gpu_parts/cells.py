@@ -30,6 +30,10 @@ class Options:
     def on_cuda(self) -> bool:
         return self.device.startswith("cuda")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.on_cuda else torch.float32
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -45,6 +49,11 @@ class Skip(Exception):
     """Why a cell does not make sense here."""
 
 
+def verdict(is_good: bool) -> dict[str, Any]:
+    """The status of a cell that checks something."""
+    return {"status": DONE if is_good else FAILED}
+
+
 class Shared:
     """What successive cells have in common: one value at a time, built when first asked for.
 
@@ -58,7 +67,8 @@ class Shared:
 
     def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
         if key != self._key:
-            self.clear()
+            self._key = self._value = self._error = None
+            _empty_memory()
             self._key = key
             try:
                 self._value = build()
@@ -69,38 +79,32 @@ class Shared:
             raise self._error
         return self._value
 
-    def clear(self) -> None:
-        self._key = self._value = self._error = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+
+def _empty_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def run_cells(
-    cells: Iterable[Cell], deadline: float, emit: Callable[[int, dict[str, Any]], None], start: int = 0
-) -> bool:
-    """Run cells from the one at `start`; `emit(index, record)` each as it ends. False if the device broke.
+def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[dict[str, Any]], None]) -> bool:
+    """Run cells in order and emit the record of each as it ends; stop and return False if the device broke.
 
     A cell that would begin after `deadline` (seconds since the epoch) is recorded as skipped.
     """
     origin = provenance()
-    for index, cell in enumerate(cells):
-        if index < start:
-            continue
+    for cell in cells:
         began, is_broken = time.time(), False
-        if began >= deadline:
-            result: dict[str, Any] = {"status": SKIPPED, "reason": "the time limit was reached before it began"}
-        else:
-            try:
-                result = {"status": DONE} | cell.run()
-            except (Skip, OutOfMemoryError) as reason:
-                result = {"status": SKIPPED, "reason": str(reason)}
-            except Exception as error:
-                result = describe(error)
-                is_broken = breaks_device(error)
+        try:
+            if began >= deadline:
+                raise Skip("the time limit was reached before it began")
+            result = {"status": DONE} | cell.run()
+        except (Skip, OutOfMemoryError) as reason:
+            result = {"status": SKIPPED, "reason": str(reason)}
+        except Exception as error:
+            result, is_broken = describe(error), breaks_device(error)
         head = {"benchmark": cell.benchmark, "part": cell.part, "cell": cell.name}
-        emit(index, origin | head | result | {"seconds": round(time.time() - began, 3)})
+        emit(origin | head | result | {"seconds": round(time.time() - began, 3)})
         if is_broken:
             return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,8 @@ from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
 from reproduce.gpu_parts.backends import Named, all_backends
-from reproduce.gpu_parts.cells import DONE, FAILED, Cell, Options, Skip, breaks_device, describe
+from reproduce.gpu_parts.bandwidth import LLAMA_31_8B
+from reproduce.gpu_parts.cells import Cell, Options, Skip, breaks_device, describe, verdict
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -37,12 +39,6 @@ STORAGES = (None, torch.int8, torch.float8_e4m3fn)
 QUANTISED_TOLERANCE = 2e-2
 CAPACITY, LENGTHS = 4500, [4500, 2100, 130, 16]
 QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
-
-
-class OneLayer:
-    """The heads of Llama-3.1-8B, which is all that a cache and attention ask for."""
-
-    n_layer, n_head, n_kv_head, head_dim = 1, 32, 8, 128
 
 
 def cells(options: Options) -> list[Cell]:
@@ -71,19 +67,11 @@ def attention(
 ) -> dict[str, Any]:
     """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
     lengths, capacity = (QUICK_LENGTHS, QUICK_CAPACITY) if options.quick else (LENGTHS, CAPACITY)
-    shapes = itertools.product(TOKENS, (1, 3) if options.quick else GROUPS, (64,) if options.quick else HEAD_DIMS)
-    tolerance, worst, n_cases, broken = TOLERANCE[dtype], (0.0, "none"), 0, []
-    for n_token, group, head_dim in shapes:
-        case = make_case(
-            lengths,
-            n_token,
-            group=group,
-            head_dim=head_dim,
-            capacity=capacity,
-            storage=storage or dtype,
-            dtype=dtype,
-            ring=ring,
-        )
+    groups, head_dims = ((1, 3), (64,)) if options.quick else (GROUPS, HEAD_DIMS)
+    worst, n_cases, broken = (0.0, "none"), 0, []
+    for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
+        kind = {"storage": storage or dtype, "dtype": dtype, "ring": ring}
+        case = make_case(lengths, n_token, group=group, head_dim=head_dim, capacity=capacity, **kind)
         backend, shape = named.make(case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
         try:
             out = on(case, named.device).run(backend).cpu().double()
@@ -94,16 +82,14 @@ def attention(
             continue
         n_cases += 1
         worst = max(worst, (error_of(out, case.reference()), shape))
-    is_good = not broken and worst[0] <= tolerance
-    return {
-        "status": DONE if is_good else FAILED,
+    return verdict(not broken and worst[0] <= TOLERANCE[dtype]) | {
         "backend": named.name,
         "dtype": dtype_name(dtype),
         "kv_dtype": dtype_name(storage or dtype),
         "ring": ring,
         "worst_error": float(f"{worst[0]:.3g}"),
         "worst_case": worst[1],
-        "tolerance": tolerance,
+        "tolerance": TOLERANCE[dtype],
         "shapes": n_cases,
         "broken": broken,
     }
@@ -111,8 +97,7 @@ def attention(
 
 def error_of(out: Tensor, wanted: Tensor) -> float:
     """Infinite where anything is not finite."""
-    error = ((out - wanted).abs() / (1 + wanted.abs())).max().item()
-    return error if error == error else float("inf")
+    return ((out - wanted).abs() / (1 + wanted.abs())).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
 
 
 def on(case: Case, device: str) -> Case:
@@ -133,7 +118,7 @@ def noise(options: Options, source: Source) -> dict[str, Any]:
         there = uniform(*(x.to(options.device) for x in (*keys, positions)), stream, n_ids, source).cpu()
         n_same += int((here == there).sum())
         n_all += here.numel()
-    return {"status": DONE if n_same == n_all else FAILED, "same": n_same, "numbers": n_all}
+    return verdict(n_same == n_all) | {"same": n_same, "numbers": n_all}
 
 
 def quantised(options: Options, scheme: str) -> dict[str, Any]:
@@ -155,9 +140,8 @@ def quantised(options: Options, scheme: str) -> dict[str, Any]:
         x = torch.randn(n_row, 576, generator=generator)
         wanted = x.double() @ grid.double().T + bias
         error = (layer(x.to(options.device)).cpu() - wanted).norm() / wanted.norm()
-        worst = max(worst, error.item() if error == error else float("inf"))
-    is_good = worst <= QUANTISED_TOLERANCE
-    record = {"status": DONE if is_good else FAILED, "scheme": scheme, "worst_error": float(f"{worst:.3g}")}
+        worst = max(worst, error.nan_to_num(nan=math.inf, posinf=math.inf).item())
+    record = verdict(worst <= QUANTISED_TOLERANCE) | {"scheme": scheme, "worst_error": float(f"{worst:.3g}")}
     # Whether many rows are multiplied by dequantised weights, or the layout of 4 bits is not the expected one.
     return record | {"tolerance": QUANTISED_TOLERANCE, "unpacks": getattr(layer, "unpacks", None)}
 
@@ -165,20 +149,19 @@ def quantised(options: Options, scheme: str) -> dict[str, Any]:
 @torch.inference_mode()
 def prefill_kernel(options: Options) -> dict[str, Any]:
     """Whether a chunk of a prompt attends in a fused kernel without a mask in memory, and what runs there."""
-    shape, (n_token, n_slot) = OneLayer(), (64, 256) if options.quick else (2048, 8192)
-    dtype = torch.bfloat16 if options.on_cuda else torch.float32
-    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, dtype)
-    cache = FullKVCache(shape, 1, n_slot, device=options.device, dtype=dtype)
+    shape, (n_token, n_slot) = LLAMA_31_8B, (64, 256) if options.quick else (2048, 8192)
+    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, options.dtype)
+    cache = FullKVCache(shape, 1, n_slot, device=options.device, dtype=options.dtype)
     cache.positions.copy_(torch.arange(n_slot, device=options.device)[None])
     slots = cache.view(extent=n_slot, block_at_end=True)
     queries = torch.arange(n_slot - n_token, n_slot, device=options.device)[None]
-    q = torch.randn(1, n_token, shape.n_head, shape.head_dim, device=options.device).to(dtype)
+    q = torch.randn(1, n_token, shape.n_head, shape.head_dim, device=options.device).to(options.dtype)
     backend = TorchAttention()
     with profile(activities=[ProfilerActivity.CUDA if options.on_cuda else ProfilerActivity.CPU]) as profiler:
         backend.attend(q, slots.read(0), backend.prepare(spec, queries, slots))
     kernels = sorted({event.name[:160] for event in profiler.events()})
     is_fused = any("flash" in name.lower() for name in kernels)
-    return {"status": DONE if is_fused else FAILED, "tokens": n_token, "slots": n_slot, "kernels": kernels}
+    return verdict(is_fused) | {"tokens": n_token, "slots": n_slot, "kernels": kernels}
 
 
 class WholeExtent(ModelRunner):
@@ -198,37 +181,29 @@ RUBBISH_BYTES = 256 << 20
 @torch.inference_mode()
 def identity(options: Options, mode: str) -> dict[str, Any]:
     """Six ragged prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
-    if not options.on_cuda:
-        raise Skip("CUDA graphs need a GPU")
     model, prompts, name = _model_and_prompts(options)
     sampling = None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
     use_pointwise(model, compiled())
     source = compiled_source()
-    tokens = {}
-    for kind, runner_of in (("called", WholeExtent), ("replayed", partial(ModelRunner, new_graphs=CudaGraphs))):
-        cache = FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype)
-        runner = runner_of(model, cache, noise_source=source)
-        draft_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
-        own_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
+
+    def tokens_of(runner_of: Callable[..., ModelRunner]) -> dict[str, list[list[int]]]:
+        runner = _runner(options, model, runner_of, noise_source=source)
         drafters: dict[str, Drafter | None] = {
             "plain": None,
-            "speculation": SelfSpeculation(runner, draft_cache, gamma=3),
-            "standalone": StandaloneDraft(ModelRunner(model, own_cache), gamma=3),
+            "speculation": SelfSpeculation(runner, _draft_cache(runner), gamma=3),
+            "standalone": StandaloneDraft(ModelRunner(model, _draft_cache(runner)), gamma=3),
             "ngram": NGram(runner, gamma=3),
         }
+        how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
         # Twice over: what was captured for one has to survive the others.
-        for what, drafting in [*drafters.items(), *drafters.items()]:
-            out = generate(
-                runner, prompts, max_new_tokens=LIMITS, drafter=drafting, sampling=sampling, verification=mode
-            )
-            tokens[what, kind] = out.tokens
-    same = {
-        what: sum(a == b for a, b in zip(tokens[what, "called"], tokens[what, "replayed"], strict=True))
-        for what in drafters
-    }
-    is_good = all(count == len(prompts) for count in same.values())
-    return {
-        "status": DONE if is_good else FAILED,
+        return {
+            what: generate(runner, prompts, drafter=drafter, **how).tokens
+            for what, drafter in [*drafters.items(), *drafters.items()]
+        }
+
+    called, replayed = tokens_of(WholeExtent), tokens_of(partial(ModelRunner, new_graphs=CudaGraphs))
+    same = {what: _n_equal(called[what], replayed[what]) for what in called}
+    return verdict(set(same.values()) == {len(prompts)}) | {
         "model": name,
         "mode": mode,
         "attention": model.backend.name,
@@ -241,39 +216,45 @@ def identity(options: Options, mode: str) -> dict[str, Any]:
 @torch.inference_mode()
 def survival(options: Options) -> dict[str, Any]:
     """What one runner has captured gives the same tokens after another's graphs, and their memory, are gone."""
-    if not options.on_cuda:
-        raise Skip("CUDA graphs need a GPU")
     model, prompts, name = _model_and_prompts(options)
 
     def captured() -> Callable[[], list[list[int]]]:
-        cache = FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype)
-        runner = ModelRunner(model, cache, new_graphs=CudaGraphs)
-        draft_cache = StreamingKVCache(model.config, 4, BUDGET, device=options.device, dtype=model.dtype)
-        drafter = SelfSpeculation(runner, draft_cache, gamma=3)
+        runner = _runner(options, model, partial(ModelRunner, new_graphs=CudaGraphs))
+        drafter = SelfSpeculation(runner, _draft_cache(runner), gamma=3)
         return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
 
     stays, goes = captured(), captured()
     before = [stays(), goes()]
     del goes
     rubbish = torch.full((RUBBISH_BYTES // 4,), float("nan"), device=options.device)
-    after = stays()
-    same = sum(a == b for a, b in zip(before[0], after, strict=True))
-    is_good = same == len(prompts) and before[0] == before[1]
-    record = {"status": DONE if is_good else FAILED, "model": name, "rows": len(prompts), "identical_rows": same}
-    return record | {"rubbish_bytes": rubbish.nbytes}
+    same = _n_equal(before[0], stays())
+    record = verdict(same == len(prompts) and before[0] == before[1]) | {"model": name, "rows": len(prompts)}
+    return record | {"identical_rows": same, "rubbish_bytes": rubbish.nbytes}
+
+
+def _runner(options: Options, model: Transformer, runner_of: Callable[..., ModelRunner], **how: Any) -> ModelRunner:
+    return runner_of(model, FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype), **how)
+
+
+def _draft_cache(runner: ModelRunner) -> StreamingKVCache:
+    return StreamingKVCache(runner.model.config, 4, BUDGET, device=runner.device, dtype=runner.model.dtype)
+
+
+def _n_equal(rows: list[list[int]], others: list[list[int]]) -> int:
+    return sum(a == b for a, b in zip(rows, others, strict=True))
 
 
 def _model_and_prompts(options: Options) -> tuple[Transformer, list[list[int]], str]:
     """The default model and book in bfloat16; random weights of its shape where they are missing."""
-    common = {"device": options.device, "dtype": torch.bfloat16}
+    if not options.on_cuda:
+        raise Skip("CUDA graphs need a GPU")
+    how = {"device": options.device, "dtype": torch.bfloat16}
     if (DEFAULT_CHECKPOINT / "model.pth").exists() and DEFAULT_BOOK.is_file():
-        model = load_model(DEFAULT_CHECKPOINT / "model.pth", **common)
-        text = DEFAULT_BOOK.read_text(encoding="utf-8-sig")[:20000]
-        tokens, name = load_tokenizer(DEFAULT_CHECKPOINT).encode(text), DEFAULT_NAME
+        model, name = load_model(DEFAULT_CHECKPOINT / "model.pth", **how), DEFAULT_NAME
+        tokens = load_tokenizer(DEFAULT_CHECKPOINT).encode(DEFAULT_BOOK.read_text(encoding="utf-8-sig")[:20000])
     else:
         name = f"HuggingFaceTB/{DEFAULT_NAME}"
-        model = load_model(name, load_format="dummy", **common)
-        generator = torch.Generator().manual_seed(0)
-        tokens, name = torch.randint(49152, (5000,), generator=generator).tolist(), f"{name}, random weights"
+        model, name = load_model(name, load_format="dummy", **how), f"{name}, random weights"
+        tokens = torch.randint(49152, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
     ends = list(itertools.accumulate(PROMPT_LENGTHS))
     return model, [tokens[end - n : end] for end, n in zip(ends, PROMPT_LENGTHS, strict=True)], name

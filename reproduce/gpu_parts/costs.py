@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine.bench import passes as benchmark
 from engine.bench import record as report
 from engine.bench.setup import Setup
 from engine.cost_model.costs import tokens_per_round
-from engine.decoding import GenerateOutput
-from models.config import ModelConfig
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record, speculation_passes, with_drafter
+from reproduce.gpu_parts.setups import TINY, Filled, dummy_setup, size_record
 from reproduce.paper.published import SELF, published
-from reproduce.paper.variants import under
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
+Setting = tuple[str, int, int, str]
 # Model, rows, context, entries of the target's cache: of the published settings those that one card may hold, if need
 # be with fewer rows.
-SETTINGS = (
+SETTINGS: tuple[Setting, ...] = (
     (LLAMA_31_8B, 32, 16000, "same"),
     (LLAMA_31_8B, 8, 64000, "same"),
     (LLAMA_2_7B, 32, 4000, "same"),
@@ -30,7 +26,7 @@ SETTINGS = (
     (LLAMA_31_8B, 32, 32000, "int8"),
     (LLAMA_2_7B, 32, 8000, "same"),
 )
-QUICK_SETTINGS = ((TINY, 2, 64, "same"),)
+QUICK_SETTINGS: tuple[Setting, ...] = ((TINY, 2, 64, "same"),)
 # Weights and budget of the draft; first the one that takes most memory, since the set-up makes room for that one.
 DRAFTS = (("int4", 512), ("int4", 256), ("same", 512), ("same", 256))
 QUICK_DRAFTS = (("int4", 32), ("same", 32))
@@ -38,36 +34,23 @@ GAMMA, GEN_LEN = 3, 32
 ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
 
-@dataclass
-class State:
-    """A set-up over a filled cache, and plain decoding from it."""
-
-    setup: Setup
-    baseline: GenerateOutput
-
-
 def cells(options: Options) -> list[Cell]:
     shared, found = Shared(), []
     for setting in QUICK_SETTINGS if options.quick else SETTINGS:
         model, batch, context, kv = setting
-        for draft in QUICK_DRAFTS if options.quick else DRAFTS:
-            weights, budget = draft
+        for weights, budget in QUICK_DRAFTS if options.quick else DRAFTS:
             name = f"{model}, B {batch}, S {context}, {kv} KV, draft weights {weights}, budget {budget}"
-            found.append(Cell("d", "gpu_costs", name, partial(costs, options, shared, setting, draft)))
+            found.append(Cell("d", "gpu_costs", name, partial(costs, options, shared, setting, weights, budget)))
     return found
 
 
-def costs(
-    options: Options, shared: Shared, setting: tuple[str, int, int, str], draft: tuple[str, int]
-) -> dict[str, Any]:
+def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> dict[str, Any]:
     """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
     model, _, context, _ = setting
-    weights, budget = draft
-    state: State = shared.get(setting, partial(_filled, options, *setting))
-    # The next cell starts from this one's set-up: it may take over the draft's weights.
-    setup = state.setup = under(state.setup, draft_weights=weights, streamingllm_budget=budget)
-    speculative, timed = with_drafter(setup, partial(speculation_passes, setup))
-    record = report.make_record("gpu_costs", setup, benchmark.Passes(0.0, state.baseline, speculative, timed))
+    filled: Filled = shared.get(setting, partial(_filled, options, *setting))
+    passes = filled.passes(draft_weights=weights, streamingllm_budget=budget)
+    setup = filled.setup
+    record = report.make_record("gpu_costs", setup, passes)
     alpha = published_alpha(model, context) if budget == published().draft_budget else None
     predicted = None
     if alpha is not None:
@@ -79,7 +62,7 @@ def costs(
             **size_record(setup),
             "prefill_seconds": None,
             "cache_content": "random entries, not a prefill",
-            "rounds": len(speculative.stats.rounds),
+            "rounds": len(passes.speculative.stats.rounds),
             "predicted_speedup": predicted,
             "predicted_with_alpha": alpha,
             "alpha_source": ALPHA_SOURCE if alpha is not None else None,
@@ -98,27 +81,15 @@ def published_alpha(model: str, context: int) -> float | None:
 
 def bytes_per_step(setup: Setup, context: int) -> int:
     """Weights and KV that one plain step has to read; of an embedding that is not the head, almost nothing."""
-    config: ModelConfig = setup.runner.model.config
+    config, cache = setup.runner.model.config, setup.runner.cache
     read_once = config.n_parameters - (0 if config.tie_embeddings else config.vocab_size * config.dim)
-    cache = setup.runner.cache
     kv = cache.n_bytes * (context + setup.args.gen_len // 2) // cache.capacity
     return read_once * setup.dtype.itemsize + kv
 
 
-def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> State:
-    # Before the memory is taken: a copy needs some of its own.
-    copy_bandwidth(options)
+def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> Filled:
+    copy_bandwidth(options)  # before the memory is taken: a copy needs some of its own
     weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]
-    setup = dummy_setup(
-        options,
-        model,
-        B=batch,
-        prefix_len=context,
-        gen_len=8 if options.quick else GEN_LEN,
-        gamma=GAMMA,
-        kv_dtype=kv,
-        draft_weights=weights,
-        streamingllm_budget=budget,
-    )
-    benchmark.warm_up(setup)
-    return State(setup, benchmark.decode(setup, "baseline"))
+    draft = {"gamma": GAMMA, "draft_weights": weights, "streamingllm_budget": budget}
+    gen_len = 8 if options.quick else GEN_LEN
+    return Filled(dummy_setup(options, model, B=batch, prefix_len=context, gen_len=gen_len, kv_dtype=kv, **draft))

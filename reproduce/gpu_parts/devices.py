@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -13,10 +14,9 @@ import torch
 from reproduce.gpu_parts.cells import Options
 
 WARM_UPS, REPEATS = 3, 15
-COPY_BYTES = 4 * 2**30
+COPY_BYTES, QUICK_COPY_BYTES = 4 * 2**30, 2**24
 # That of an H200, for a PyTorch that does not tell.
 USUAL_L2_BYTES = 60 * 2**20
-QUICK_COPY_BYTES = 2**24
 
 
 class Timing(NamedTuple):
@@ -26,37 +26,38 @@ class Timing(NamedTuple):
     timed_by: str
 
 
-def time_calls(calls: list[Callable[[], object]], options: Options) -> Timing:
+def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timing:
     """Median seconds of one of `calls`, run one after the other; on a GPU as one CUDA graph.
 
     In a graph no launch waits for the host, as in the rounds of decoding. Where a call cannot be captured it
     is timed by events, which then include what the host takes to launch it.
     """
-    for _ in range(WARM_UPS):
+
+    def run_all() -> None:
         for call in calls:
             call()
+
+    for _ in range(WARM_UPS):
+        run_all()
     if not options.on_cuda:
-        return Timing(_by_clock(calls), "clock")
+        return Timing(median(map(_clocked, calls)), "clock")
     torch.cuda.synchronize()
+    run, timed_by = run_all, "events"
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+            run_all()
+        graph.replay()
+        run, timed_by = graph.replay, "graph"
     except Exception:
         torch.cuda.synchronize()
-        return Timing(_by_events(lambda: [call() for call in calls]) / len(calls), "events")
-    graph.replay()
-    return Timing(_by_events(graph.replay) / len(calls), "graph")
+    return Timing(_by_events(run) / len(calls), timed_by)
 
 
-def _by_clock(calls: list[Callable[[], object]]) -> float:
-    times = []
-    for call in calls:
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return median(times)
+def _clocked(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def _by_events(run: Callable[[], object]) -> float:
@@ -74,16 +75,12 @@ def _by_events(run: Callable[[], object]) -> float:
 def copy_bandwidth(options: Options) -> float:
     """Bytes per second that a copy within the device's memory reads and writes."""
     n_bytes = COPY_BYTES if options.on_cuda else QUICK_COPY_BYTES
-    seconds = _copy_seconds(n_bytes, options)
+    target, source = torch.ones(2, n_bytes, dtype=torch.uint8, device=options.device)
+    seconds = time_calls([partial(target.copy_, source)], options).seconds
+    del target, source
     if options.on_cuda:
         torch.cuda.empty_cache()  # what follows may need all of the memory
     return 2 * n_bytes / seconds
-
-
-def _copy_seconds(n_bytes: int, options: Options) -> float:
-    source = torch.ones(n_bytes, dtype=torch.uint8, device=options.device)
-    target = torch.empty_like(source)
-    return time_calls([lambda: target.copy_(source)], options).seconds
 
 
 def l2_bytes(options: Options) -> int:

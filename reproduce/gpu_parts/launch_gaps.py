@@ -17,6 +17,7 @@ from engine.bench import passes as benchmark
 from engine.bench.record import rounded
 from engine.bench.setup import Setup, make_drafter
 from engine.drafters import Drafter
+from engine.timing import synchronize
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record
 
@@ -31,40 +32,36 @@ N_KERNELS = 10
 
 def cells(options: Options) -> list[Cell]:
     shared, found = Shared(), []
-    for model, batch, context in QUICK_SIZES if options.quick else SIZES:
+    for size in QUICK_SIZES if options.quick else SIZES:
         for what in ("speculation", "plain"):
-            run = partial(profiled, options, shared, (model, batch, context), what)
-            found.append(Cell("e", "gpu_launch_gaps", f"{model}, B {batch}, S {context}, {what}", run))
+            name = f"{size[0]}, B {size[1]}, S {size[2]}, {what}"
+            found.append(Cell("e", "gpu_launch_gaps", name, partial(profiled, options, shared, size, what)))
     return found
 
 
 class Watched:
     """Given to `generate` as its phases: takes the wall time of ROUNDS whole rounds, and profiles them if asked to."""
 
-    def __init__(self, options: Options, profiler: profile | None = None) -> None:
+    def __init__(self, device: torch.device, profiler: profile | None = None) -> None:
         self.seconds: float | None = None
-        self._options, self._profiler = options, profiler
+        self._device, self._profiler = device, profiler
         self._n_round, self._started = 0, 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         if name == "draft":
             if self._n_round == WARM_UP:
-                self._synchronize()
+                synchronize(self._device)
                 if self._profiler:
                     self._profiler.start()
                 self._started = time.perf_counter()
             elif self._n_round == WARM_UP + ROUNDS:
-                self._synchronize()
+                synchronize(self._device)
                 self.seconds = time.perf_counter() - self._started
                 if self._profiler:
                     self._profiler.stop()
             self._n_round += 1
         yield
-
-    def _synchronize(self) -> None:
-        if self._options.on_cuda:
-            torch.cuda.synchronize()
 
 
 def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> dict[str, Any]:
@@ -79,12 +76,11 @@ def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what:
             setup.runner.drop_graphs()
     kernel_ms = sum(ms for ms, _ in kernels.values())
     largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:N_KERNELS]
-    model, _, context = size
     record = {
-        "model": model,
+        "model": size[0],
         "load_format": setup.args.load_format,
         **size_record(setup),
-        "prefix_len": context,
+        "prefix_len": size[2],
         "gamma": GAMMA if drafter else 0,
         "draft_budget": setup.args.streamingllm_budget if drafter else None,
         "attention": setup.runner.model.backend.name,
@@ -106,21 +102,24 @@ def _wall_and_kernels(
     options: Options, setup: Setup, drafter: Drafter | None
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     """Milliseconds of a round, and of each kernel (milliseconds, calls) per round."""
-    plain = Watched(options)
+    activity, device_type = ProfilerActivity.CPU, DeviceType.CPU
+    if options.on_cuda:
+        activity, device_type = ProfilerActivity.CUDA, DeviceType.CUDA
+    plain = Watched(setup.runner.device)
     benchmark.decode(setup, "wall time", drafter, plain)
-    profiler = profile(activities=[ProfilerActivity.CUDA if options.on_cuda else ProfilerActivity.CPU])
-    watched = Watched(options, profiler)
+    profiler = profile(activities=[activity])
+    watched = Watched(setup.runner.device, profiler)
     benchmark.decode(setup, "profile", drafter, watched)
     if plain.seconds is None or watched.seconds is None:
         raise RuntimeError(f"fewer than {WARM_UP + ROUNDS + 1} rounds were run")
-    sums: dict[str, list[float]] = defaultdict(list)
+    microseconds: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         is_range = getattr(event, "is_user_annotation", False)  # it covers kernels that are there as well
-        if event.device_type == (DeviceType.CUDA if options.on_cuda else DeviceType.CPU) and not is_range:
-            sums[event.name].append(event.time_range.elapsed_us())
-    if not sums:
+        if event.device_type == device_type and not is_range:
+            microseconds[event.name].append(event.time_range.elapsed_us())
+    if not microseconds:
         raise RuntimeError("the profiler saw no kernels")
-    kernels = {name: (sum(us) / 1e3 / ROUNDS, len(us) / ROUNDS) for name, us in sums.items()}
+    kernels = {name: (sum(each) / 1e3 / ROUNDS, len(each) / ROUNDS) for name, each in microseconds.items()}
     return 1e3 * plain.seconds / ROUNDS, kernels
 
 
@@ -129,15 +128,6 @@ def _filled(options: Options, model: str, batch: int, context: int) -> Setup:
         # Before any graph is captured: kernels of graphs from before the first profile may not be seen by it.
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.ones(8, device=options.device).sum().item()
-    return dummy_setup(
-        options,
-        model,
-        B=batch,
-        prefix_len=context,
-        gen_len=GEN_LEN,
-        gamma=GAMMA,
-        streamingllm_budget=32 if options.quick else BUDGET,
-        temperature=0.6,
-        seed=7,
-        verification="coupled",
-    )
+    flags = {"gamma": GAMMA, "streamingllm_budget": 32 if options.quick else BUDGET}
+    flags |= {"temperature": 0.6, "seed": 7, "verification": "coupled"}
+    return dummy_setup(options, model, B=batch, prefix_len=context, gen_len=GEN_LEN, **flags)

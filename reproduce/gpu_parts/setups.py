@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from engine.bench import passes as benchmark
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import memory_plan, resolve, room
 from engine.bench.setup import Setup, make_drafter, prepare
-from engine.drafters import Drafter
+from engine.decoding import GenerateOutput
 from engine.timing import PhaseTimer
+from models.presets import PRESETS
 from reproduce.gpu_parts.cells import Options
+from reproduce.paper.variants import under
 
 
 def make_setup(options: Options, **flags: Any) -> Setup:
@@ -49,46 +51,48 @@ def size_record(setup: Setup) -> dict[str, int]:
 
 # A model for a CPU and a test, of kinds of layers that quantise.
 TINY = "tiny"
-TINY_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+TINY_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 512}
+TINY_CONFIG = PRESETS["JackFram/llama-68m"] | TINY_SIZES | {"num_key_value_heads": 1}
 
 
 def dummy_setup(options: Options, model: str, **flags: Any) -> Setup:
     """Random weights of a published shape, or of TINY_CONFIG, over a cache of random entries."""
     with tempfile.TemporaryDirectory() as folder:
-        source = {"model_name": model}
-        if model == TINY:
-            shape = Path(folder) / TINY
-            shape.mkdir()
-            (shape / "config.json").write_text(json.dumps(TINY_CONFIG))
-            source = {"model": str(shape)}
+        shape = Path(folder, TINY)
+        shape.mkdir()
+        (shape / "config.json").write_text(json.dumps(TINY_CONFIG))
+        source = {"model": str(shape)} if model == TINY else {"model_name": model}
         setup = make_setup(options, load_format="dummy", **source, **flags)
     fill_with_noise(setup.runner, setup.prompts)
     return setup
 
 
-def with_drafter(setup: Setup, measure: Callable[[Drafter], Any]) -> Any:
-    """What `measure` makes of the set-up's drafter, warmed up; its cache and its graphs are let go afterwards."""
-    drafter = make_drafter(setup, None)
-    try:
-        benchmark.warm_up(setup, [drafter])
-        return measure(drafter)
-    finally:
-        setup.runner.drop_graphs()
+@dataclass
+class Filled:
+    """A set-up over a filled cache, and plain decoding from it in each verification mode that was asked for.
 
+    Each cell starts from the set-up of the one before: it may take over the draft's weights.
+    """
 
-def speculation_passes(setup: Setup, drafter: Drafter) -> tuple[Any, tuple[PhaseTimer, Any]]:
-    """One pass that is timed as a whole, and one whose phases are."""
-    speculative = benchmark.decode(setup, "speculation", drafter)
-    timer = PhaseTimer(setup.runner.device)
-    return speculative, (timer, benchmark.decode(setup, "phase times", drafter, timer))
+    setup: Setup
+    prefill_seconds: float = 0.0
+    prompts: dict[str, Any] = field(default_factory=dict)
+    baselines: dict[str, GenerateOutput] = field(default_factory=dict)
+
+    def passes(self, **flags: Any) -> benchmark.Passes:
+        """Under these flags, beside plain decoding one pass of speculation that is timed as a whole, and one whose
+        phases are. The drafter's cache and graphs are let go afterwards.
+        """
+        setup = self.setup = under(self.setup, **flags)
+        if setup.sampling.mode not in self.baselines:
+            benchmark.warm_up(setup)
+            self.baselines[setup.sampling.mode] = benchmark.decode(setup, "baseline")
+        drafter = make_drafter(setup, None)
+        try:
+            benchmark.warm_up(setup, [drafter])
+            speculative = benchmark.decode(setup, "speculation", drafter)
+            timer = PhaseTimer(setup.runner.device)
+            timed = timer, benchmark.decode(setup, "phase times", drafter, timer)
+        finally:
+            setup.runner.drop_graphs()
+        return benchmark.Passes(self.prefill_seconds, self.baselines[setup.sampling.mode], speculative, timed)

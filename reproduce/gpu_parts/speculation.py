@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.bench import passes as benchmark
 from engine.bench import record as report
-from engine.bench.setup import Setup
-from engine.decoding import GenerateOutput
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
-from reproduce.gpu_parts.setups import make_setup, size_record, speculation_passes, with_drafter
-from reproduce.paper.variants import under
+from reproduce.gpu_parts.setups import Filled, make_setup, size_record
 
 COUPLED = {"temperature": 0.6, "seed": 7, "verification": "coupled"}
 SAMPLINGS = {"coupled": COUPLED, "greedy": {"temperature": 0.0, "verification": "greedy"}}
 BUDGET, MOST_GAMMA, GEN_LEN = 512, 4, 96
+Sizes = tuple[tuple[int, int, tuple[tuple[int, str], ...]], ...]
 # Rows and prompt tokens, and the cells (gamma, weights of the draft) over each; the most telling ones first.
 USUAL = ((3, "same"),)
-SIZES: tuple[tuple[int, int, tuple[tuple[int, str], ...]], ...] = (
+SIZES: Sizes = (
     (64, 7500, (*USUAL, (2, "same"), (4, "same"), (3, "int4"))),
     (256, 7500, USUAL),
     (16, 7500, USUAL),
@@ -31,81 +29,56 @@ SIZES: tuple[tuple[int, int, tuple[tuple[int, str], ...]], ...] = (
     (256, 4000, USUAL),
     (16, 4000, USUAL),
 )
-QUICK_SIZES: tuple[tuple[int, int, tuple[tuple[int, str], ...]], ...] = ((2, 96, ((2, "same"),)),)
+QUICK_SIZES: Sizes = ((2, 96, ((2, "same"),)),)
 # More than English prose takes, on average over a prompt.
 CHARACTERS_PER_TOKEN = 5
-
-
-@dataclass
-class State:
-    """A prefilled set-up, and plain decoding from it in each sampling that was asked for."""
-
-    setup: Setup
-    prefill_seconds: float
-    prompts: dict[str, Any]
-    baselines: dict[str, GenerateOutput]
 
 
 def cells(options: Options) -> list[Cell]:
     shared, found = Shared(), []
     for batch, prefix, drafts in QUICK_SIZES if options.quick else SIZES:
+        prefilled = partial(shared.get, (batch, prefix), partial(_prefilled, options, batch, prefix))
         for sampling in SAMPLINGS:
             for gamma, weights in drafts:
                 name = f"B {batch}, prefix {prefix}, {sampling}, gamma {gamma}, draft weights {weights}"
-                run = partial(speculation, options, shared, batch, prefix, sampling, gamma, weights)
-                found.append(Cell("c", "gpu_selfspec", name, run))
+                found.append(Cell("c", "gpu_selfspec", name, partial(speculation, prefilled, sampling, gamma, weights)))
     return found
 
 
-def speculation(
-    options: Options, shared: Shared, batch: int, prefix: int, sampling: str, gamma: int, weights: str
-) -> dict[str, Any]:
+def speculation(prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> dict[str, Any]:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
-    state: State = shared.get((batch, prefix), partial(_prefilled, options, batch, prefix))
-    setup = under(state.setup, gamma=gamma, draft_weights=weights, **SAMPLINGS[sampling])
-    if sampling not in state.baselines:
-        benchmark.warm_up(setup)
-        state.baselines[sampling] = benchmark.decode(setup, "baseline")
-    speculative, timed = with_drafter(setup, partial(speculation_passes, setup))
-    passes = benchmark.Passes(state.prefill_seconds, state.baselines[sampling], speculative, timed)
-    record = report.make_record("gpu_selfspec", setup, passes)
-    return record | size_record(setup) | {"dataset": "default"} | state.prompts
+    filled = prefilled()
+    passes = filled.passes(gamma=gamma, draft_weights=weights, **SAMPLINGS[sampling])
+    record = report.make_record("gpu_selfspec", filled.setup, passes)
+    return record | size_record(filled.setup) | {"dataset": "default"} | filled.prompts
 
 
-def _prefilled(options: Options, batch: int, prefix: int) -> State:
+def _prefilled(options: Options, batch: int, prefix: int) -> Filled:
     for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK):
         if not path.is_file():
             raise Skip(f"{path.name} of the default model and book is missing: python download.py, then convert")
+    sizes = {"B": batch, "prefix_len": prefix, "gen_len": 8 if options.quick else GEN_LEN}
+    sizes |= {"gamma": MOST_GAMMA, "streamingllm_budget": 32 if options.quick else BUDGET}
     with tempfile.TemporaryDirectory() as folder:
-        file, stride = _windows(Path(folder), batch, prefix)
-        setup = make_setup(
-            options,
-            dataset=str(file),
-            B=batch,
-            prefix_len=prefix,
-            gen_len=8 if options.quick else GEN_LEN,
-            gamma=MOST_GAMMA,
-            streamingllm_budget=32 if options.quick else BUDGET,
-            **COUPLED,
-        )
+        file = Path(folder, "windows.jsonl")
+        stride = _write_windows(file, batch, prefix)
+        setup = make_setup(options, dataset=str(file), **sizes, **COUPLED)
     assert setup.tokenizer is not None
     overlap = max(0.0, 1 - stride / len(setup.tokenizer.decode(setup.prompts[0])))
     prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
-    return State(setup, benchmark.prefill(setup), prompts, {})
+    return Filled(setup, benchmark.prefill(setup), prompts)
 
 
-def _windows(folder: Path, batch: int, prefix: int) -> tuple[Path, int]:
-    """A file with one text per row, cut out of the book at even distances; they overlap where it is too short.
+def _write_windows(file: Path, batch: int, prefix: int) -> int:
+    """One text per row, cut out of the book at even distances; they overlap where it is too short.
 
-    From its end the book goes on at its beginning, once. Also returns the distance in characters.
+    From its end the book goes on at its beginning, once. Returns the distance in characters.
     """
     book = DEFAULT_BOOK.read_text(encoding="utf-8-sig")
     length, stride = prefix * CHARACTERS_PER_TOKEN, len(book) // batch
     around = book + book[:length]
-    file = folder / "windows.jsonl"
-    with file.open("w", encoding="utf-8") as lines:
-        for row in range(batch):
-            # A prompt begins with a word.
-            begin = around.find(" ", row * stride) + 1
-            lines.write(json.dumps({"text": around[begin : begin + length]}) + "\n")
-    return file, stride
+    # A prompt begins with a word.
+    begins = [around.find(" ", row * stride) + 1 for row in range(batch)]
+    lines = [json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins]
+    file.write_text("".join(lines), encoding="utf-8")
+    return stride

@@ -1,17 +1,12 @@
-"""The process that runs parts of reproduce/gpu.py: one JSON record a line on stdout, everything else on stderr."""
+"""The process that runs a part of reproduce/gpu.py: one JSON record a line on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-# The checkout, and the attention cases of its tests.
-sys.path.insert(0, str(ROOT))
-sys.path.append(str(ROOT / "tests"))
-
+from common.checkout import ROOT
 from reproduce.gpu_parts.cells import Cell, Options, run_cells
 
 PARTS = {"a": "correctness", "b": "bandwidth", "c": "speculation", "d": "costs", "e": "launch_gaps"}
@@ -19,25 +14,18 @@ PARTS = {"a": "correctness", "b": "bandwidth", "c": "speculation", "d": "costs",
 RESTART = 75
 
 
-def cells_of(parts: list[str], options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
-    """The parts' cells in order; of several shares, every n-th cell."""
-    cells = []
-    for part in parts:
-        module = importlib.import_module(f"reproduce.gpu_parts.{PARTS[part]}")
-        cells += module.cells(options)
-    return cells[share[0] :: share[1]]
+def cells_of(part: str, options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
+    """A part's cells; of a share (first, n) every n-th."""
+    first, n_share = share
+    return importlib.import_module(f"reproduce.gpu_parts.{PARTS[part]}").cells(options)[first::n_share]
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    cells = cells_of(task["parts"], Options(**task["options"]), tuple(task["share"]))
-
-    def emit(index: int, record: dict) -> None:
-        print(json.dumps({"index": index, "record": record}), flush=True)
-
-    if not run_cells(cells, task["deadline"], emit, task["start"]):
-        sys.stdout.flush()
-        sys.exit(RESTART)
+    sys.path.append(str(ROOT / "tests"))  # for the attention cases of the tests
+    cells = cells_of(task["part"], Options(**task["options"]), task["share"])[task["start"] :]
+    went_on = run_cells(cells, task["deadline"], lambda record: print(json.dumps(record), flush=True))
+    sys.exit(0 if went_on else RESTART)
 
 
 if __name__ == "__main__":

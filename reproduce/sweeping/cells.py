@@ -18,7 +18,8 @@ from common.errors import ConfigError
 
 FLAG_NAME = re.compile(r"[A-Za-z]\w*(-\w+)*")
 KEY_PREFIX = re.compile(r"[0-9a-f]{1,16}")
-SWEEP_ENTRIES = {"script", "flags", "axes", "skip"}
+TABLE = {"script": str, "flags": dict, "axes": dict, "skip": list}
+EXAMPLE = "start from reproduce/grids/example.toml"
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,9 @@ class Cell:
     def __post_init__(self) -> None:
         for name, value in self.flags.items():
             if not FLAG_NAME.fullmatch(name):
-                raise ConfigError(
-                    "the name of a flag is none",
-                    where=self.script,
-                    seen=repr(name),
-                    required="letters, digits and _, without leading dashes",
-                    fix='write "gamma" for --gamma',
-                )
+                what, required = "the name of a flag is none", "letters, digits and _, without leading dashes"
+                fix = 'write "gamma" for --gamma'
+                raise ConfigError(what, where=self.script, seen=repr(name), required=required, fix=fix)
             if not is_value(value):
                 raise ConfigError(
                     "the value of a flag cannot be put on a command line",
@@ -65,7 +62,12 @@ class Cell:
     @property
     def label(self) -> str:
         """The script and its flags, for people."""
-        return " ".join([Path(self.script).stem, *_words(self.given)])
+        return self.label_without(())
+
+    def label_without(self, flags: Sequence[str], show_script: bool = True) -> str:
+        words = [name if value is True else f"{name}={value_text(value)}" for name, value in self.given.items()]
+        words = [word for name, word in zip(self.given, words, strict=True) if name not in flags]
+        return " ".join([Path(self.script).stem, *words] if show_script or not words else words)
 
     def argv(self) -> list[str]:
         """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
@@ -74,11 +76,15 @@ class Cell:
             texts = [value_text(item) for item in value] if isinstance(value, list) else [value_text(value)]
             if value is True:
                 arguments.append(f"--{name}")
-            elif len(texts) == 1 and texts[0].startswith("-"):  # which argparse would take for a flag
+            elif len(texts) == 1 and texts[0].startswith("-"):  # which would be taken for a flag
                 arguments.append(f"--{name}={texts[0]}")
             else:
                 arguments += [f"--{name}", *texts]
         return arguments
+
+    def text_of(self, name: str) -> str:
+        """A flag's value as a text, false where the cell goes without it."""
+        return value_text(self.given.get(name, False))
 
 
 def is_value(value: object) -> bool:
@@ -99,29 +105,17 @@ def value_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _words(flags: Mapping[str, object]) -> list[str]:
-    return [name if value is True else f"{name}={value_text(value)}" for name, value in flags.items()]
-
-
 def labels(cells: Sequence[Cell]) -> list[str]:
     """Each cell's label without what all of them share."""
-    shared = {name for name, values in varieties(cells).items() if len(values) == 1}
+    shared = [name for name, values in varieties(cells).items() if len(values) == 1]
     show_script = len({cell.script for cell in cells}) > 1
-    named = []
-    for cell in cells:
-        words = _words({name: value for name, value in cell.given.items() if name not in shared})
-        named.append(" ".join([Path(cell.script).stem, *words] if show_script or not words else words))
-    return named
+    return [cell.label_without(shared, show_script) for cell in cells]
 
 
 def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
     """Every flag's values over the cells, as texts; false where a cell goes without it."""
     names = dict.fromkeys(name for cell in cells for name in cell.given)
-    return {name: list(dict.fromkeys(_text_of(cell, name) for cell in cells)) for name in names}
-
-
-def _text_of(cell: Cell, name: str) -> str:
-    return value_text(cell.given.get(name, False))
+    return {name: list(dict.fromkeys(cell.text_of(name) for cell in cells)) for name in names}
 
 
 def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
@@ -137,24 +131,15 @@ def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[o
 def _product(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     for name, values in axes.items():
         if not isinstance(values, (list, tuple)) or not values:
-            raise ConfigError(
-                "an axis has no values",
-                where=f"{script}: axis {name}",
-                seen=values,
-                required="a list of one value or more",
-                fix=f"list the values of --{name}, or leave the axis out",
-            )
+            where, fix = f"{script}: axis {name}", f"list the values of --{name}, or leave the axis out"
+            required = "a list of one value or more"
+            raise ConfigError("an axis has no values", where=where, seen=values, required=required, fix=fix)
         if name in fixed:
-            raise ConfigError(
-                "a flag is fixed and an axis at once",
-                where=f"{script}: {name}",
-                seen=f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}",
-                required="one of the two",
-                fix=f"take {name} out of the fixed flags",
-            )
-    return [
-        Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in itertools.product(*axes.values())
-    ]
+            seen = f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}"
+            what, where, fix = "a flag is fixed and an axis at once", f"{script}: {name}", f"do not fix {name}"
+            raise ConfigError(what, where=where, seen=seen, required="one of the two", fix=fix)
+    points = itertools.product(*axes.values())
+    return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in points]
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
@@ -173,13 +158,8 @@ def check_cells(cells: Sequence[Cell]) -> None:
     seen: set[str] = set()
     for cell in cells:
         if cell.key in seen:
-            raise ConfigError(
-                "the grid holds a cell twice",
-                where=cell.script,
-                seen=cell.label,
-                required="cells that differ",
-                fix="leave one of them out, or give it a flag that tells them apart",
-            )
+            what, fix = "the grid holds a cell twice", "leave one of them out, or tell them apart by a flag"
+            raise ConfigError(what, where=cell.script, seen=cell.label, required="cells that differ", fix=fix)
         seen.add(cell.key)
 
 
@@ -193,26 +173,14 @@ def read_grid(path: str | Path) -> list[Cell]:
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: no TOML, or no UTF-8
-        raise ConfigError(
-            "the grid cannot be read",
-            where=str(path),
-            seen=error,
-            required="a TOML file with tables [[sweep]]",
-            fix="start from reproduce/grids/example.toml",
-        ) from None
+        what, required = "the grid cannot be read", "a TOML file with tables [[sweep]]"
+        raise ConfigError(what, where=str(path), seen=error, required=required, fix=EXAMPLE) from None
     tables = content.get("sweep")
-    if (
-        set(content) != {"sweep"}
-        or not isinstance(tables, list)
-        or not all(isinstance(table, dict) for table in tables)
-    ):
-        raise ConfigError(
-            "the grid is not made of sweeps",
-            where=str(path),
-            seen=", ".join(content) or "an empty file",
-            required="tables [[sweep]] and nothing else",
-            fix="start from reproduce/grids/example.toml",
-        )
+    are_tables = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    if set(content) != {"sweep"} or not are_tables:
+        what, seen = "the grid is not made of sweeps", ", ".join(content) or "an empty file"
+        required = "tables [[sweep]] and nothing else"
+        raise ConfigError(what, where=str(path), seen=seen, required=required, fix=EXAMPLE)
     cells = [
         cell for number, table in enumerate(tables, 1) for cell in _cells_of_table(table, f"{path}: sweep {number}")
     ]
@@ -221,27 +189,18 @@ def read_grid(path: str | Path) -> list[Cell]:
 
 
 def _cells_of_table(table: dict[str, Any], where: str) -> list[Cell]:
-    kinds = {"script": str, "flags": dict, "axes": dict, "skip": list}
-    wrong = [name for name, value in table.items() if not isinstance(value, kinds.get(name, ()))]
+    wrong = [f"{name} = {value}" for name, value in table.items() if not isinstance(value, TABLE.get(name, ()))]
     if wrong or "script" not in table:
-        raise ConfigError(
-            "a sweep has other entries than it should",
-            where=where,
-            seen=f"{wrong[0]} = {table[wrong[0]]}" if wrong else "no script",
-            required='script = "...", and optionally [sweep.flags], [sweep.axes] and skip = [{...}]',
-            fix="start from reproduce/grids/example.toml",
-        )
+        what, seen = "a sweep has other entries than it should", wrong[0] if wrong else "no script"
+        required = 'script = "...", and optionally [sweep.flags], [sweep.axes] and skip = [{...}]'
+        raise ConfigError(what, where=where, seen=seen, required=required, fix=EXAMPLE)
     cells = _product(table["script"], table.get("flags", {}), table.get("axes", {}))
     for flags in table.get("skip", []):
         kept = [cell for cell in cells if not _has(cell, flags)]
         if len(kept) == len(cells):
-            raise ConfigError(
-                "a combination to leave out is in no cell",
-                where=f"{where}: skip",
-                seen=flags,
-                required="flags and values that cells of this sweep have",
-                fix="correct it, or take it out",
-            )
+            what, where = "a combination to leave out is in no cell", f"{where}: skip"
+            required = "flags and values that cells of this sweep have"
+            raise ConfigError(what, where=where, seen=flags, required=required, fix="correct it, or take it out")
         cells = kept
     return cells
 
@@ -262,14 +221,13 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
         name, has_value, value = text.partition("=")
         wanted.setdefault(name if has_value else "", []).append(value if has_value else text)
     prefixes = tuple(wanted.pop("", []))
-    readable = all(KEY_PREFIX.fullmatch(prefix) for prefix in prefixes)
     chosen = [
         cell
         for cell in cells
         if (not prefixes or cell.key.startswith(prefixes))
-        and all(name in cell.flags and _text_of(cell, name) in values for name, values in wanted.items())
+        and all(name in cell.flags and cell.text_of(name) in values for name, values in wanted.items())
     ]
-    if not chosen or not readable:
+    if not chosen or not all(map(KEY_PREFIX.fullmatch, prefixes)):
         known = varieties(cells)
         axes = {name: values for name, values in known.items() if len(values) > 1} or known
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One cell's process: started below a guardian, ended with its runner, and read when it is over."""
+"""One child process: started below a guardian, ended with its runner, and read when it is over."""
 
 from __future__ import annotations
 
@@ -7,99 +7,123 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 from common.checkout import ROOT
 
 GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500
+ON_RANKS = ("-m", "torch.distributed.run", "--standalone")
+STDOUT_FOLLOWS = "\n--- stdout ---\n"
 QUIET_BARS = {"TQDM_MININTERVAL": "30"}
+# How long output may be on its way after the end. A process that a child without its guardian left may hold the pipe.
+LAST_OUTPUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: `error` is None if all is well."""
+    """What became of a child: `error` is None if all is well. exit_code: negative for a signal, None if it was late
+    or lost its guardian. record: the last line of its stdout that is a JSON object.
+    """
 
     error: str | None
     seconds: float
     record: dict[str, Any] | None
+    exit_code: int | None = 0
 
 
-def run_child(argv: Sequence[str], log: Path, timeout_s: float | None, kept_open: int) -> Outcome:
+def run_child(
+    argv: Sequence[str],
+    log: Path,
+    timeout_s: float | None = None,
+    *,
+    keep_open: Sequence[int] = (),
+    hear: Callable[[str], object] = lambda line: None,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
     """Run a script from the project's root to its end, or kill it and all that it started after `timeout_s`.
 
-    log: gets its stderr as it comes, and its stdout at the end. kept_open: a file descriptor that stays open
-    until the last of its processes is gone, also where this one is killed.
+    log: gets its stderr as it comes, and its stdout at the end. keep_open: file descriptors that stay open until the
+    last of its processes is gone, also where this one is killed. hear: is called with each line of stdout, in a thread.
     """
-    with log.open("wb") as stderr, tempfile.TemporaryFile(dir=log.parent) as stdout:
-        began = time.monotonic()
-        exit_code = _run([sys.executable, *argv], stdout, stderr, timeout_s, kept_open)
-        seconds = time.monotonic() - began
-        is_late = exit_code is None and timeout_s is not None and seconds >= timeout_s
-        stdout.seek(0)
-        printed = stdout.read()
-        said = log.read_text(errors="replace")
-        stderr.write(b"\n--- stdout ---\n" + printed)
-    record = last_record(printed.decode(errors="replace"))
-    if is_late:
-        error: str | None = f"timed out after {timeout_s:g} s"
-    elif exit_code is None:
-        error = "the process that watched over it ended before it did"
-    elif exit_code < 0:
-        error = "\n".join(filter(None, [last_words(said), f"ended by signal {-exit_code}"]))
-    elif exit_code > 0:
-        error = "\n".join(filter(None, [last_words(said), f"exit code {exit_code}"]))
-    else:
-        error = None if record is not None else "exit code 0, but no line of its stdout is a JSON object"
-    # Named from the output's folder: a row says nothing of the machine's other folders.
-    return Outcome(error and f"{error}; see {log.parent.name}/{log.name}", round(seconds, 3), record)
-
-
-def _run(
-    command: Sequence[str], stdout: BinaryIO, stderr: BinaryIO, timeout_s: float | None, kept_open: int
-) -> int | None:
-    """The exit code, negative for a signal; None if the time was over, or the guardian was killed."""
+    began = time.monotonic()
     ours, theirs = socket.socketpair()
-    with ours:
+    printed: list[bytes] = []
+    with ours, log.open("wb") as stderr:
         with theirs:
             # In a session of its own: Ctrl-C reaches the runner alone, which closes the socket.
             guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARDIAN), str(theirs.fileno()), *command],
+                [sys.executable, "-I", "-S", str(GUARDIAN), str(theirs.fileno()), sys.executable, *argv],
                 cwd=ROOT,
-                env=os.environ | QUIET_BARS,
+                env=os.environ | QUIET_BARS | (environment or {}),
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdout=subprocess.PIPE,
                 stderr=stderr,
-                pass_fds=(theirs.fileno(), kept_open),
+                pass_fds=(theirs.fileno(), *keep_open),
                 start_new_session=True,
             )
+        assert guardian.stdout is not None
+        reader = Thread(target=_read, args=(guardian.stdout, printed, hear), daemon=True)
+        reader.start()
         try:
             ours.settimeout(timeout_s)
-            told = ours.recv(16)
+            answer = ours.recv(16)
         except (TimeoutError, ConnectionResetError):
-            told = b""
+            answer = b""
         finally:
             ours.close()
             guardian.wait()
-    return int(told) if told else None
+        seconds = time.monotonic() - began
+        reader.join(LAST_OUTPUT_SECONDS)
+        words = last_words(said_in(log))
+        stderr.write(STDOUT_FOLLOWS.encode() + b"".join(printed))
+    exit_code = int(answer) if answer else None
+    record = last_record(b"".join(printed).decode(errors="replace"))
+    error: str | None = None
+    if exit_code is None:
+        is_late = timeout_s is not None and seconds >= timeout_s
+        error = (
+            f"timed out after {timeout_s:g} s" if is_late else "the process that watched over it ended before it did"
+        )
+    elif exit_code:
+        how = f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        error = f"{words}\n{how}" if words else how
+    elif record is None:
+        error = "exit code 0, but no line of its stdout is a JSON object"
+    # Named from the output's folder: a row says nothing of the machine's other folders.
+    return Outcome(error and f"{error}; see {log.parent.name}/{log.name}", round(seconds, 3), record, exit_code)
+
+
+def _read(stdout: BinaryIO, printed: list[bytes], hear: Callable[[str], object]) -> None:
+    with stdout:
+        for line in stdout:
+            printed.append(line)
+            hear(line.decode(errors="replace"))
+
+
+def said_in(log: Path) -> str:
+    """The stderr of a child, from its log."""
+    return log.read_text(errors="replace").partition(STDOUT_FOLLOWS)[0]
+
+
+def read_object(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line is, if it is one."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def last_record(printed: str) -> dict[str, Any] | None:
     """The last line that is a JSON object."""
-    for line in reversed(printed.splitlines()):
-        if line.lstrip().startswith("{"):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                return record
-    return None
+    objects = map(read_object, reversed(printed.splitlines()))
+    return next((record for record in objects if record is not None), None)
 
 
 def last_words(said: str) -> str:

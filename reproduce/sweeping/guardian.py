@@ -40,23 +40,14 @@ def die_with(parent: int) -> Callable[[], None] | None:
     return bind
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of what its descendants leave behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def children() -> list[int]:
     """Processes whose parent is this one, as far as /proc tells."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError, IndexError):
             # The name in parentheses may hold anything; the state and the parent follow it.
-            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-        except (OSError, IndexError):
-            continue
-        if int(parent) == os.getpid():
-            found.append(int(stat.parent.name))
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(stat.parent.name))
     return found
 
 
@@ -78,21 +69,22 @@ def end_everything(group: int) -> None:
 
 def main() -> None:
     asker = socket.socket(fileno=int(sys.argv[1]))
-    adopt_orphans()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     command = subprocess.Popen(
         sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with(os.getpid())
     )
 
-    def obey() -> None:
+    def end_with_asker() -> None:
         with suppress(OSError):  # a connection that was reset is closed, too
             asker.recv(1)
         end_everything(command.pid)
         os._exit(0)
 
-    threading.Thread(target=obey, daemon=True).start()
+    threading.Thread(target=end_with_asker, daemon=True).start()
     exit_code = command.wait()
     end_everything(command.pid)
-    with suppress(OSError):  # nobody is there to be told
+    with suppress(OSError):  # nobody is left to answer
         asker.sendall(b"%d" % exit_code)
 
 

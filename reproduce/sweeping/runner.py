@@ -29,6 +29,7 @@ from reproduce.sweeping.child import run_child
 OK, FAILED = "ok", "failed"
 # How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
 LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
+CLEAR_LINE = "\r\x1b[K"
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
@@ -38,9 +39,7 @@ def read_rows(output: str | Path) -> dict[str, dict]:
     """
     rows = {}
     for number, row in read_lines(output):
-        if isinstance(row, dict) and row.get("status") in (OK, FAILED) and isinstance(row.get("key"), str):
-            rows[row["key"]] = row
-        else:
+        if not isinstance(row, dict) or row.get("status") not in (OK, FAILED) or not isinstance(row.get("key"), str):
             raise ConfigError(
                 "a line is not a row of a sweep",
                 where=f"{output}, line {number}",
@@ -48,6 +47,7 @@ def read_rows(output: str | Path) -> dict[str, dict]:
                 required=f"a JSON object with a key and a status, {OK} or {FAILED}",
                 fix="delete this line if it was damaged, or choose another --output if the file is of another kind",
             )
+        rows[row["key"]] = row
     return rows
 
 
@@ -73,31 +73,30 @@ def run_cells(
     """
     check_cells(cells)
     selected = select(cells, only) if cells else []
-    _check_timeout(timeout_s)
+    if timeout_s is not None and not 0 < timeout_s < float("inf"):
+        fix = "leave it out to let cells take their time"
+        raise ConfigError(
+            "no cell can end in this time", where="--timeout", seen=timeout_s, required="> 0 seconds", fix=fix
+        )
     require_appendable(str(output))
     path = Path(output).resolve()
     with _only_runner(path) as lock:
         rows = read_rows(path)
         waiting = unfinished(selected, rows, retry_failed)
-        progress = _Progress(selected, waiting)
-        progress.begin(path)
-        try:
+        with _progress(path, selected, len(waiting)) as progress:
             for cell in waiting:
                 progress.start(cell)
                 row = _run(cell, path, timeout_s, lock)
                 _append(path, row)
                 rows[cell.key] = row
-                progress.end(cell, row)
-        except KeyboardInterrupt:
-            progress.interrupt(path)
-            raise
+                progress.end(row)
     return [rows[cell.key] for cell in cells if cell.key in rows]
 
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     commit = git_commit()
-    outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, lock)
+    outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, keep_open=[lock])
     return {
         "key": cell.key,
         "script": cell.script,
@@ -119,39 +118,29 @@ def _append(output: Path, row: dict[str, Any]) -> None:
         raise
 
 
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not 0 < timeout_s < float("inf"):
-        raise ConfigError(
-            "no cell can end in this time",
-            where="--timeout",
-            seen=timeout_s,
-            required="> 0 seconds",
-            fix="leave it out to let cells take their time",
-        )
-
-
 def logs_of(output: str | Path) -> Path:
     """The folder of what the cells said."""
     return Path(f"{output}.logs")
 
 
+def make_logs(output: str | Path) -> Path:
+    """That folder, made and found to be writable. Errors: ConfigError."""
+    logs = logs_of(output)
+    try:
+        logs.mkdir(exist_ok=True)
+        (logs / "lock").touch()
+    except OSError as error:
+        what, fix = "there is no place for the logs", "move away what is there, or choose another --output"
+        raise ConfigError(what, where=str(logs), seen=error, required="a folder that can be written", fix=fix) from None
+    return logs
+
+
 @contextmanager
 def _only_runner(output: Path) -> Iterator[int]:
     """Hold the lock of `output`; yields its file descriptor, which keeps it as long as any process has it open."""
-    try:
-        logs_of(output).mkdir(exist_ok=True)
-        file = (logs_of(output) / "lock").open("a+")
-    except OSError as error:
-        raise ConfigError(
-            "there is no place for the logs",
-            where=str(logs_of(output)),
-            seen=error,
-            required="a folder that can be written",
-            fix="move away what is there, or choose another --output",
-        ) from None
-    with file:
+    with (make_logs(output) / "lock").open("a+") as file:
         deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-        while not _is_locked_now(file.fileno()):
+        while not _takes_lock(file.fileno()):
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
@@ -168,7 +157,7 @@ def _only_runner(output: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _is_locked_now(descriptor: int) -> bool:
+def _takes_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,51 +168,49 @@ def _is_locked_now(descriptor: int) -> bool:
 class _Progress:
     """One line per cell that ends; on a terminal also one that goes away again, while a cell runs."""
 
-    def __init__(self, selected: Sequence[Cell], waiting: Sequence[Cell]) -> None:
+    def __init__(self, selected: Sequence[Cell], n_left: int) -> None:
         self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
-        self._n_cells, self._n_left = len(selected), len(waiting)
+        self._n_left = n_left
         self._seconds: list[float] = []
-        self._running: Cell | None = None
+        self.running: str | None = None
 
-    @property
-    def _n_done(self) -> int:
-        return self._n_cells - self._n_left
-
-    def begin(self, output: Path) -> None:
-        say(f"{self._n_done} of {self._n_cells} cells have a row in {output}, {self._n_left} to run")
+    def state(self, n_begun: int = 0) -> str:
+        return f"{len(self._labels) - self._n_left + n_begun} of {len(self._labels)}"
 
     def start(self, cell: Cell) -> None:
-        self._running = cell
+        self.running = self._labels[cell.key]
         if sys.stderr.isatty():
-            text = f"[{self._n_done + 1} of {self._n_cells}]  {self._labels[cell.key]}  running, {self._time_left()}"
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            text = f"[{self.state(1)}]  {self.running}  running, {time_left(self._seconds, self._n_left)}"
+            print(CLEAR_LINE + text, end="", file=sys.stderr, flush=True)
 
-    def end(self, cell: Cell, row: dict[str, Any]) -> None:
+    def end(self, row: Mapping[str, Any]) -> None:
         self._n_left -= 1
-        self._running = None
-        if row["status"] == OK:
-            self._seconds.append(row["seconds"])
-        lead = "\r\x1b[K" if sys.stderr.isatty() else ""
-        head = f"{lead}[{self._n_done} of {self._n_cells}]  {self._labels[cell.key]}"
-        say(f"{head}  {row['seconds']:.1f} s  {row['status']}  {self._time_left()}")
+        self._seconds += [row["seconds"]] if row["status"] == OK else []
+        lead, left = CLEAR_LINE if sys.stderr.isatty() else "", time_left(self._seconds, self._n_left)
+        say(f"{lead}[{self.state()}]  {self.running}  {row['seconds']:.1f} s  {row['status']}  {left}")
         if row["error"]:
             say("    " + row["error"].replace("\n", "\n    "))
+        self.running = None
 
-    def interrupt(self, output: Path) -> None:
-        lost = f"; {self._labels[self._running.key]} was cut off and runs anew" if self._running else ""
-        say(f"\ninterrupted: {self._n_done} of {self._n_cells} cells have a row in {output}{lost}")
+
+@contextmanager
+def _progress(output: Path, selected: Sequence[Cell], n_waiting: int) -> Iterator[_Progress]:
+    """Says what there is to do, and on Ctrl-C what is done."""
+    progress = _Progress(selected, n_waiting)
+    say(f"{progress.state()} cells have a row in {output}, {n_waiting} to run")
+    try:
+        yield progress
+    except KeyboardInterrupt:
+        lost = f"; {progress.running} was cut off and runs anew" if progress.running else ""
+        say(f"\ninterrupted: {progress.state()} cells have a row in {output}{lost}")
         say("run the same command again to go on")
-
-    def _time_left(self) -> str:
-        return time_left(self._seconds, self._n_left)
+        raise
 
 
 def time_left(seconds: Sequence[float], n_left: int) -> str:
     """What is left if `n_left` cells take as long as those that went well did on average."""
-    if not n_left:
-        return "done"
-    if not seconds:
-        return "time left unknown"
+    if not n_left or not seconds:
+        return "time left unknown" if n_left else "done"
     left = n_left * mean(seconds)
     for unit, size in (("h", 3600), ("min", 60)):
         if left >= 2 * size:

@@ -1,24 +1,16 @@
-"""A cell for reproduce/kill_sweep.py: sleeps a while, then prints a record that depends on its flags alone."""
+"""A cell for reproduce/kill_sweep.py: sleeps a while, then prints a record that depends on its flags alone.
 
-from __future__ import annotations
+python reproduce/sweeping/sleeper.py --index 3 --size 1000 --seconds 0.05 --tag found-by-this
+"""
 
-import argparse
 import hashlib
 import json
+import random
+import sys
 import time
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="how long to sleep")
-    parser.add_argument("--size", type=int, required=True, help="letters in the record")
-    parser.add_argument("--tag", required=True, help="by which this process is found")
-    args = parser.parse_args()
-    time.sleep(args.seconds)
-    digest = hashlib.sha256(str(args.index).encode()).hexdigest()
-    print(json.dumps({"index": args.index, "text": (digest * (args.size // len(digest) + 1))[: args.size]}))
-
-
-if __name__ == "__main__":
-    main()
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+index, size = int(flags["--index"]), int(flags["--size"])
+time.sleep(random.Random(index).uniform(0, float(flags["--seconds"])))
+digest = hashlib.sha256(str(index).encode()).hexdigest()
+print(json.dumps({"index": index, "text": (digest * (size // len(digest) + 1))[:size]}))

@@ -1,0 +1,198 @@
+"""What reproduce/gpu.py measures: checks that notice what is wrong, cells that are listed, rows that fit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import fake_flash_attn
+import pytest
+import torch
+from fake_cuda_linear import cuda_linears
+from recorded_graph import RecordedGraph, RecordedGraphs
+from tiny import random_prompts, tiny_model
+
+from common.errors import OutOfMemoryError
+from engine.bench.memory import GIB
+from engine.bench.plan import require_room, resolve
+from engine.noise import in_passes
+from models.attention.flash_backend import FA3, FlashAttention, Flavour
+from models.attention.torch_backend import TorchAttention
+from models.pointwise import EAGER
+from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, setups, speculation
+from reproduce.gpu_parts.backends import Named
+from reproduce.gpu_parts.cells import Options
+from reproduce.gpu_parts.devices import Timing
+from reproduce.gpu_parts.worker import PARTS, cells_of
+
+CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
+
+
+def checked(backend: TorchAttention | FlashAttention, *kinds) -> dict:
+    return correctness.attention(CPU, Named("tested", "cpu", lambda spec: backend), *kinds)
+
+
+def test_an_error_beyond_the_tolerance_fails():
+    class Wrong(TorchAttention):
+        def attend(self, q, kv, prepared):
+            out = super().attend(q, kv, prepared)
+            return out * 1.1 if q.shape[1] == 4 else out
+
+    assert checked(TorchAttention(), torch.float32, None, False)["status"] == "done"
+    result = checked(Wrong(), torch.float32, None, False)
+    assert result["status"] == "failed"
+    assert result["worst_case"].startswith("T 4") and result["worst_error"] > result["tolerance"]
+    assert correctness.error_of(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+
+def test_a_shape_that_raises_is_named():
+    class Picky(TorchAttention):
+        def attend(self, q, kv, prepared):
+            if q.shape[1] == 8:
+                raise RuntimeError("no such kernel")
+            return super().attend(q, kv, prepared)
+
+    result = checked(Picky(), torch.float32, torch.int8, True)
+    assert result["status"] == "failed" and len(result["broken"]) == 2
+    assert all(line.startswith("T 8") and "no such kernel" in line for line in result["broken"])
+
+
+def test_flash_flavours_are_checked_like_the_others():
+    kernel = fake_flash_attn.fake_fa3(FA3.module, FA3.dtypes, True).flash_attn_with_kvcache
+    result = checked(FlashAttention(Flavour(FA3, kernel, 132), TorchAttention()), torch.bfloat16, None, False)
+    assert result["status"] == "done" and result["shapes"] == 10
+
+
+class OnCuda(Options):
+    """A CPU that is taken for a GPU."""
+
+    on_cuda = True
+
+
+@pytest.fixture
+def on_cuda(monkeypatch) -> Options:
+    """With a tiny model; nothing can be compiled below the stand-in for graphs, which watches every operation."""
+    model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
+    monkeypatch.setattr(correctness, "compiled", lambda: EAGER)
+    monkeypatch.setattr(correctness, "compiled_source", lambda: in_passes)
+    monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
+    monkeypatch.setattr(correctness, "RUBBISH_BYTES", 64)
+    monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
+    return OnCuda("cpu", True)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, on_cuda, mode):
+    """With the stand-in for graphs; and a graph that drops its replays is noticed."""
+
+    class Stale(RecordedGraph):
+        def replay(self):
+            if self.replays < 3:
+                super().replay()
+
+    class StaleGraphs(RecordedGraphs):
+        Graph = Stale
+
+    for graphs, status in ((RecordedGraphs, "done"), (StaleGraphs, "failed")):
+        monkeypatch.setattr(correctness, "CudaGraphs", graphs)
+        result = correctness.identity(on_cuda, mode)
+        assert result["status"] == status, result
+
+
+def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch, on_cuda):
+    """And a graph that goes stale with another runner's is noticed."""
+    gone = []
+
+    class Stale(RecordedGraph):
+        def replay(self):
+            if not gone:
+                super().replay()
+
+    class Sharing(RecordedGraphs):
+        Graph = Stale
+
+        def __del__(self):
+            gone.append(self)
+
+    for graphs, status in ((RecordedGraphs, "done"), (Sharing, "failed")):
+        monkeypatch.setattr(correctness, "CudaGraphs", graphs)
+        assert correctness.survival(on_cuda)["status"] == status
+    assert gone
+
+
+def test_parts_are_shared_between_processes_without_gaps():
+    names = [cell.name for cell in cells_of("a", CPU)]
+    shares = [[cell.name for cell in cells_of("a", CPU, (first, 3))] for first in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(names) and names[1::3] == shares[1]
+
+
+def test_cells_on_a_gpu_can_be_listed_without_one():
+    cells = [cell for part in PARTS for cell in cells_of(part, GPU)]
+    names = [cell.name for cell in cells]
+    assert len({(cell.part, cell.name) for cell in cells}) == len(cells)
+    # bfloat16 over three kinds of entries, float16 over its own; in order and rings
+    assert sum(name.startswith("triton, ") for name in names) == 8
+    assert "Llama-2-7B, B 32, S 4000, T 8, int8 KV, triton" in names
+    assert "B 64, prefix 7500, coupled, gamma 3, draft weights int4" in names and len(speculation.cells(GPU)) == 18
+    assert any("Llama-3.1-8B, B 8, S 64000" in cell.name for cell in costs.cells(GPU))
+    sizes = {(shape.n_head, shape.n_kv_head, shape.head_dim) for shape in bandwidth.SHAPES}
+    assert sizes == {(32, 8, 128), (32, 32, 128), (9, 3, 64)}
+
+
+class Planned(Exception):
+    """A set-up was planned, and is not made."""
+
+
+def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_that_fit(monkeypatch):
+    """All were skipped, because their full batches take 79.8 GiB and more."""
+    planned = {}
+
+    def never_prepared(args, sampling, draft):
+        require_room(resolve(args, sampling, draft))
+        planned[args.model_name, args.asked_B, args.prefix_len, args.kv_dtype] = args.B
+        raise Planned
+
+    monkeypatch.setattr(setups, "prepare", never_prepared)
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 78 * GIB)
+    for module in ("plan", "settings"):
+        monkeypatch.setattr(f"engine.bench.{module}.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr("engine.bench.plan._dequantizes", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(costs, "copy_bandwidth", lambda options: 1.0)
+    monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
+    options = OnCuda("cpu", False)
+    for cell in costs.cells(options) + launch_gaps.cells(options):
+        with pytest.raises(Planned):
+            cell.run()
+    assert len(planned) == len(costs.SETTINGS) + 1  # the launch gaps of 8B are over the same context
+    for (_, asked, _, _), batch in planned.items():
+        assert 1 <= batch <= asked and batch >= 0.3 * asked
+    assert planned[launch_gaps.SIZES[0][0], 64, 7500, "same"] == 64
+    assert planned[costs.LLAMA_31_8B, 32, 16000, "same"] in range(20, 32)
+
+
+def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
+    """One row of two; none at all is a reason to skip."""
+    flags = {"B": 2, "prefix_len": 64, "gen_len": 8}
+    asked = setups.dummy_setup(CPU, setups.TINY, **flags).args
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: asked.planned_bytes - 1)
+    fitting = setups.dummy_setup(CPU, setups.TINY, **flags)
+    assert fitting.runner.max_batch == len(fitting.prompts) == 1
+    record = setups.size_record(fitting)
+    assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < asked.planned_bytes
+    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 1000)
+    with pytest.raises(OutOfMemoryError, match="a batch of 2"):
+        setups.dummy_setup(CPU, setups.TINY, **flags)
+
+
+def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):
+    options = OnCuda("cpu", True)
+    monkeypatch.setattr(
+        bandwidth, "time_calls", lambda calls, options: ([call() for call in calls], Timing(1e-6, "x"))[1]
+    )
+    with cuda_linears(monkeypatch) as kernel_rows:
+        records = [cell.run() for cell in bandwidth.linear_cells(options)]
+        on_gpu = correctness.quantised(options, "int4")
+    assert [record["kind"] for record in records] == ["plain", "int8", "int4, kernel", "int4, dequantised"]
+    assert on_gpu["status"] == "done" and on_gpu["unpacks"]
+    assert set(kernel_rows) == {*bandwidth.QUICK_ROWS, 1, 16, 17}
+    assert all(record["microseconds_by_rows"] == {"8": 1.0, "32": 1.0} for record in records)

@@ -1,0 +1,163 @@
+"""Sweeps' cells: their keys and arguments, grids from files and flags, the choice among them, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+from common.checkout import ROOT
+from common.errors import ConfigError
+from common.exit import exit_on_user_error
+from reproduce import sweep
+from reproduce.sweeping.cells import Cell, grid, labels, read_grid, select
+
+SELFSPEC = "tests/selfspec_benchmark.py"
+
+
+def test_a_key_is_of_what_is_run_whatever_the_order():
+    flags = {"B": 8, "benchmark": True, "budgets": [64, 128]}
+    cell = Cell(SELFSPEC, flags)
+    assert cell.key == "ac5dc47c9c9f9c2a", "rows that were written by earlier versions would be run again"
+    for same in (dict(reversed(flags.items())), {"compile": False, "seed": None}, {"budgets": (64, 128)}):
+        assert cell.key == replace(cell, flags=flags | same).key
+    others = [flags | {"B": 4}, flags | {"B": True}, flags | {"budgets": [128, 64]}, flags | {"seed": 0}, {}]
+    keys = {replace(cell, flags=other).key for other in others}
+    assert len(keys | {cell.key, replace(cell, script="tests/longspec_benchmark.py").key}) == len(others) + 2
+
+
+def test_flags_become_arguments():
+    cell = Cell(SELFSPEC, {"B": 8, "benchmark": True, "compile": False, "seed": None, "budgets": [64, 128], "x": -1})
+    assert cell.argv() == [str(ROOT / SELFSPEC), "--B", "8", "--benchmark", "--budgets", "64", "128", "--x=-1"]
+    assert cell.label == "selfspec_benchmark B=8 benchmark budgets=64,128 x=-1"
+
+
+def test_a_grid_is_the_product_of_its_axes_in_order():
+    cells = grid(SELFSPEC, {"B": 2}, {"gamma": [1, 3], "budgets": [[64, 128], 256]})
+    points = [(gamma, budgets) for gamma in (1, 3) for budgets in ([64, 128], 256)]
+    assert [cell.flags for cell in cells] == [{"B": 2, "gamma": gamma, "budgets": budgets} for gamma, budgets in points]
+    assert labels(cells)[0] == "gamma=1 budgets=64,128"
+    assert [cell.flags for cell in grid(SELFSPEC, {"B": 2}, {})] == [{"B": 2}]
+
+
+def test_grid_files(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("""
+        [[sweep]]
+        script = "tests/selfspec_benchmark.py"
+        skip = [{ gamma = 3, B = 8 }]
+        [sweep.flags]
+        benchmark = true
+        [sweep.axes]
+        B = [1, 8]
+        gamma = [1, 3]
+        [[sweep]]
+        script = "tests/baseline_benchmark.py"
+    """)
+    *selfspec, last = read_grid(path)
+    assert [cell.flags for cell in selfspec] == [
+        {"benchmark": True, "B": B, "gamma": g} for B, g in ((1, 1), (1, 3), (8, 1))
+    ]
+    assert (last.script, last.flags) == ("tests/baseline_benchmark.py", {})
+    assert labels([*selfspec, last])[0] == "selfspec_benchmark benchmark B=1 gamma=1"
+    assert len(read_grid(ROOT / "reproduce" / "grids" / "example.toml")) > 4
+
+
+GOOD = f'[[sweep]]\nscript = "{SELFSPEC}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[sweep", "cannot be read"),
+        ("", "not made of sweeps"),
+        ("sweep = [1]", "not made of sweeps"),
+        ("[[sweep]]\n[[swep]]\n", "not made of sweeps"),
+        ("[[sweep]]\n[sweep.axes]\ngamma = [1]", "no script"),
+        ("[[sweep]]\nscript = 3", "script = 3"),
+        (f"{GOOD}flag = 1", "flag = 1"),
+        (f"{GOOD}axes = [1]", "axes"),
+        ('[[sweep]]\nscript = "tests"', "script is not there"),
+        ('[[sweep]]\nscript = ""', "script is not there"),
+        (f'[[sweep]]\nscript = "{os.path.relpath(os.devnull, ROOT)}"', "script is not there"),
+        (f"{GOOD}[sweep.axes]\ngamma = []", "axis has no values"),
+        (f"{GOOD}[sweep.axes]\ngamma = 3", "axis has no values"),
+        (f"{GOOD}[sweep.axes]\ngamma = [3, 3]", "a cell twice"),
+        (GOOD + GOOD, "a cell twice"),
+        (f"{GOOD}[sweep.flags]\ngamma = 1\n[sweep.axes]\ngamma = [3]", "fixed and an axis"),
+        (f"{GOOD}skip = [{{gamma = 2}}]\n[sweep.axes]\ngamma = [1, 3]", "in no cell"),
+        (f"{GOOD}skip = [2]\n", "in no cell"),
+        (f"{GOOD}[sweep.flags]\nx = nan", "cannot be put on a command line"),
+        (f"{GOOD}[sweep.flags]\nx = []", "cannot be put on a command line"),
+        (f"{GOOD}[sweep.flags]\nx = {{ y = 1 }}", "cannot be put on a command line"),
+        (f'{GOOD}[sweep.flags]\n"--x" = 1', "name of a flag"),
+    ],
+)
+def test_a_bad_grid_is_one_clear_error(tmp_path, text, message):
+    path = tmp_path / "grid.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_grid(path)
+
+
+def test_choosing_cells():
+    flags = [{"gamma": 1}, {"gamma": 3, "benchmark": True}, {"gamma": 3, "benchmark": False, "budgets": [64, 128]}]
+    cells = [Cell(SELFSPEC, each | {"B": 8}) for each in flags]
+    for only, wanted in (
+        ([], cells),
+        (["gamma=3"], cells[1:]),
+        (["gamma=3", "benchmark=true"], cells[1:2]),
+        (["gamma=3", "gamma=1"], cells),
+        (["benchmark=false", "B=8"], cells[2:]),
+        (["budgets=64,128"], cells[2:]),
+        ([cells[1].key[:6]], cells[1:2]),
+        ([cells[1].key, cells[0].key], cells[:2]),
+    ):
+        assert select(cells, only) == wanted
+    for nothing in (["gamma=2"], ["gama=3"], ["gamma=1", "benchmark=true"], ["gamma"], [""], ["0" * 16]):
+        with pytest.raises(ConfigError, match="no cell matches") as error:
+            select(cells, nothing)
+        assert "gamma=1|3" in str(error.value) and "B=8" not in str(error.value)
+
+
+def test_values_on_the_command_line():
+    values = {"3": 3, "0.5": 0.5, "true": True, "[64, 128]": [64, 128], '"3"': "3", "int8": "int8", "inf": "inf"}
+    assert {text: sweep.parse_value(text) for text in values} == values
+    assert sweep.parse_value("0-9,20-29") == "0-9,20-29"
+    axes = {"1,2": [1, 2], "greedy, coupled": ["greedy", "coupled"], "int8,4": ["int8", 4], "[1, 2],3": [[1, 2], 3]}
+    assert {text: sweep.parse_axis(text) for text in axes} == axes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "what to run"),
+        ("--grid {folder}/none.toml", "grid cannot be read"),
+        ("--grid g.toml --axis n=1", "what to run"),
+        ("--grid g.toml --script {script}", "what to run"),
+        ("--script {script}", "no file for the rows"),
+        ("--script {script} --axis n --output {folder}/o", "no name or no value"),
+        ("--script {script} --axis =1 --output {folder}/o", "no name or no value"),
+        ("--script {script} --axis n=, --output {folder}/o", "axis has no values"),
+        ("--script {script} --axis n=1 --axis n=2 --output {folder}/o", "given twice"),
+        ("--script {script} --axis n=1,2 --output {folder}/o --only n=3", "n=1|2"),
+        ("--script {script} --output {folder}", "a folder cannot be appended to"),
+        ("--script {script} --output {script}", "has something else in it"),
+        ("--script {script} --output {folder}/o --timeout 0", "no cell can end in this time"),
+        ("--script {script} --output {folder}/o --timeout x", "command line cannot be read"),
+        ("--script none.py --output {folder}/o", "script is not there"),
+        ("--script {script} --output {folder}/full", "no place for the logs"),
+    ],
+)
+def test_bad_flags_are_one_clear_error(tmp_path, capsys, flags, message):
+    script = tmp_path / "cell.py"
+    script.write_text("open(__file__ + '.ran', 'w')\n")
+    (tmp_path / "full.logs").touch()
+    with pytest.raises(SystemExit) as end:
+        exit_on_user_error(lambda: sweep.main(flags.format(script=script, folder=tmp_path).split()))
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("error: ") and message in said
+    assert all(said.count(part) == 1 for part in ("where:", "seen:", "required:", "fix:"))
+    assert {file.name for file in tmp_path.iterdir()} <= {"cell.py", "full.logs", "o.logs"}
