@@ -29,7 +29,7 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import dtype_name, say
 from engine.bench.arguments import Parser
-from kv_cache.entries import KV, LARGEST
+from kv_cache.entries import KV, largest
 from models.attention.base import AttentionSpec
 
 try:
@@ -95,7 +95,7 @@ def launches(
     n_token, group = BLOCKS[n_row]
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
     stored = empty(BATCH, N_KV_HEAD, cache.n_slot, head_dim, dtype=entries).transpose(1, 2)
-    scales = empty(BATCH, N_KV_HEAD, cache.n_slot).transpose(1, 2) if entries in LARGEST else None
+    scales = empty(BATCH, N_KV_HEAD, cache.n_slot).transpose(1, 2) if entries in largest() else None
     spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, cache.sliding_window, dtype)
     positions = empty(BATCH, cache.n_slot, dtype=torch.int64)
     slots = SimpleNamespace(positions=positions, in_order=cache.in_order, block_ends_view=False)
