@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine.bench.arguments import Parser
 from tqdm import tqdm
 
 from common.errors import CheckpointError, ConfigError
 from common.exit import exit_on_user_error
-from engine.bench.arguments import Parser
 from models.checkpoints.convert import match_tensors, output_bytes, read_stacked
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.file_sums import remembered_sha256

@@ -6,9 +6,10 @@ import common.startup
 
 from pathlib import Path
 
+from engine.bench.arguments import Parser
+
 from common.checkout import ROOT
 from common.exit import exit_on_user_error
-from engine.bench.arguments import Parser
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.download_default import download_default
 from models.checkpoints.download_hub import download_repo

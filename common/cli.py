@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from common.startup import import_from_now_on
+
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,6 @@ from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
 from common.checkout import ROOT
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
-from common.startup import import_from_now_on
 
 Config = TypeVar("Config")
 Main = Callable[[], None]

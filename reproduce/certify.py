@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import torch
+from engine.bench.setup import Setup, make_drafter
+from engine.bench.setup import prepare as prepare_setup
 
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
@@ -40,8 +42,6 @@ from engine.bench import arguments, settings
 from engine.bench import passes as benchmark
 from engine.bench import record as report
 from engine.bench.data import make_prompts
-from engine.bench.setup import Setup, make_drafter
-from engine.bench.setup import prepare as prepare_setup
 from engine.evaluation.certificate import Calibration, Certificate, calibrate, certify, replay
 from models import ModelConfig
 

@@ -35,6 +35,7 @@ import common.startup
 
 from checkpoint_damage import EDITS, damage
 from checkpoint_folders import HF_CONFIG, OTHER, make_folders
+from engine.bench.arguments import Parser
 
 from common.errors import UserError
 from common.exit import exit_on_user_error
@@ -42,7 +43,6 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from convert_hf_checkpoint import convert
-from engine.bench.arguments import Parser
 from models import load_model
 from models.checkpoints.manifest import MANIFEST
 from models.checkpoints.tokenizer import load_tokenizer

@@ -18,6 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from engine.bench.flag_names import flags_named
+from engine.bench.setup import Setup, prepare
+
 from common.errors import ConfigError, UserError
 from common.exit import exit_on_user_error
 from common.jsonl import append_or_put_off, publish
@@ -26,8 +29,6 @@ from common.say import dtype_name, say
 from engine import GenerateOutput, ModelRunner, NGram, SavedText, SelfSpeculation, generate
 from engine.bench import arguments, settings
 from engine.bench import record as report
-from engine.bench.flag_names import flags_named
-from engine.bench.setup import Setup, prepare
 from engine.drafters import Drafter
 from kv_cache import FullKVCache, StreamingKVCache
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import torch
+from engine.bench.setup import Setup, prepare
 
 from common.exit import exit_on_user_error
 from common.jsonl import publish
@@ -30,7 +31,6 @@ from engine import generate
 from engine.bench import arguments
 from engine.bench import passes as benchmark
 from engine.bench import record as report
-from engine.bench.setup import Setup, prepare
 from engine.runner import ModelRunner
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.quantize import SCHEMES

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import torch
+from engine.bench.arguments import Parser
 
 from common.errors import ConfigError, UserError
 from common.exit import exit_on_user_error
 from common.jsonl import append_or_put_off, require_appendable
-from engine.bench.arguments import Parser
 from reproduce.gpu_parts.cells import DONE, SKIPPED, Options
 from reproduce.gpu_parts.supervisor import run_parts
 from reproduce.gpu_parts.worker import PARTS

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import torch
+from engine.bench.arguments import Parser
 
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import dtype_name, say
-from engine.bench.arguments import Parser
 from kv_cache.entries import KV, largest
 from models.attention.base import AttentionSpec
 

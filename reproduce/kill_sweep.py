@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import psutil
+from engine.bench.arguments import Parser
 
 from common.checkout import ROOT
 from common.errors import ConfigError
@@ -31,7 +32,6 @@ from common.exit import exit_on_user_error
 from common.jsonl import is_torn, publish, read_lines, require_appendable
 from common.provenance import provenance
 from common.say import say
-from engine.bench.arguments import Parser
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import logs_of
 

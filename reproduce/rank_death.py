@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import psutil
+from engine.bench.arguments import Parser
 
 from common.errors import UserError
 from common.exit import exit_on_user_error
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from engine.bench.arguments import Parser
 from reproduce.sweeping.child import ON_RANKS, run_child, said_in
 
 N_ROWS, GEN_LEN = 2, 96

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from engine.bench.arguments import Parser
+
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
 from common.jsonl import require_appendable
-from engine.bench.arguments import Parser
 from reproduce.sweeping.cells import Cell, grid, is_value, labels, read_grid, select
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 

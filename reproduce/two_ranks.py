@@ -16,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from engine.bench.arguments import Parser
+
 from common.errors import UserError
 from common.exit import exit_on_user_error
 from common.jsonl import append_or_put_off, require_appendable
 from common.say import say
-from engine.bench.arguments import Parser
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from reproduce.sweeping.child import ON_RANKS, run_child
 

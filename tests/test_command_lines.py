@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine.bench.arguments import Parser
 
 from common.errors import ConfigError
-from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 # They call a command line that is elsewhere.

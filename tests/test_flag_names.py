@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from engine.bench.flag_names import flags_named
 
 from common.errors import ConfigError
-from engine.bench.flag_names import flags_named
 from engine.drafters import check_gamma
 from kv_cache.streaming import check_budget
 from reproduce import coupled_identity

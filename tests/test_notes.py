@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine.bench.settings import DraftSettings
 
 from engine.bench.notes import FEW_ROUNDS, notes
-from engine.bench.settings import DraftSettings
 
 AUTO = DraftSettings("self", gamma=6, auto_gamma=True, policy="streaming", capacity=512, n_sink=4)
 

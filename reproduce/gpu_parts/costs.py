@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from engine.bench import record as report
 from engine.bench.setup import Setup
+
+from engine.bench import record as report
 from engine.cost_model.costs import tokens_per_round
 from reproduce.gpu_parts.cells import Cell, Options, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth

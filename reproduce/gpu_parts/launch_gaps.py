@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from engine.bench.setup import Setup, make_drafter
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from engine.bench import passes as benchmark
 from engine.bench.record import rounded
-from engine.bench.setup import Setup, make_drafter
 from engine.drafters import Drafter
 from engine.timing import synchronize
 from reproduce.gpu_parts.cells import Cell, Options, Shared

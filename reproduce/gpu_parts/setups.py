@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.bench.setup import Setup, make_drafter, prepare
+from reproduce.paper.variants import under
+
 from engine.bench import arguments, settings
 from engine.bench import passes as benchmark
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import memory_plan, resolve, room
-from engine.bench.setup import Setup, make_drafter, prepare
 from engine.decoding import GenerateOutput
 from engine.timing import PhaseTimer
 from models.presets import PRESETS
 from reproduce.gpu_parts.cells import Options
-from reproduce.paper.variants import under
 
 
 def make_setup(options: Options, **flags: Any) -> Setup:
