@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 from models.attention import AttentionSpec, TorchAttention, flash_backend, select_backend
 from models.attention.flash_backend import FA2, FA3, Finding, Flavour
 
+ROOT = Path(__file__).resolve().parents[1]
 SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
 FLOAT32 = AttentionSpec(32, 8, 128, None, torch.float32)
 
@@ -50,6 +52,14 @@ def nothing_built(triton_device, monkeypatch, tmp_path):
     monkeypatch.setattr(nvidia, "library_dirs", list)
     monkeypatch.setattr("triton.runtime.driver", DriverConfig())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def test_importing_the_backends_imports_no_package():
+    code = "import sys, models.attention, models.attention.flash_backend as flash\n"
+    code += "packages = {package.module for package in (flash.FA2, flash.FA3, flash.FA3_FWD)}\n"
+    code += "print((packages | {'models.attention.triton_backend'}) & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "set()", result.stderr
 
 
 def no_package(monkeypatch, name: str) -> None:
