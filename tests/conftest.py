@@ -93,8 +93,16 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a benchmark in this process: `alone(script, arguments)`."""
-    from rank_jobs import Alone
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a script in this process: `run_script(path, arguments)`."""
+    from scripts import Script
 
-    return Alone(monkeypatch, capsys)
+    return Script(monkeypatch, capsys)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a benchmark in this process: `alone("selfspec", arguments)`."""
+    from scripts import Benchmark
+
+    return Benchmark(monkeypatch, capsys)

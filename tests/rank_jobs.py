@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -18,15 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from scripts import ROOT, Ended
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 JOB = "FORETOKEN_TEST_JOB"
 LIMIT_SECONDS = 120  # of any command
@@ -97,21 +95,8 @@ def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], 
     (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The one JSON object on stdout, which is its last line; needs exit code 0."""
-        assert self.code == 0, self.err
-        records = [line for line in self.out.splitlines() if line.startswith("{")]
-        assert records == self.out.splitlines()[-1:], self.out
-        return json.loads(records[0])
+class EndedOnRanks(Ended):
+    """Of torchrun."""
 
     @property
     def ours(self) -> str:
@@ -161,9 +146,9 @@ class Job:
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.err}"
             time.sleep(0.02)
 
-    def end(self, seconds: float = LIMIT_SECONDS) -> Ended:
+    def end(self, seconds: float = LIMIT_SECONDS) -> EndedOnRanks:
         self.until(lambda: self.launcher.poll() is not None, "the end", seconds)
-        return Ended(self.launcher.wait(), (self.folder / "out").read_text(errors="replace"), self.err)
+        return EndedOnRanks(self.launcher.wait(), (self.folder / "out").read_text(errors="replace"), self.err)
 
 
 @contextmanager
@@ -188,26 +173,9 @@ def started(folder: Path, script: str, arguments: list[str], fault: str | None =
         launcher.wait()
 
 
-def on_two_ranks(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> Ended:
+def on_two_ranks(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> EndedOnRanks:
     with started(folder, script, arguments, fault) as job:
         return job.end()
-
-
-class Alone:
-    """Runs benchmarks in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, script: str, arguments: list[str]) -> Ended:
-        path, code = ROOT / "tests" / f"{script}_benchmark.py", 0
-        self.monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-        self.monkeypatch.setattr(sys, "path", list(sys.path))
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as ending:
-            code = int(ending.code or 0)
-        return Ended(code, *self.capsys.readouterr())
 
 
 def read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:

@@ -19,6 +19,7 @@ from certificate_cases import (
     speculate,
     with_blocks,
 )
+from machine import needs_vnni
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch import Tensor
 
@@ -128,7 +129,7 @@ def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(kv_dtype):
 WIDE = replace(TINY, vocab_size=64, dim=64, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=96)
 
 
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")
+@needs_vnni
 @pytest.mark.parametrize("kv_dtype", [torch.float32, *LARGEST])
 def test_cpp_attention_and_int8_weights_give_the_same_bits_in_blocks(kv_dtype):
     model, prompts = tiny_model(WIDE, dtype=torch.float32), random_prompts(LENGTHS)

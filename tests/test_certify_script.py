@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from certificate_cases import Faulty
+from machine import needs_vnni
 
 from engine.evaluation.certificate import certify
 
@@ -35,21 +34,14 @@ def flags(checkpoint: Path, books: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def certified(flags, tmp_path, monkeypatch, capsys):
+def certified(flags, tmp_path, monkeypatch, run_script):
     """Runs the script in this process with some flags changed: its exit code, record, other lines, and errors."""
 
     def run(changes: dict[str, object]) -> tuple[int, dict, list[str], str]:
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *flat(flags | changes)])
-        monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.chdir(tmp_path)
-        code = 0
-        try:
-            runpy.run_path(SCRIPT, run_name="__main__")
-        except SystemExit as ending:
-            code = ending.code
-        printed = capsys.readouterr()
-        *lines, last = printed.out.splitlines() or ["{}"]
-        return code, json.loads(last), lines, printed.err
+        ended = run_script(SCRIPT, flat(flags | changes))
+        *lines, last = ended.out.splitlines() or ["{}"]
+        return ended.code, json.loads(last), lines, ended.err
 
     return run
 
@@ -95,7 +87,7 @@ def test_the_coupled_mode_is_held_to_eps_over_the_temperature(certified, monkeyp
     assert held_to == [pytest.approx(record["eps"] / 0.7, rel=1e-4, abs=0)]
 
 
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")
+@needs_vnni
 def test_a_target_in_few_bits_is_certified(certified):
     flags = {"--kv_dtype": "fp8", "--quantize": "int4", "--attention": "torch", "--dtype": "float64"}
     code, record, lines, _ = certified(flags)

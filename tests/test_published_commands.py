@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hf_tiny import N_TOKENS
 from page_commands import Planner, blocks
-from rank_jobs import Alone, Models, on_two_ranks, results
+from rank_jobs import Models, on_two_ranks, results
+from scripts import Benchmark
 from test_benchmarks import ROOT, refusal
 from test_data import write_pg19
 
@@ -85,7 +86,7 @@ def pg19(checkout: Path) -> None:
 
 
 @pytest.fixture
-def run(checkout: Path, alone: Alone) -> Alone:
+def run(checkout: Path, alone: Benchmark) -> Benchmark:
     """Runs a benchmark in the checkout, in this process."""
     return alone
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
+from machine import needs_vnni
 from tiny import TINY
 
 from common.errors import ConfigError
@@ -26,8 +27,6 @@ from models.quantize import (
     quantize_rows,
     quantized_linear,
 )
-
-vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +55,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
 
 
-@vnni
+@needs_vnni
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_row", [1, 5, 32])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -73,7 +72,7 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@vnni
+@needs_vnni
 def test_int8_rows_do_not_depend_on_their_company():
     weight, x = weight_and_input(128, 192, 9, torch.float32)
     layer = Int8Linear(weight, None)
@@ -157,7 +156,7 @@ def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch
 CONFIG = ModelConfig(
     vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
 )
-both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=vnni), "int4"])
+both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
 
 
 def model_and_logits(blocks, dtype=torch.float32, scheme=None):
