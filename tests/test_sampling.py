@@ -1,4 +1,4 @@
-"""The law of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
+"""The distribution of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logit_rows(draw) -> list[float]:
 
 
 def reference(logits: list[float], params: SamplingParams) -> tuple[list[float], float]:
-    """The law, and how close a decision of top-p was: the least distance of a mass from `top_p`."""
+    """The distribution, and how close a decision of top-p was: the least distance of a mass from `top_p`."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.temperature == 0:
         return [float(token == order[0]) for token in range(len(logits))], math.inf

@@ -119,33 +119,33 @@ def test_the_interpreter_needs_no_launcher(no_launcher, monkeypatch):
     assert select_backend("triton", "cuda", SPEC).backend.name == "triton"
 
 
+def with_flash(monkeypatch, package):
+    found = Finding(Flavour(package, lambda *args, **kwargs: None, 132), package.title)
+    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: found)
+
+
 def test_flash_without_tritons_launcher_falls_back_on_torch(no_launcher, monkeypatch):
-    flavour = Flavour(FA2, lambda *args, **kwargs: None, 132)
-    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: Finding(flavour, FA2.title))
+    with_flash(monkeypatch, FA2)
     assert "on torch" in select_backend("flash", "cuda", SPEC).why
 
 
-@pytest.mark.parametrize("name,device", [("triton", "cpu"), ("flash", "cpu"), ("cpp", "cuda")])
-def test_a_backend_for_another_device_is_refused(name, device):
-    with pytest.raises(ConfigError, match=f"{name} on {device}"):
-        select_backend(name, device, SPEC)
+def test_a_backend_for_another_device_or_an_unknown_one_is_refused():
+    for name, device in (("triton", "cpu"), ("flash", "cpu"), ("cpp", "cuda")):
+        with pytest.raises(ConfigError, match=f"{name} on {device}"):
+            select_backend(name, device, SPEC)
+    with pytest.raises(ConfigError, match="unknown attention backend"):
+        select_backend("xformers", "cpu", SPEC)
 
 
 @pytest.mark.parametrize("package", [FA2, FA3])
 def test_flash_says_which_package_and_what_takes_over(triton_device, monkeypatch, package):
-    flavour = Flavour(package, lambda *args, **kwargs: None, 132)
-    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: Finding(flavour, package.title))
+    with_flash(monkeypatch, package)
     chosen, why = select_backend("flash", "cuda", SPEC)
     assert chosen.name == "flash" and package.title in why and "on triton" in why
     no_package(monkeypatch, "triton")
     assert "on torch" in select_backend("flash", "cuda", SPEC).why
     chosen, why = select_backend("flash", "cuda", FLOAT32)
     assert isinstance(chosen, TorchAttention) and "float32" in why
-
-
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(ConfigError, match="unknown attention backend"):
-        select_backend("xformers", "cpu", SPEC)
 
 
 def test_flash_without_a_package_says_what_was_tried(monkeypatch):
