@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,12 @@ from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "the 1234"
-OTHER = {
-    "pre": "gpt-2",
-    "tied": False,
-    "metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-}
+SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+
+
+def write_source(folder: Path) -> Path:
+    """The weights of a folder with its config.json and tokenizer."""
+    return write_weights(folder, hf_weights(write_side_files(folder, HF_CONFIG)), "safetensors")[0]
 
 
 def contents(folder: Path) -> tuple[object, ...]:
@@ -39,7 +39,7 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
     write_tiny_gguf(folder)
     convert(folder, out)
     first = contents(out)
-    write_tiny_gguf(fresh, **OTHER)
+    write_tiny_gguf(fresh, pre="gpt-2", tied=False, metadata=SCALED)
     convert(fresh, fresh)
     assert first[0] != contents(fresh)[0] and first[2] != contents(fresh)[2]
     (folder / "tiny.gguf").unlink()
@@ -79,27 +79,17 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
     assert "50000.0" in path.read_text()
 
 
-def replace_same_name(folder: Path) -> None:
-    write_weights(folder, hf_weights(open_source(folder).config, seed=1), "safetensors")
-
-
-def replace_by_another_name(folder: Path) -> None:
-    config = open_source(folder).config
-    (folder / "model.safetensors").unlink()
-    write_weights(folder, hf_weights(config, seed=1), "bin")
-
-
-@pytest.mark.parametrize("replace", [replace_same_name, replace_by_another_name])
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
 @pytest.mark.parametrize("manifest", ["of a download", "of a conversion"])
-def test_weights_under_the_config_of_others_are_refused(
-    tmp_path: Path, replace: Callable[[Path], None], manifest: str
-) -> None:
-    write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)), "safetensors")
+def test_weights_under_the_config_of_others_are_refused(tmp_path: Path, layout: str, manifest: str) -> None:
+    write_source(tmp_path)
     if manifest == "of a download":
         update_manifest(tmp_path, describe(tmp_path, sorted(path.name for path in tmp_path.iterdir())))
     else:
         convert(tmp_path, tmp_path)
-    replace(tmp_path)
+    config = open_source(tmp_path).config
+    (tmp_path / "model.safetensors").unlink()
+    write_weights(tmp_path, hf_weights(config, seed=1), layout)
     with pytest.raises(CheckpointError, match=r"folder of its own|folder of their own"):
         convert(tmp_path, tmp_path)
     if manifest == "of a conversion":  # such as of a checkpoint that is trained on
@@ -123,7 +113,7 @@ def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path
 def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str) -> None:
     """Another checkpoint, or what somebody put there for one."""
     source, out = tmp_path / "source", tmp_path / "out"
-    write_weights(source, hf_weights(write_side_files(source, HF_CONFIG)), "safetensors")
+    write_source(source)
     out.mkdir()
     (out / there).write_text("{}")
     with pytest.raises(CheckpointError, match=f"another checkpoint[\\s\\S]*{there}"):
@@ -140,7 +130,7 @@ def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str
 
 
 def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (path,) = write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)), "safetensors")
+    path = write_source(tmp_path)
     convert(tmp_path, tmp_path)
     os.utime(path)
     convert(tmp_path, tmp_path)
@@ -150,16 +140,11 @@ def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytes
 def test_nothing_of_an_earlier_source_stays_elsewhere(tmp_path: Path) -> None:
     first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "out"
     for folder, extra in ((first, "generation_config.json"), (second, "tokenizer_config.json")):
-        write_weights(folder, hf_weights(write_side_files(folder, HF_CONFIG)), "safetensors")
+        write_source(folder)
         (folder / extra).write_text("{}")
         convert(folder, out)
-        assert {path.name for path in out.iterdir()} == {
-            "model.pth",
-            "config.json",
-            "tokenizer.json",
-            "manifest.json",
-            extra,
-        }
+        written = {"model.pth", "config.json", "tokenizer.json", "manifest.json", extra}
+        assert {path.name for path in out.iterdir()} == written
     (second / "tokenizer.json").write_text((second / "tokenizer.json").read_text().replace('"th"', '"TH"'))
     convert(second, out)
     assert load_tokenizer(out).pieces()[256] == "TH"
