@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -67,9 +66,7 @@ def test_untied_head_and_linear_rope_scaling(tmp_path: Path) -> None:
         ({"extra_tensor": "blk.0.attn_q.bias"}, CheckpointError, "q_proj.bias"),
     ],
 )
-def test_unsupported_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], named: str
-) -> None:
+def test_unsupported_is_refused_by_name(tmp_path, changes, error, named):
     write_tiny_gguf(tmp_path, **changes)
     with pytest.raises(error, match=named):
         convert(tmp_path, tmp_path)

@@ -165,9 +165,7 @@ def longer_blocks(n_token: int) -> bool:
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(
-    stored: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(stored, dtype):
     cache = FullKVCache(TINY, 3, CAPACITY, dtype=stored)
     with LiveBytes() as live:
         cache.read(0).dequantized(dtype)
