@@ -89,7 +89,7 @@ def test_what_grows_with_what() -> None:
 
 
 def test_sampling_and_filters_take_memory_of_their_own() -> None:
-    """By the logit: laws and noise; sorted values and masses on top where a filter sorts."""
+    """By the logit: distributions and noise; sorted values and masses on top where a filter sorts."""
     logits = BLOCK * TINY.vocab_size
     greedy, sampled, filtered = (
         plan_of(TINY, sampling=sampling)

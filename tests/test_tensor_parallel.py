@@ -50,7 +50,7 @@ def alone(checkpoints: Path) -> dict[str, dict]:
     "n_ranks,every", [(2, 2), (4, 5), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 4))]
 )
 def test_tokens_and_counts_are_those_of_one_process(n_ranks, every, checkpoints, alone, tmp_path, record_property):
-    """Also in rejection mode: it draws the same random numbers, from laws that differ by rounding."""
+    """Also in rejection mode: it draws the same random numbers, from distributions that differ by rounding."""
     torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", every)
     results = json.loads((tmp_path / "results.json").read_text())
     together = results["cases"]
