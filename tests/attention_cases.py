@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -42,8 +42,7 @@ class Case:
     def reference(self) -> Tensor:
         """The torch backend over the same entries, in float64."""
         keys, values = self.kv.dequantized(torch.float64)
-        spec = AttentionSpec(**{**vars(self.spec), "dtype": torch.float64})
-        exact = Case(spec, self.q.double(), KV(keys, values), self.queries, self.slots)
+        exact = replace(self, spec=replace(self.spec, dtype=torch.float64), q=self.q.double(), kv=KV(keys, values))
         return exact.run(TorchAttention())
 
 
@@ -55,13 +54,17 @@ def make_case(
     n_kv_head: int = 2,
     head_dim: int = 64,
     capacity: int = 200,
-    storage: torch.dtype = torch.float32,
+    storage: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
     ring: bool = False,
     sliding_window: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Row b's block ends at position `lengths[b] - 1`; what no query may see is large, so that a leak shows."""
+    """Row b's block ends at position `lengths[b] - 1`; what no query may see is large, so that a leak shows.
+
+    Entries are stored in `dtype` if not in another. A `ring` has the newest tokens in any order, holes, and tokens
+    that follow the block.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch = len(lengths)
 
@@ -72,9 +75,10 @@ def make_case(
     queries = (ends[:, None] - n_token + torch.arange(n_token)).clamp(min=0)
     positions = torch.full((batch, capacity), -1)
     for row, length in enumerate(lengths):
-        if ring:  # only the last of them, in any slots, some rolled back
-            kept = torch.arange(max(0, length - capacity // 2), length)
-            positions[row, torch.randperm(capacity, generator=generator)[: len(kept)]] = kept
+        if ring:
+            held = torch.arange(length + 3).flip(0)[:capacity]
+            held[8:20:3] = -1
+            positions[row, torch.randperm(capacity, generator=generator)[: len(held)]] = held
         else:
             positions[row, :length] = torch.arange(length)
     keys, values = normal(batch, n_kv_head, capacity, head_dim), normal(batch, n_kv_head, capacity, head_dim)
@@ -86,7 +90,7 @@ def make_case(
         values, value_scales = quantize(values, storage)
         key_scales, value_scales = key_scales.transpose(1, 2), value_scales.transpose(1, 2)
     else:
-        keys, values = keys.to(storage), values.to(storage)
+        keys, values = keys.to(storage or dtype), values.to(storage or dtype)
     n_head = n_kv_head * group
     return Case(
         AttentionSpec(n_head, n_kv_head, head_dim, sliding_window, dtype),

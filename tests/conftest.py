@@ -82,3 +82,27 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = " ".join(f"{number}{word} and" for word in range(200))
         (folder / f"book{number}.txt").write_text(text[:200])
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
+    """`rank_jobs.Models`: a target whose heads do not divide by two, a draft, a draft with more ids."""
+    from rank_jobs import make_models
+
+    return make_models(tmp_path_factory.mktemp("models"), books)
+
+
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a script in this process: `run_script(path, arguments)`."""
+    from scripts import Script
+
+    return Script(monkeypatch, capsys)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a benchmark in this process: `alone("selfspec", arguments)`."""
+    from scripts import Benchmark
+
+    return Benchmark(monkeypatch, capsys)

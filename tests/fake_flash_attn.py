@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.attention.base import MAX_BLOCK
+from models.attention.flash_backend import FA2, Package
 
 MOST_SPLITS = {"flash_attn": 128, "flash_attn_interface": 256, "fa3_fwd_interface": 256}
 
@@ -63,89 +64,41 @@ def attention(
     return torch.einsum("bhts,bshd->bthd", weights, v).to(q.dtype), lse.float()
 
 
-def fake_fa2(dtypes: tuple[torch.dtype, ...]) -> ModuleType:
-    """`flash_attn`; `calls` is what its kernel was called with."""
-    module = ModuleType("flash_attn")
+def fake_package(package: Package) -> ModuleType:
+    """A module with the package's kernel; `calls` is what it was called with."""
+    module, is_fa2 = ModuleType(package.module), package.module == FA2.module
 
     def flash_attn_with_kvcache(
         q,
         k_cache,
         v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
+        *,
         cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
         causal=False,
         window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
         num_splits=0,
         return_softmax_lse=False,
+        **only_of_fa3,
     ):
-        check_arguments(q, k_cache, v_cache, cache_seqlens, num_splits, dtypes, MOST_SPLITS["flash_attn"])
-        # Not an error there, but it reads a KV head once per query head; prefill is bound by arithmetic instead.
-        packed = q.shape[2] == k_cache.shape[2] or q.shape[1] == 1
-        assert packed or q.shape[1] > MAX_BLOCK, "a block whose query groups are not packed into rows"
-        module.calls.append({"q": q.shape, "causal": causal, "window_size": window_size, "lengths": cache_seqlens})
+        assert only_of_fa3.keys() <= (set() if is_fa2 else {"pack_gqa"}), "no such argument, or none that is used"
+        check_arguments(q, k_cache, v_cache, cache_seqlens, num_splits, package.dtypes, MOST_SPLITS[package.module])
+        if is_fa2:
+            # Not an error there, but it reads a KV head once per query head; prefill is bound by arithmetic instead.
+            packed = q.shape[2] == k_cache.shape[2] or q.shape[1] == 1
+            assert packed or q.shape[1] > MAX_BLOCK, "a block whose query groups are not packed into rows"
+        else:
+            is_local = 0 <= window_size[0] < k_cache.shape[1] - 1
+            message = "This flash attention build does not support local attention."
+            require(package.has_windows or not is_local, message)
+            # fa3-fwd's kernel cannot be traced without it.
+            require(num_splits > 0, f"tracing with num_splits <= 0 not supported. Got {num_splits=}")
+        call = {"q": q.shape, "causal": causal, "lengths": cache_seqlens, "num_splits": num_splits}
+        module.calls.append(call | only_of_fa3)
         out, lse = attention(q, k_cache, v_cache, cache_seqlens, causal, window_size)
-        lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # its convention for queries that see nothing
-        return (out, lse) if return_softmax_lse else out
-
-    module.calls = []
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache
-    return module
-
-
-def fake_fa3(name: str, dtypes: tuple[torch.dtype, ...], has_windows: bool) -> ModuleType:
-    """`flash_attn_interface` or `fa3_fwd_interface`; `calls` is what its kernel was called with."""
-    module = ModuleType(name)
-
-    def flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        qv=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        page_table=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k_new=None,
-        max_seqlen_q=None,
-        rotary_seqlens=None,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        rotary_interleaved=True,
-        scheduler_metadata=None,
-        num_splits=0,
-        pack_gqa=None,
-        sm_margin=0,
-        return_softmax_lse=False,
-    ):
-        check_arguments(q, k_cache, v_cache, cache_seqlens, num_splits, dtypes, MOST_SPLITS[name])
-        is_local = 0 <= window_size[0] < k_cache.shape[1] - 1
-        require(has_windows or not is_local, "This flash attention build does not support local attention.")
-        # fa3-fwd's kernel cannot be traced without it.
-        require(num_splits > 0, f"tracing with num_splits <= 0 not supported. Got {num_splits=}")
-        module.calls.append({"q": q.shape, "causal": causal, "num_splits": num_splits, "pack_gqa": pack_gqa})
-        out, lse = attention(q, k_cache, v_cache, cache_seqlens, causal, window_size)
-        return (out, lse, None, None) if return_softmax_lse else out
+        if not return_softmax_lse:
+            return out
+        # FA2's convention for queries that see nothing is the other infinity.
+        return (out, lse.masked_fill(lse == float("-inf"), float("inf"))) if is_fa2 else (out, lse, None, None)
 
     module.calls = []
     module.flash_attn_with_kvcache = flash_attn_with_kvcache

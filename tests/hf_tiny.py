@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -11,6 +12,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 N_TOKENS = 257  # BOS and the bytes
+SHAPE = {
+    "vocab_size": N_TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3_CORNERS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def rope(theta: float, rope_type: str = "default", **settings: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": theta, "rope_type": rope_type, **settings}}
+
+
+def llama3_rope(factor: float) -> dict[str, Any]:
+    """Of head_dim 16 at theta 5e5: wavelength 6 is kept, 32 is on the ramp, 167 and beyond are slowed down."""
+    return rope(500000.0, "llama3", factor=factor, **LLAMA3_CORNERS)
 
 
 def save_tokenizer(folder: Path) -> None:

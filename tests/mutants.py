@@ -112,7 +112,7 @@ def main() -> None:
             "no bug is described like that",
             where="--only",
             seen=args.only,
-            required="a word of a description in tests/mutant_table.py",
+            required="a word of a description in tests/mutant_table/",
             fix="leave out --only",
         )
     without = try_without(mutants)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import FakeSlots, make_case
+from attention_cases import make_case
+from tiny import full_cache, random_prompts, tiny_model
 
-from kv_cache import KV
-from models.attention import MAX_BLOCK, AttentionSpec, ObservingAttention, TorchAttention
+from engine import ModelRunner
+from models.attention import MAX_BLOCK, ObservingAttention, TorchAttention
 
 
 def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
@@ -23,35 +24,16 @@ def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
     return torch.einsum("bhts,bshd->bthd", weights, v)
 
 
-@pytest.mark.parametrize("n_head,n_kv_head", [(2, 2), (6, 2), (4, 1), (7, 1)])
+@pytest.mark.parametrize("group,n_kv_head", [(1, 2), (3, 2), (4, 1), (7, 1)])
 @pytest.mark.parametrize("n_token", [1, 4, MAX_BLOCK, MAX_BLOCK + 1, 40])
 @pytest.mark.parametrize("sliding_window", [None, 5])
-def test_equals_attention_by_hand(n_head, n_kv_head, n_token, sliding_window):
+def test_equals_attention_by_hand(group, n_kv_head, n_token, sliding_window):
     """Ragged rows whose slots are a shuffled ring with holes, as after evictions and rollbacks."""
-    generator = torch.Generator().manual_seed(n_head * 100 + n_token)
-    batch, n_slot, head_dim = 3, 64, 8
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q = normal(batch, n_token, n_head, head_dim)
-    k, v = normal(batch, n_kv_head, n_slot, head_dim), normal(batch, n_kv_head, n_slot, head_dim)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    starts = torch.tensor([0, 9, 22])
-    query_positions = starts[:, None] + torch.arange(n_token)
-    slot_positions = torch.full((batch, n_slot), -1)
-    for row in range(batch):
-        last = int(query_positions[row, -1])
-        slots = torch.randperm(n_slot, generator=generator)[: last + 1]
-        slot_positions[row, slots] = torch.arange(last + 1)
-    slot_positions[1, (slot_positions[1] >= 2) & (slot_positions[1] < 4)] = -1
-
-    backend = TorchAttention()
-    spec = AttentionSpec(n_head, n_kv_head, head_dim, sliding_window, torch.float64)
-    prepared = backend.prepare(spec, query_positions, FakeSlots(slot_positions))
-    out = backend.attend(q, KV(k, v), prepared)
-    wanted = by_hand(q, k, v, query_positions, slot_positions, sliding_window)
-    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    lengths = [n_token, n_token + 9, n_token + 22]
+    shape = {"group": group, "n_kv_head": n_kv_head, "head_dim": 8, "capacity": 64}
+    case = make_case(lengths, n_token, **shape, dtype=torch.float64, ring=True, sliding_window=sliding_window)
+    wanted = by_hand(case.q, *case.kv[:2], case.queries, case.slots.positions, sliding_window)
+    torch.testing.assert_close(case.run(TorchAttention()), wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])
@@ -67,10 +49,6 @@ def test_observing_changes_no_answer(monkeypatch):
 
 
 def test_chunks_of_any_size_give_the_same_logits():
-    from tiny import full_cache, random_prompts, tiny_model
-
-    from engine import ModelRunner
-
     model = tiny_model()
     prompts = random_prompts([50, 31])
     whole = [ModelRunner(model, full_cache(model, 1)).prefill_row(0, p).logits for p in prompts]

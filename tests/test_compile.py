@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compilers import has_cpp_compiler
+from machine import needs_cpp_compiler
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
 
@@ -53,11 +53,10 @@ def test_nothing_is_compiled_again_when_lengths_change_and_rows_refill():
     assert counter.frame_count == warm
 
 
+@needs_cpp_compiler
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_compiled_functions_compute_the_same(dtype, tolerance):
     """Through Inductor: needs a C++ compiler, as every use of --compile on a CPU does."""
-    if not has_cpp_compiler():
-        pytest.skip("no C++ compiler")
     parts = compiled()
     generator = torch.Generator().manual_seed(0)
 
@@ -78,9 +77,8 @@ def test_compiled_functions_compute_the_same(dtype, tolerance):
         torch.testing.assert_close(got[1], wanted[1])
 
 
+@needs_cpp_compiler
 def test_compiled_noise_has_the_same_bits():
-    if not has_cpp_compiler():
-        pytest.skip("no C++ compiler")
     source = compiled_source()
     for n_row in (3, 7):
         seed = torch.tensor([5, -9, 2**62 + 1, 7, 1, 0, 2**40])[:n_row]
@@ -89,10 +87,9 @@ def test_compiled_noise_has_the_same_bits():
         assert torch.equal(got, wanted)
 
 
+@needs_cpp_compiler
 def test_a_compiled_model_decodes_the_same_tokens():
     """Quantised layers included, which compile their rounding of activations."""
-    if not has_cpp_compiler():
-        pytest.skip("no C++ compiler")
     config = ModelConfig(
         vocab_size=97, n_layer=2, dim=64, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=96, max_context=128
     )

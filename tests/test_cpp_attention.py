@@ -16,6 +16,14 @@ from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 
 
+@pytest.fixture
+def nothing_built():
+    """As in a process that has not loaded the kernel yet."""
+    cpp_build.load_kernel.cache_clear()
+    yield
+    cpp_build.load_kernel.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def backend() -> CppAttention:
     try:
@@ -28,8 +36,8 @@ def backend() -> CppAttention:
 @pytest.mark.parametrize("group,head_dim", [(1, 64), (3, 64), (4, 128), (7, 64)])
 @pytest.mark.parametrize("ring,sliding_window", [(False, None), (True, None), (False, 37)])
 def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_window):
-    case = make_case([1, 17, 64, 128, 200], n_token, group=group, head_dim=head_dim, ring=ring, capacity=203)
-    case = Case(AttentionSpec(**{**vars(case.spec), "sliding_window": sliding_window}), *list(vars(case).values())[1:])
+    settings = {"group": group, "head_dim": head_dim, "ring": ring, "sliding_window": sliding_window}
+    case = make_case([1, 17, 64, 128, 200], n_token, capacity=203, **settings)
     torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
 
 
@@ -78,16 +86,13 @@ def test_8_bit_entries_are_never_dequantised(backend, n_token, storage):
 
 
 def test_a_model_that_the_kernel_does_not_have_runs_on_torch(backend):
-    odd = AttentionSpec(6, 2, 80, None, torch.float32)
-    chosen, why = select_backend("auto", "cpu", odd)
-    assert isinstance(chosen, TorchAttention) and "head_dim 80" in why
-    chosen, why = select_backend("auto", "cpu", AttentionSpec(6, 2, 64, None, torch.float64))
-    assert isinstance(chosen, TorchAttention) and "float64" in why
+    for head_dim, dtype, said in ((80, torch.float32, "head_dim 80"), (64, torch.float64, "float64")):
+        chosen, why = select_backend("auto", "cpu", AttentionSpec(6, 2, head_dim, None, dtype))
+        assert isinstance(chosen, TorchAttention) and said in why
 
 
-def test_a_machine_without_a_compiler_uses_torch(monkeypatch, tmp_path):
-    """The reason is told, and asking for the kernel by name is an error."""
-    cpp_build.load_kernel.cache_clear()
+def test_a_machine_without_a_compiler_uses_torch(nothing_built, monkeypatch, tmp_path):
+    """The reason is given, and asking for the kernel by name is an error."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/g++")
     chosen, why = select_backend("auto", "cpu", SPEC)
@@ -98,17 +103,14 @@ def test_a_machine_without_a_compiler_uses_torch(monkeypatch, tmp_path):
     with pytest.raises(cpp_build.BuildError, match="cannot build"):
         cpp_build.load_kernel()
     assert list(tmp_path.iterdir()) == []
-    cpp_build.load_kernel.cache_clear()
 
 
-def test_a_user_without_a_home_folder_uses_torch(monkeypatch):
-    cpp_build.load_kernel.cache_clear()
+def test_a_user_without_a_home_folder_uses_torch(nothing_built, monkeypatch):
     for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cpp_build.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home folder")))
     chosen, why = select_backend("auto", "cpu", SPEC)
     assert isinstance(chosen, TorchAttention) and "no home folder" in why
-    cpp_build.load_kernel.cache_clear()
 
 
 def test_the_default_dtype_of_pytorch_does_not_matter(backend):
@@ -126,9 +128,8 @@ def test_auto_is_the_kernel_whatever_the_entries_are(backend, entries):
     assert select_backend("auto", "cpu", SPEC, entries).backend.name == "cpp"
 
 
-def test_a_build_is_shared_and_never_seen_half_done(backend, monkeypatch, tmp_path):
+def test_a_build_is_shared_and_never_seen_half_done(nothing_built, backend, monkeypatch, tmp_path):
     """Built once per cache folder; a second process finds it there."""
-    cpp_build.load_kernel.cache_clear()
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     cpp_build.load_kernel()
     (library,) = tmp_path.iterdir()
@@ -136,4 +137,3 @@ def test_a_build_is_shared_and_never_seen_half_done(backend, monkeypatch, tmp_pa
     cpp_build.load_kernel.cache_clear()
     cpp_build.load_kernel()
     assert [library] == list(tmp_path.iterdir())
-    cpp_build.load_kernel.cache_clear()

@@ -58,40 +58,29 @@ def write_pg19(path: Path, texts: list[str | None], **options) -> Path:
 BOOKS = ["It was the best of times.\n", "Call me Ishmael.\n", "Mädchen, 你好.\n"]
 
 
-def write_txt_folder(folder: Path) -> Path:
-    for name, book in zip(("a.txt", "b.txt", "c.txt"), BOOKS, strict=True):
-        (folder / name).write_text(book, encoding="utf-8")
-    (folder / "notes.md").write_text("not a book")
-    return folder
-
-
-def write_jsonl(folder: Path) -> Path:
-    path = folder / "books.jsonl"
-    lines = [json.dumps({"title": "t", "text": book}) for book in BOOKS]
-    path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+def write_books(folder: Path, kind: str) -> Path:
+    """What holds BOOKS: a folder or a file."""
+    path = folder if kind.endswith("folder") else folder / f"books.{kind}"
+    if kind == "txt folder":
+        for name, book in zip(("a.txt", "b.txt", "c.txt"), BOOKS, strict=True):
+            (folder / name).write_text(book, encoding="utf-8")
+        (folder / "notes.md").write_text("not a book")
+    elif kind == "jsonl":
+        lines = [json.dumps({"title": "t", "text": book}) for book in BOOKS]
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    elif kind == "parquet folder":
+        write_pg19(folder / "test-00000-of-00002.parquet", BOOKS[:2], row_group_size=1)
+        write_pg19(folder / "test-00001-of-00002.parquet", BOOKS[2:])
+    else:
+        write_pg19(path, BOOKS)
     return path
 
 
-def write_parquet_folder(folder: Path) -> Path:
-    write_pg19(folder / "test-00000-of-00002.parquet", BOOKS[:2], row_group_size=1)
-    write_pg19(folder / "test-00001-of-00002.parquet", BOOKS[2:])
-    return folder
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_txt_folder,
-        write_jsonl,
-        write_parquet_folder,
-        lambda folder: write_pg19(folder / "books.parquet", BOOKS),
-    ],
-    ids=["txt folder", "jsonl", "parquet folder", "parquet"],
-)
-def test_formats_give_the_same_books(tmp_path, write):
-    written = write(tmp_path)
+@pytest.mark.parametrize("kind", ["txt folder", "jsonl", "parquet folder", "parquet"])
+def test_formats_give_the_same_books(tmp_path, kind):
+    written = write_books(tmp_path, kind)
     assert list(load_books(str(written))) == BOOKS
-    for file in [written] if written.is_file() else written.iterdir():
+    for file in list(tmp_path.iterdir()):
         file.rename(file.with_suffix(file.suffix.upper()))
     written = written if written.is_dir() else written.with_suffix(written.suffix.upper())
     assert list(load_books(str(written))) == BOOKS, "names in other case"
@@ -135,17 +124,24 @@ def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folde
     assert resolve_dataset(wanted, source) == resolved
 
 
-@pytest.mark.parametrize("split", ["test", "validation"])
-def test_pg19_reads_the_split_of_the_hub_snapshot(tmp_path, monkeypatch, split):
-    write_pg19(tmp_path / "data" / f"{split}-00000-of-00001-29a5.parquet", BOOKS)
-    write_pg19(tmp_path / "data" / "train-00000-of-00001-2b13.parquet", ["another split"])
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch):
+    """A folder for what the hub has; and what was asked of it."""
     calls = []
 
-    def snapshot_download(repository, **options):
+    def download(repository, **options):
         calls.append((repository, options))
         return str(tmp_path)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return tmp_path, calls
+
+
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot, split):
+    folder, calls = snapshot
+    write_pg19(folder / "data" / f"{split}-00000-of-00001-29a5.parquet", BOOKS)
+    write_pg19(folder / "data" / "train-00000-of-00001-2b13.parquet", ["another split"])
     assert list(load_books("pg19", split=split)) == BOOKS
     [(repository, options)] = calls
     assert repository == data.PG19_REPOSITORY
@@ -160,12 +156,10 @@ def test_pg19_offline_is_a_data_error_with_a_fix(tmp_path, monkeypatch):
         load_books("pg19")
 
 
-def test_pg19_snapshot_without_the_split_is_a_data_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **options: str(tmp_path))
-    with pytest.raises(DataError, match=r"test-\*\.parquet"):
-        load_books("pg19")
-    with pytest.raises(DataError, match="one of train, validation, test"):
-        load_books("pg19", split="tests")
+def test_pg19_snapshot_without_the_split_is_a_data_error(snapshot):
+    for split, said in (("test", r"test-\*\.parquet"), ("tests", "one of train, validation, test")):
+        with pytest.raises(DataError, match=said):
+            load_books("pg19", split=split)
 
 
 def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
@@ -199,62 +193,56 @@ def test_damaged_files_are_named(tmp_path, name, content, complaint):
     assert name in str(error.value)
 
 
-def test_truncated_parquet_is_named(tmp_path):
-    path = write_pg19(tmp_path / "cut.parquet", BOOKS)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"cut\.parquet"):
-        list(load_books(str(path)))
-
-
-def test_parquet_without_texts_is_refused(tmp_path):
+def test_damaged_parquet_is_named(tmp_path):
+    cut = write_pg19(tmp_path / "cut.parquet", BOOKS)
+    cut.write_bytes(cut.read_bytes()[:-20])
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "other.parquet")
-    with pytest.raises(DataError, match="content"):
-        list(load_books(str(tmp_path / "other.parquet")))
-    with pytest.raises(DataError, match="row 2: NoneType"):
-        list(load_books(str(write_pg19(tmp_path / "null.parquet", ["text", None]))))
+    write_pg19(tmp_path / "null.parquet", ["text", None])
+    for name, said in (("cut", r"cut\.parquet"), ("other", "content"), ("null", "row 2: NoneType")):
+        with pytest.raises(DataError, match=said):
+            list(load_books(str(tmp_path / f"{name}.parquet")))
 
 
 def test_what_is_no_dataset_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no such file or folder"):
-        load_books(str(tmp_path / "nowhere"))
     (tmp_path / "book.pdf").write_bytes(b"")
-    with pytest.raises(DataError, match="another kind of file"):
-        load_books(str(tmp_path / "book.pdf"))
-    with pytest.raises(DataError, match="holds no books"):
-        load_books(str(tmp_path))
+    for name, said in (
+        ("nowhere", "no such file or folder"),
+        ("book.pdf", "another kind of file"),
+        ("", "holds no books"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load_books(str(tmp_path / name))
+
+
+def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int] | None = None) -> list[list[int]]:
+    return make_prompts(books, CharacterTokenizer(bos), n_prompts=n_prompts, prefix_len=prefix_len)
 
 
 def test_first_stretch_of_every_book_then_the_second():
     books = [numbered_book(1000, 25), numbered_book(2000, 9), numbered_book(3000, 40)]
-    prompts = make_prompts(books, CharacterTokenizer(), n_prompts=5, prefix_len=10)
     a, c = books[0], books[2]
-    assert [text_of(prompt) for prompt in prompts] == [a[:10], c[:10], a[10:20], c[10:20], c[20:30]]
+    expected = [a[:10], c[:10], a[10:20], c[10:20], c[20:30]]
+    assert list(map(text_of, prompts_of(books, 5, 10))) == expected
+    assert list(map(text_of, prompts_of(books, 4, 10))) == expected[:4], "more prompts only add to fewer"
 
 
 def test_bos_is_part_of_the_length():
     books = [numbered_book(1000, 18)]
-    prompts = make_prompts(books, CharacterTokenizer([BOS]), n_prompts=2, prefix_len=10)
-    assert [prompt[0] for prompt in prompts] == [BOS, BOS]
-    assert [len(prompt) for prompt in prompts] == [10, 10]
-    assert text_of(prompts[0][1:] + prompts[1][1:]) == books[0]
+    first, second = prompts_of(books, 2, 10, bos=[BOS])
+    assert first[0] == second[0] == BOS and len(first) == len(second) == 10
+    assert text_of(first[1:] + second[1:]) == books[0]
 
 
 @pytest.mark.parametrize("prefix_len", [1, 7, 100])
 @pytest.mark.parametrize("n_prompts", [1, 3, 10])
 def test_exact_lengths_distinct_rows_no_overlap_and_no_change_when_asked_again(prefix_len, n_prompts):
     books = [numbered_book(1000 * (i + 1), 200 + 100 * i) for i in range(4)]
-    prompts = make_prompts(books, CharacterTokenizer(), n_prompts=n_prompts, prefix_len=prefix_len)
+    prompts = prompts_of(books, n_prompts, prefix_len)
     assert [len(prompt) for prompt in prompts] == [prefix_len] * n_prompts
     tokens = [token for prompt in prompts for token in prompt]
     assert len(set(tokens)) == len(tokens)
     assert all(any(text_of(prompt) in book for book in books) for prompt in prompts)
-    assert prompts == make_prompts(books, CharacterTokenizer(), n_prompts=n_prompts, prefix_len=prefix_len)
-
-
-def test_more_prompts_only_add_to_fewer():
-    books = [numbered_book(1000 * (i + 1), 50) for i in range(3)]
-    six = make_prompts(books, CharacterTokenizer(), n_prompts=6, prefix_len=20)
-    assert make_prompts(books, CharacterTokenizer(), n_prompts=4, prefix_len=20) == six[:4]
+    assert prompts == prompts_of(books, n_prompts, prefix_len)
 
 
 def test_no_more_books_are_read_than_needed():
@@ -271,36 +259,34 @@ def test_no_more_books_are_read_than_needed():
 
 def test_a_book_given_twice_gives_each_prompt_once():
     book, other = numbered_book(1000, 20), numbered_book(2000, 20)
-    prompts = make_prompts([book, book, other], CharacterTokenizer(), n_prompts=4, prefix_len=10)
-    assert len({text_of(prompt) for prompt in prompts}) == 4
+    assert len(set(map(text_of, prompts_of([book, book, other], 4, 10)))) == 4
     with pytest.raises(DataError, match="4 distinct prompts of 10 tokens"):
-        make_prompts([book, book, other], CharacterTokenizer(), n_prompts=5, prefix_len=10)
+        prompts_of([book, book, other], 5, 10)
 
 
-def test_too_little_text_tells_the_numbers_and_a_length_that_fits():
+def test_too_little_text_gives_the_numbers_and_a_length_that_fits():
     books = [numbered_book(1000, 100), numbered_book(2000, 55), ""]
-    tokenizer = CharacterTokenizer([BOS])
     with pytest.raises(DataError) as error:
-        make_prompts(books, tokenizer, n_prompts=8, prefix_len=31)
+        prompts_of(books, 8, 31, bos=[BOS])
     message = str(error.value)
     assert "3 books, 155 tokens" in message
     assert re.search(r"seen: +4 distinct prompts of 31 tokens", message)
     assert re.search(r"required: +8 distinct prompts of 31 tokens", message)
     fits = int(re.search(r"shorten the prompts to (\d+) tokens", message)[1])
-    assert len(make_prompts(books, tokenizer, n_prompts=8, prefix_len=fits)) == 8
+    assert len(prompts_of(books, 8, fits, bos=[BOS])) == 8
     with pytest.raises(DataError):
-        make_prompts(books, tokenizer, n_prompts=8, prefix_len=fits + 1)
+        prompts_of(books, 8, fits + 1, bos=[BOS])
 
 
 def test_no_length_is_suggested_where_none_fits():
     with pytest.raises(DataError, match="ask for fewer prompts") as error:
-        make_prompts(["aaaaaaaa"], CharacterTokenizer(), n_prompts=5, prefix_len=4)
+        prompts_of(["aaaaaaaa"], 5, 4)
     assert "shorten" not in str(error.value)
     with pytest.raises(DataError, match="0 books, 0 tokens"):
-        make_prompts([], CharacterTokenizer(), n_prompts=1, prefix_len=4)
+        prompts_of([], 1, 4)
 
 
 @pytest.mark.parametrize(("n_prompts", "prefix_len"), [(0, 10), (-1, 10), (1, 0), (1, 1)])
 def test_empty_requests_are_refused(n_prompts, prefix_len):
     with pytest.raises(ConfigError):
-        make_prompts(["text"], CharacterTokenizer([BOS]), n_prompts=n_prompts, prefix_len=prefix_len)
+        prompts_of(["text"], n_prompts, prefix_len, bos=[BOS])

@@ -3,159 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
+from gguf_files import TINY, TOKENS, finish, write_tiny_gguf
 
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
 from models.checkpoints.gguf_reader import read_gguf
-from models.checkpoints.gguf_source import NAMES
 from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
-from models.config import ModelConfig, RopeScaling
+from models.config import RopeScaling
 
-DIM, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN_DIM, N_LAYER = 64, 4, 2, 16, 96, 2
-WORDS = ["Ġthe", "th", "he", "12", "<|im_start|>", "<|im_end|>", "<extra>"]
-MERGES = ["t h", "h e", "1 2", "th e", "Ġ the"]
+BOS, STOP, EXTRA = (TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>", "<extra>"))
 TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
-METADATA_TYPES = {
-    bool: gguf.GGUFValueType.BOOL,
-    int: gguf.GGUFValueType.INT32,
-    float: gguf.GGUFValueType.FLOAT32,
-    str: gguf.GGUFValueType.STRING,
-}
-
-HF_TO_GGUF = {theirs: ours for ours, theirs in NAMES.items()}
-
-
-def gguf_name(hf_name: str) -> str:
-    stem, _, kind = hf_name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{HF_TO_GGUF[stem]}.{kind}"
-    layer, _, stem = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{HF_TO_GGUF[stem]}.{kind}"
-
-
-def llama_cpp_layout(weight: np.ndarray, n_head: int) -> np.ndarray:
-    """What llama.cpp's converter does to Q and K: from half-split to adjacent rotary pairs."""
-    return weight.reshape(n_head, 2, HEAD_DIM // 2, -1).swapaxes(1, 2).reshape(weight.shape)
-
-
-def vocabulary() -> list[str]:
-    alphabet = [chr(c) for c in range(33, 127)] + [chr(c) for c in range(161, 173)]
-    alphabet += [chr(c) for c in range(174, 256)] + [chr(256 + n) for n in range(68)]
-    return [*alphabet, "the", *WORDS]
-
-
-def write_gguf(
-    folder: Path,
-    *,
-    arch: str = "llama",
-    quantization: Quantization = Quantization.F32,
-    pre: str = "smollm",
-    tokenizer_model: str = "gpt2",
-    tied: bool = True,
-    metadata: dict[str, Any] | None = None,
-    extra_tensor: str = "",
-    n_tokens: int = 0,
-) -> dict[str, torch.Tensor]:
-    """Write a tiny model in llama.cpp's names and layout; return its weights by Hugging Face name.
-
-    With only the last `n_tokens` tokens it is quickly read, but its tokenizer is none.
-    """
-    folder.mkdir(exist_ok=True)
-    tokens = vocabulary()[-n_tokens:]
-    config = ModelConfig(
-        len(tokens),
-        N_LAYER,
-        DIM,
-        N_HEAD,
-        N_KV_HEAD,
-        HEAD_DIM,
-        FFN_DIM,
-        tie_embeddings=tied,
-        qkv_bias=arch == "qwen2",
-    )
-    writer = gguf.GGUFWriter(folder / "tiny.gguf", arch)
-    writer.add_context_length(512)
-    writer.add_embedding_length(DIM)
-    writer.add_block_count(N_LAYER)
-    writer.add_feed_forward_length(FFN_DIM)
-    writer.add_head_count(N_HEAD)
-    writer.add_head_count_kv(N_KV_HEAD)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50000.0)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_tokenizer_model(tokenizer_model)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    kinds = {"<|im_start|>": 3, "<|im_end|>": 3, "<extra>": 4}
-    writer.add_token_types([kinds.get(token, 1) for token in tokens])
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(tokens.index("<|im_start|>"))
-    writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    for key, value in (metadata or {}).items():
-        writer.kv_data[0].pop(key, None)
-        writer.add_key_value(key, value, METADATA_TYPES[type(value)])
-
-    random = np.random.default_rng(0)
-    weights = {}
-    for name, shape in (part for stacked in source_parts(config).values() for part in stacked):
-        values = random.standard_normal(shape, dtype=np.float32)
-        kind = quantization if len(shape) > 1 else Quantization.F32
-        stored = values
-        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            stored = llama_cpp_layout(values, N_HEAD if "q_proj" in name else N_KV_HEAD)
-        data = gguf.quantize(stored, kind)
-        raw_dtype = None if kind in (Quantization.F32, Quantization.F16) else kind
-        writer.add_tensor(gguf_name(name), data, raw_dtype=raw_dtype)
-        weights[name] = torch.from_numpy(values)
-    if extra_tensor:
-        writer.add_tensor(extra_tensor, np.ones(8, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return weights
 
 
 @pytest.mark.parametrize(
     "quantization, tolerance",
-    [
-        (Quantization.F32, 0.0),
-        (Quantization.F16, 2e-3),
-        (Quantization.Q8_0, 2e-2),
-        (Quantization.Q4_1, 0.3),
-    ],
+    [(Quantization.F32, 0.0), (Quantization.F16, 2e-3), (Quantization.Q8_0, 2e-2), (Quantization.Q4_1, 0.3)],
 )
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quantization, tolerance: float) -> None:
-    weights = write_gguf(tmp_path, arch=arch, quantization=quantization)
+    weights = write_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
     convert(tmp_path, tmp_path)
     config, state_dict = read_checkpoint(tmp_path, verify=True)
-    stop = vocabulary().index("<|im_end|>")
-    assert config == ModelConfig(
-        vocab_size=len(vocabulary()),
-        n_layer=N_LAYER,
-        dim=DIM,
-        n_head=N_HEAD,
-        n_kv_head=N_KV_HEAD,
-        head_dim=HEAD_DIM,
-        ffn_dim=FFN_DIM,
-        norm_eps=1e-5,
-        rope_theta=50000.0,
-        max_context=512,
-        tie_embeddings=True,
-        qkv_bias=arch == "qwen2",
-        eos_tokens=(stop,),
-    )
+    assert config == replace(TINY, qkv_bias=arch == "qwen2")
     for name, stacked in source_parts(config).items():
         wanted = torch.cat([weights[part] for part, _ in stacked])
         assert state_dict[name].dtype == torch.float32
@@ -165,7 +44,7 @@ def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quan
 
 def test_untied_head_and_linear_rope_scaling(tmp_path: Path) -> None:
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    weights = write_gguf(tmp_path, tied=False, metadata=scaling)
+    weights = write_tiny_gguf(tmp_path, tied=False, metadata=scaling)
     convert(tmp_path, tmp_path)
     config, state_dict = read_checkpoint(tmp_path)
     assert config.rope_scaling == RopeScaling("linear", 4.0)
@@ -181,16 +60,14 @@ def test_untied_head_and_linear_rope_scaling(tmp_path: Path) -> None:
         ({"metadata": {"llama.attention.key_length": 32}}, CheckpointError, "rope.dimension_count"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ConfigError, "yarn"),
         ({"pre": "deepseek-coder"}, CheckpointError, "deepseek-coder"),
-        ({"tokenizer_model": "llama"}, CheckpointError, "tokenizer.ggml.model llama"),
+        ({"metadata": {"tokenizer.ggml.model": "llama"}}, CheckpointError, "tokenizer.ggml.model llama"),
         ({"extra_tensor": "rope_freqs.weight"}, CheckpointError, "rope_freqs.weight"),
         ({"extra_tensor": "blk.0.attn_q_norm.weight"}, CheckpointError, "blk.0.attn_q_norm.weight"),
         ({"extra_tensor": "blk.0.attn_q.bias"}, CheckpointError, "q_proj.bias"),
     ],
 )
-def test_unsupported_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], named: str
-) -> None:
-    write_gguf(tmp_path, **changes)
+def test_unsupported_is_refused_by_name(tmp_path, changes, error, named):
+    write_tiny_gguf(tmp_path, **changes)
     with pytest.raises(error, match=named):
         convert(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
@@ -199,18 +76,15 @@ def test_unsupported_is_refused_by_name(
 def test_undecodable_quantisation_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_tensor("blk.0.attn_q.weight", np.ones((2, 8), np.int32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.weight: I32"):
         read_gguf(tmp_path / "tiny.gguf")
 
 
 def test_a_tokenizer_beside_the_gguf_is_used(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "known")
+    write_tiny_gguf(tmp_path / "known")
     convert(tmp_path / "known", tmp_path / "known")
-    write_gguf(tmp_path / "unknown", pre="deepseek-coder")
+    write_tiny_gguf(tmp_path / "unknown", pre="deepseek-coder")
     beside = tmp_path / "unknown" / "tokenizer.json"
     beside.write_bytes((tmp_path / "known" / "tokenizer.json").read_bytes())
     convert(tmp_path / "unknown", tmp_path / "out")
@@ -218,7 +92,7 @@ def test_a_tokenizer_beside_the_gguf_is_used(tmp_path: Path) -> None:
 
 
 def test_llama3_rope_from_the_config_beside_the_gguf(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "plain")
+    write_tiny_gguf(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "plain")
     hf_config = json.loads((tmp_path / "plain" / "config.json").read_text())
     hf_config["rope_scaling"] = {
@@ -229,7 +103,7 @@ def test_llama3_rope_from_the_config_beside_the_gguf(tmp_path: Path) -> None:
         "original_max_position_embeddings": 128,
     }
     folder = tmp_path / "llama3"
-    write_gguf(folder, extra_tensor="rope_freqs.weight")
+    write_tiny_gguf(folder, extra_tensor="rope_freqs.weight")
     (folder / "config.json").write_text(json.dumps(hf_config))
     convert(folder, folder)
     assert read_checkpoint(folder)[0].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
@@ -237,7 +111,7 @@ def test_llama3_rope_from_the_config_beside_the_gguf(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 0.00005, 0.0005, 0.01, 0.03, 0.5, 0.999])
 def test_truncated_file(tmp_path: Path, fraction: float) -> None:
-    write_gguf(tmp_path)
+    write_tiny_gguf(tmp_path)
     path = tmp_path / "tiny.gguf"
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * fraction)])
@@ -248,7 +122,7 @@ def test_truncated_file(tmp_path: Path, fraction: float) -> None:
 
 def test_a_byte_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
     """Wherever it is: in the header, in its padding, in the data, at the end; also as many as data are aligned to."""
-    write_gguf(tmp_path, n_tokens=16)
+    write_tiny_gguf(tmp_path, n_tokens=16)
     path, random = tmp_path / "tiny.gguf", np.random.default_rng(0)
     content = path.read_bytes()
     data = int(gguf.GGUFReader(path).data_offset)
@@ -262,7 +136,7 @@ def test_a_byte_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
 
 def test_an_endless_array_is_refused(tmp_path: Path) -> None:
     """It would be read value by value beyond the end of the file."""
-    write_gguf(tmp_path)
+    write_tiny_gguf(tmp_path)
     path = tmp_path / "tiny.gguf"
     content = bytearray(path.read_bytes())
     name = b"tokenizer.ggml.token_type"
@@ -283,14 +157,14 @@ def test_an_endless_array_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_metadata_of_another_type_or_range_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
-    write_gguf(tmp_path, metadata={key: value, "tokenizer.ggml.add_bos_token": True})
+    write_tiny_gguf(tmp_path, metadata={key: value, "tokenizer.ggml.add_bos_token": True})
     with pytest.raises(UserError, match=said):
         convert(tmp_path, tmp_path)
 
 
 def test_garbled_headers_end_in_typed_errors(tmp_path: Path) -> None:
     """Any byte of the header set to 0xFF: read well or refused, never another exception, never a hang."""
-    write_gguf(tmp_path, n_tokens=16)
+    write_tiny_gguf(tmp_path, n_tokens=16)
     path = tmp_path / "tiny.gguf"
     content = path.read_bytes()
     header, refused = int(gguf.GGUFReader(path).data_offset), 0
@@ -305,33 +179,23 @@ def test_garbled_headers_end_in_typed_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2", "default"])
 def test_rebuilt_tokenizer(tmp_path: Path, pre: str) -> None:
-    write_gguf(tmp_path, pre=pre)
-    convert(tmp_path, tmp_path)
-    tokenizer, tokens = load_tokenizer(tmp_path), vocabulary()
-    ids = tokenizer.encode(TEXT, add_bos=False)
-    assert tokenizer.vocab_size == len(tokens)
-    assert tokenizer.decode(ids) == TEXT.replace("<|im_end|>", "")
-    assert tokens.index("<|im_end|>") in ids
-    bos = [tokens.index("<|im_start|>")] if pre == "llama-bpe" else []
-    assert tokenizer.encode(TEXT) == bos + ids
-    pieces = [tokens[token] for token in tokenizer.encode("the 1234", add_bos=False)]
-    joined = {"smollm": ["1", "2"], "qwen2": ["1", "2"]}.get(pre, ["12"])
-    assert pieces == ["the", "Ġ", *joined, "3", "4"]
-
-
-def test_user_defined_tokens_are_kept_and_decoded(tmp_path: Path) -> None:
-    write_gguf(tmp_path)
+    write_tiny_gguf(tmp_path, pre=pre)
     convert(tmp_path, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode("a<extra>b")
-    assert vocabulary().index("<extra>") in ids
-    assert tokenizer.decode(ids) == "a<extra>b"
+    ids = tokenizer.encode(TEXT, add_bos=False)
+    assert tokenizer.vocab_size == len(TOKENS)
+    assert tokenizer.decode(ids) == TEXT.replace("<|im_end|>", "")
+    assert STOP in ids
+    bos = [BOS] if pre == "llama-bpe" else []
+    assert tokenizer.encode(TEXT) == bos + ids
+    pieces = [TOKENS[token] for token in tokenizer.encode("the 1234", add_bos=False)]
+    joined = {"smollm": ["1", "2"], "qwen2": ["1", "2"]}.get(pre, ["12"])
+    assert pieces == ["the", "Ġ", *joined, "3", "4"]
+    with_extra = tokenizer.encode("a<extra>b", add_bos=False)
+    assert EXTRA in with_extra and tokenizer.decode(with_extra) == "a<extra>b", "tokens that users define are kept"
 
 
 def test_bos_as_the_metadata_says(tmp_path: Path) -> None:
-    write_gguf(tmp_path, metadata={"tokenizer.ggml.add_bos_token": True})
+    write_tiny_gguf(tmp_path, metadata={"tokenizer.ggml.add_bos_token": True})
     convert(tmp_path, tmp_path)
-    assert load_tokenizer(tmp_path).encode("a") == [
-        vocabulary().index("<|im_start|>"),
-        vocabulary().index("a"),
-    ]
+    assert load_tokenizer(tmp_path).encode("a") == [BOS, TOKENS.index("a")]

@@ -57,7 +57,7 @@ def test_a_shape_that_raises_is_named():
 
 
 def test_flash_flavours_are_checked_like_the_others():
-    kernel = fake_flash_attn.fake_fa3(FA3.module, FA3.dtypes, True).flash_attn_with_kvcache
+    kernel = fake_flash_attn.fake_package(FA3).flash_attn_with_kvcache
     result = checked(FlashAttention(Flavour(FA3, kernel, 132), TorchAttention()), torch.bfloat16, None, False)
     assert result["status"] == "done" and result["shapes"] == 10
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +11,9 @@ import pytest
 import torch
 from engine.bench.settings import DraftSettings, Sampling
 from fake_cuda_linear import cuda_linears
+from live_bytes import LiveBytes
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
@@ -62,26 +60,22 @@ def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_are_those_that_load_model_holds(name: str) -> None:
-    config = CONFIGS[name]
-    assert plan_of(config).weights == loaded_bytes(config, torch.float32, prepack=True)
-    assert config.n_parameters * 4 == loaded_bytes(config, torch.float32, prepack=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_are_never_underestimated(name: str, dtype: torch.dtype) -> None:
-    assert plan_of(CONFIGS[name], dtype).weights >= loaded_bytes(CONFIGS[name], dtype, prepack=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_kv_is_that_of_the_caches(name: str, dtype: torch.dtype) -> None:
-    config, batch = CONFIGS[name], 3
-    plan = plan_of(config, dtype)
-    assert batch * plan.target_kv_per_row == FullKVCache(config, batch, CAPACITY, dtype=dtype).n_bytes
-    assert batch * plan.draft_kv_per_row == StreamingKVCache(config, batch, BUDGET, dtype=dtype).n_bytes
+def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.dtype) -> None:
+    config, plan = CONFIGS[name], plan_of(CONFIGS[name], dtype)
+    assert config.n_parameters * dtype.itemsize == loaded_bytes(config, dtype, prepack=False)
+    packed = loaded_bytes(config, dtype, prepack=True)
+    assert plan.weights == packed or (plan.weights > packed and dtype != torch.float32)
+    assert 3 * plan.target_kv_per_row == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
+    assert 3 * plan.draft_kv_per_row == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
+    plan = plan_of(TINY, kv_dtype=dtype, draft=DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype))
+    assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
+    assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
 
 
 def test_what_grows_with_what() -> None:
@@ -95,7 +89,7 @@ def test_what_grows_with_what() -> None:
 
 
 def test_sampling_and_filters_take_memory_of_their_own() -> None:
-    """By the logit: laws and noise; sorted values and masses on top where a filter sorts."""
+    """By the logit: distributions and noise; sorted values and masses on top where a filter sorts."""
     logits = BLOCK * TINY.vocab_size
     greedy, sampled, filtered = (
         plan_of(TINY, sampling=sampling)
@@ -107,7 +101,7 @@ def test_sampling_and_filters_take_memory_of_their_own() -> None:
     assert sampled.activations - greedy.activations >= blocks_per_pass(torch.device("cpu")) * 4 * 8
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 1000])
+@pytest.mark.parametrize("batch", [1, 7, 1000])
 def test_largest_batch_is_exact(batch: int) -> None:
     plan = plan_of(TINY)
     for available in (plan.total(batch), plan.total(batch + 1) - 1):
@@ -117,19 +111,17 @@ def test_largest_batch_is_exact(batch: int) -> None:
             require_memory(plan, batch + 1, available, "cpu")
 
 
-@pytest.mark.parametrize("available", [0, 1, "one row less a byte"])
-def test_no_batch_fits(available: int | str) -> None:
-    plan = plan_of(TINY)
-    free = plan.total(1) - 1 if isinstance(available, str) else available
-    assert plan.largest_batch(free) == 0
-    with pytest.raises(OutOfMemoryError) as refusal:
-        require_memory(plan, 1, free, "cpu")
-    assert "--B" not in str(refusal.value)
-    fits = "narrower --dtype" if free < plan.total(0) else "shorter --prefix_len, or a smaller draft budget"
-    assert fits in str(refusal.value)
-    alone = plan_of(TINY, draft=None)
-    with pytest.raises(OutOfMemoryError, match=r"use a shorter --prefix_len$"):
-        require_memory(alone, 1, alone.total(0), "cpu")
+def test_where_no_batch_fits_what_is_in_the_way_is_said() -> None:
+    plan, alone = plan_of(TINY), plan_of(TINY, draft=None)
+    for of, free, fix in (
+        (plan, 0, "narrower --dtype"),
+        (plan, plan.total(1) - 1, "shorter --prefix_len, or a smaller draft budget"),
+        (alone, alone.total(0), "use a shorter --prefix_len"),
+    ):
+        assert of.largest_batch(free) == 0
+        with pytest.raises(OutOfMemoryError, match=rf"{fix}[^\n]*$") as refusal:
+            require_memory(of, 1, free, "cpu")
+        assert "--B" not in str(refusal.value)
 
 
 def test_the_refusal_is_itemised_and_adds_up() -> None:
@@ -140,21 +132,12 @@ def test_the_refusal_is_itemised_and_adds_up() -> None:
     with pytest.raises(OutOfMemoryError) as refusal:
         require_memory(plan, 4, 12 * gib, "cuda:1")
     message = str(refusal.value)
-    items = dict(re.findall(r"([a-zA-Z ]+) (\d+\.\d\d) GiB[,\n]", message.partition("cuda:1:")[2]))
-    assert {name.strip(): float(size) for name, size in items.items()} == {
-        "weights": 6.0,
-        "target KV": 8.0,
-        "draft KV": 4.0,
-        "logits": 2.0,
-        "activations": 1.0,
-    }
-    assert "21.00 GiB for a batch of 4" in message
-    assert "<= 12.00 GiB available" in message
-    assert "use --B 1, the largest batch that fits" in message
-
-
-def test_available_bytes_of_this_machine() -> None:
+    items = re.findall(r"([a-zA-Z][a-zA-Z ]+) (\d+\.\d\d) GiB[,\n]", message.partition("cuda:1:")[2])
+    sizes = {"weights": 6.0, "target KV": 8.0, "draft KV": 4.0, "logits": 2.0, "activations": 1.0}
+    assert {name: float(size) for name, size in items} == sizes
     assert 2**20 < available_bytes("cpu") < 2**50
+    for part in ("21.00 GiB for a batch of 4", "<= 12.00 GiB available", "use --B 1, the largest batch that fits"):
+        assert part in message
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -172,61 +155,22 @@ def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: boo
     assert planned < plan_of(config, draft=None).weights
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
-    draft = DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype)
-    plan = plan_of(TINY, kv_dtype=dtype, draft=draft)
-    assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made within held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._live = 0
-        self._holders: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-        storage = out.untyped_storage()
-        if storage.data_ptr() in self._holders or storage.data_ptr() not in given:
-            self._hold(storage.data_ptr(), storage.nbytes())
-            weakref.finalize(out, self._release, storage.data_ptr(), storage.nbytes())
-        return out
-
-    def _hold(self, place: int, n_bytes: int) -> None:
-        self._live += 0 if self._holders[place] else n_bytes
-        self._holders[place] += 1
-        self.peak = max(self.peak, self._live)
-
-    def _release(self, place: int, n_bytes: int) -> None:
-        self._holders[place] -= 1
-        if not self._holders[place]:
-            self._live -= n_bytes
-            del self._holders[place]
-
-
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(
-    stored: torch.dtype, dtype: torch.dtype
-) -> None:
-    cache = FullKVCache(TINY, 3, CAPACITY, dtype=stored)
-    with LiveBytes() as live:
-        cache.read(0).dequantized(dtype)
-    plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=always)
-    assert live.peak == 3 * plan.dequantized_per_row > 0
-
-
 def always(n_token: int) -> bool:
     return True
 
 
 def longer_blocks(n_token: int) -> bool:
     return n_token > BLOCK
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(stored, dtype):
+    cache = FullKVCache(TINY, 3, CAPACITY, dtype=stored)
+    with LiveBytes() as live:
+        cache.read(0).dequantized(dtype)
+    plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=always)
+    assert live.peak == 3 * plan.dequantized_per_row > 0
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
@@ -305,6 +249,18 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
     assert int8.logits_per_row - plain.logits_per_row == int4.logits_per_row - plain.logits_per_row == head
 
 
+def test_selecting_entries_is_planned_for() -> None:
+    """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
+    plain = plan_of(TINY).activations
+    of_target = DraftFootprint(TINY, torch.float32, (BUDGET,), shares_weights=True, observed=6)
+    own = replace(of_target, shares_weights=False, prefills=True)
+    scores = 4 * 6 * TINY.n_head * CAPACITY
+    keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
+    needed, with_prompt = (plan_of(TINY, draft=draft).activations - plain for draft in (of_target, own))
+    assert needed >= 2 * scores + keys
+    assert with_prompt == needed + FullKVCache(TINY, 1, CAPACITY).n_bytes
+
+
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     """Two budgets and three gammas, plain rounds among them and as the baseline: all but those of one longest round."""
@@ -338,16 +294,3 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.captured_per_row + longest)
     for changes in ({"device": "cpu"}, {"args": calls}):
         assert _captured_rows(SimpleNamespace(**vars(on_cuda) | changes)) == 0
-
-
-def test_selecting_entries_is_planned_for() -> None:
-    """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
-    plain = plan_of(TINY).activations
-    of_target = DraftFootprint(TINY, torch.float32, (BUDGET,), shares_weights=True, observed=6)
-    own = replace(of_target, shares_weights=False, prefills=True)
-    scores = 4 * 6 * TINY.n_head * CAPACITY
-    keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
-    needed = [plan_of(TINY, draft=draft).activations - plain for draft in (of_target, own)]
-    assert needed[0] >= 2 * scores + keys
-    whole = FullKVCache(TINY, 1, CAPACITY).n_bytes
-    assert needed[1] == needed[0] + whole

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hf_tiny import N_TOKENS
 from page_commands import Planner, blocks
+from rank_jobs import Models, on_two_ranks, results
+from scripts import Benchmark
 from test_benchmarks import ROOT, refusal
 from test_data import write_pg19
-from test_rank_scripts import Ended, Models, alone, models, on_two_ranks, results  # noqa: F401, for `checkout`
 
 from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
 from engine.noise import in_passes
@@ -85,11 +86,9 @@ def pg19(checkout: Path) -> None:
 
 
 @pytest.fixture
-def run(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str, list[str]], Ended]:
+def run(checkout: Path, alone: Benchmark) -> Benchmark:
     """Runs a benchmark in the checkout, in this process."""
-    return lambda script, flags: alone(script, flags, monkeypatch, capsys)
+    return alone
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
+from machine import needs_vnni
 from tiny import TINY
 
 from common.errors import ConfigError
@@ -27,8 +28,6 @@ from models.quantize import (
     quantized_linear,
 )
 
-vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
-
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of very different magnitudes: each has to have a scale of its own."""
@@ -38,29 +37,42 @@ def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> t
     return weight, x.to(dtype)
 
 
-@vnni
+def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product of factors rounded to 8 bits, `[N, d_out]` float64."""
+    q, scale = quantize_rows(weight)
+    x_scale = x.float().abs().amax(1, keepdim=True) / 127
+    x_q = (x.float() / x_scale + 128).round() - 128
+    return (x_q.double() @ q.double().T) * x_scale.double() * scale.double()
+
+
+def grid_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values that 4 bits stand for, and the scales."""
+    q, scale, low = quantize_groups(weight)
+    return (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1), scale
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
+
+
+@needs_vnni
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_row", [1, 5, 32])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     weight, x = weight_and_input(128, 192, n_row, dtype)
-    bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
-    q, scale = quantize_rows(weight)
-    x_scale = x.float().abs().amax(1, keepdim=True) / 127
-    x_q = (x.float() / x_scale + 128).round() - 128
-    wanted = (x_q.double() @ q.double().T) * x_scale.double() * scale.double()
-    if bias is not None:
+    bias = torch.linspace(-1, 1, 128).to(dtype)
+    wanted = rounded_product(x, weight)
+    assert relative_error(wanted, x.double() @ weight.double().T) < 0.03
+    if with_bias:
         wanted = wanted.to(dtype).double() + bias.double()
-    got = Int8Linear(weight, bias)(x)
+    got = Int8Linear(weight, bias if with_bias else None)(x)
     assert got.dtype == dtype
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
-    if bias is None:
-        exact = x.double() @ weight.double().T
-        assert ((wanted - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.03
 
 
-@vnni
+@needs_vnni
 def test_int8_rows_do_not_depend_on_their_company():
     weight, x = weight_and_input(128, 192, 9, torch.float32)
     layer = Int8Linear(weight, None)
@@ -74,14 +86,13 @@ def test_int8_rows_do_not_depend_on_their_company():
 @pytest.mark.parametrize("n_row", [1, 5, 32])
 def test_int4_is_the_product_with_its_grid(dtype, n_row):
     weight, x = weight_and_input(128, 192, n_row, dtype)
-    q, scale, low = quantize_groups(weight)
-    grid = (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+    grid, scale = grid_of(weight)
     assert (grid - weight).abs().amax() <= 0.51 * scale.amax()
     bias = torch.linspace(-1, 1, 128).to(dtype)
     got = Int4Linear(weight, bias)(x)
     wanted = (x.double() @ grid.double().T).to(dtype) + bias
     assert got.dtype == dtype
-    assert ((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 1e-2  # bfloat16 activations and scales
+    assert relative_error(got, wanted) < 1e-2  # bfloat16 activations and scales
 
 
 def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
@@ -108,10 +119,7 @@ def test_int8_on_a_gpu_is_the_product_of_rounded_factors(monkeypatch, n_row, dty
     """What cuBLAS refuses, fewer rows than 17, is filled up; the sums are exact."""
     weight, x = weight_and_input(128, 192, n_row, dtype)
     bias = torch.linspace(-1, 1, 128).to(dtype)
-    q, scale = quantize_rows(weight)
-    x_scale = x.float().abs().amax(1, keepdim=True) / 127
-    x_q = (x.float() / x_scale + 128).round() - 128
-    wanted = ((x_q.double() @ q.double().T) * x_scale * scale).to(dtype) + bias
+    wanted = rounded_product(x, weight).to(dtype) + bias
     with cuda_linears(monkeypatch):
         got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
     torch.testing.assert_close(got, wanted[None], rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
@@ -131,11 +139,8 @@ def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     assert kernel_rows == [MOST_TINYGEMM_ROWS, d_in]
     assert torch.equal(by_kernel.T, dequantize(layer.weight, layer.scale_and_zero))
     torch.testing.assert_close(many[:-1], few, rtol=1e-2, atol=1e-2)
-    q, scale, low = quantize_groups(weight)
-    grid = (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
-    on_cpu = Int4Linear(weight, bias)(x)
-    for wanted in (x.double() @ grid.double().T + bias, on_cpu):
-        assert ((many - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 1e-2
+    for wanted in (x.double() @ grid_of(weight)[0].double().T + bias, Int4Linear(weight, bias)(x)):
+        assert relative_error(many, wanted) < 1e-2
 
 
 def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch):
@@ -148,27 +153,42 @@ def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=vnni), "int4"])
+CONFIG = ModelConfig(
+    vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
+)
+both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
+
+
+def model_and_logits(blocks, dtype=torch.float32, scheme=None):
+    """A model of random weights, and what it gives for blocks of so many tokens in two rows of different length."""
+    model = load_model("none", load_format="dummy", config=CONFIG, dtype=dtype, quantize=scheme)
+    cache, n = FullKVCache(CONFIG, 2, 256, dtype=dtype), sum(blocks)
+    tokens = torch.randint(256, (2, n), generator=torch.Generator().manual_seed(1)).split(blocks, dim=1)
+    positions = (torch.tensor([[0], [9]]) + torch.arange(n)).split(blocks, dim=1)
+    return model, torch.cat([model(*block, cache).float() for block in zip(tokens, positions, strict=True)], dim=1)
+
+
+@both_schemes
 def test_a_model_quantised_for_a_gpu_is_that_of_the_cpu(monkeypatch, scheme):
-    """Whole models, a prefill of more rows than tinygemm gets and a step of two; both schemes have the head in int8."""
-    config = ModelConfig(
-        vocab_size=256, n_layer=1, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
-    )
-    tokens = torch.randint(256, (2, 101), generator=torch.Generator().manual_seed(1))
-    positions = torch.tensor([[0], [9]]) + torch.arange(101)
-
-    def logits():
-        model = load_model("none", load_format="dummy", config=config, quantize=scheme)
-        cache = FullKVCache(config, 2, 256)
-        return torch.cat(
-            [model(tokens[:, part], positions[:, part], cache) for part in (slice(100), slice(100, 101))], 1
-        )
-
+    """A prefill of more rows than tinygemm gets and a step of two; both schemes have the head in int8."""
     with cuda_linears(monkeypatch) as kernel_rows:
-        got = logits()
-    assert kernel_rows == ([2] * 4 if scheme == "int4" else [])
-    wanted = logits()
+        _, got = model_and_logits([100, 1], scheme=scheme)
+    assert kernel_rows == ([2] * 8 if scheme == "int4" else [])
+    _, wanted = model_and_logits([100, 1], scheme=scheme)
     assert (got - wanted).norm() / wanted.norm() < 0.02
+
+
+@both_schemes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_model_is_close(scheme, dtype):
+    """Every linear layer was replaced, the head in int8."""
+    model, got = model_and_logits([5], dtype, scheme)
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert kinds.count("Int8Linear") == (9 if scheme == "int8" else 1)
+    assert kinds.count("Int4Linear") == (0 if scheme == "int8" else 8)
+    assert "Linear" not in kinds and "PackedLinear" not in kinds
+    _, wanted = model_and_logits([5], dtype)
+    assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
 
 
 def test_what_cannot_be_quantised_is_refused():
@@ -183,29 +203,6 @@ def test_shapes_that_the_kernels_do_not_take_stay_as_they_are():
     assert quantized_linear(torch.ones(63, 64), None, "int8") is None
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=vnni), "int4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quantised_model_is_close_and_smaller(scheme, dtype):
-    """Whole models over two rows of different length; every linear layer was replaced, the head in int8."""
-    config = ModelConfig(
-        vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=64
-    )
-    tokens, positions = torch.randint(256, (2, 5)), torch.tensor([[0], [9]]) + torch.arange(5)
-
-    def logits(**options):
-        model = load_model("none", load_format="dummy", config=config, dtype=dtype, **options)
-        cache = FullKVCache(config, 2, 32, dtype=dtype)
-        return model, model(tokens, positions, cache).float()
-
-    quantised, got = logits(quantize=scheme)
-    kinds = [type(module).__name__ for module in quantised.modules()]
-    assert kinds.count("Int8Linear") == (9 if scheme == "int8" else 1)
-    assert kinds.count("Int4Linear") == (0 if scheme == "int8" else 8)
-    assert "Linear" not in kinds and "PackedLinear" not in kinds
-    wanted = logits()[1]
-    assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
-
-
 @pytest.mark.slow
 def test_the_default_model_gets_its_own_4_bits_back():
     """Its checkpoint is a Q4_1 file, expanded: every group's grid is found again, exactly."""
@@ -215,6 +212,4 @@ def test_the_default_model_gets_its_own_4_bits_back():
     linear = [name for name in weights if name.endswith(("wqkv.weight", "wo.weight", "w13.weight", "w2.weight"))]
     assert len(linear) == 120
     for name in linear:
-        q, scale, low = quantize_groups(weights[name])
-        again = (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
-        assert torch.equal(again, weights[name]), name
+        assert torch.equal(grid_of(weights[name])[0], weights[name]), name

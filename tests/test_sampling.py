@@ -1,4 +1,4 @@
-"""The law of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
+"""The distribution of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logit_rows(draw) -> list[float]:
 
 
 def reference(logits: list[float], params: SamplingParams) -> tuple[list[float], float]:
-    """The law, and how close a decision of top-p was: the least distance of a mass from `top_p`."""
+    """The distribution, and how close a decision of top-p was: the least distance of a mass from `top_p`."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.temperature == 0:
         return [float(token == order[0]) for token in range(len(logits))], math.inf
@@ -51,9 +51,9 @@ def reference(logits: list[float], params: SamplingParams) -> tuple[list[float],
     return [weight[token] / mass if token in kept else 0.0 for token in range(len(logits))], closest
 
 
-def assert_same_law(law: Tensor, wanted: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(law.double(), wanted, rtol=0, atol=tolerance)
-    assert torch.equal(law > 0, wanted.to(law.dtype) > 0), "another set of tokens"
+def assert_same_distribution(probs: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(probs.double(), wanted, rtol=0, atol=tolerance)
+    assert torch.equal(probs > 0, wanted.to(probs.dtype) > 0), "another set of tokens"
 
 
 @PROPERTY
@@ -68,16 +68,16 @@ def test_one_row_has_the_law_of_the_reference(row, params, dtype):
     double = dtype == torch.float64
     # Where a mass all but equals top_p, rounding may decide; the exact cases have a test of their own.
     assume(closest > (1e-12 if double else 1e-5))
-    law = logits_to_probs(torch.tensor(row, dtype=dtype), params)
-    assert law.dtype == (torch.float64 if double else torch.float32)
+    probs = logits_to_probs(torch.tensor(row, dtype=dtype), params)
+    assert probs.dtype == (torch.float64 if double else torch.float32)
     wanted = torch.tensor(wanted, dtype=torch.float64)
-    assert_same_law(law, wanted, 1e-14 if double else 2e-6)
+    assert_same_distribution(probs, wanted, 1e-14 if double else 2e-6)
 
 
 @PROPERTY
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
 def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, steps):
-    """Bit for bit the law of the row alone, whichever filters the neighbours use; and it is the right law."""
+    """Bit for bit the distribution of the row alone, whichever filters the neighbours use; and it is the right one."""
     params = data.draw(st.lists(PARAMS, min_size=batch, max_size=batch))
     n = batch * steps * vocab
     logits = torch.tensor(data.draw(st.lists(LOGITS, min_size=n, max_size=n)), dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, s
         for step in range(steps):
             wanted, closest = reference(logits[row, step].tolist(), own)
             if closest > 1e-12:
-                assert_same_law(probs[row, step], torch.tensor(wanted, dtype=torch.float64), 1e-14)
+                assert_same_distribution(probs[row, step], torch.tensor(wanted, dtype=torch.float64), 1e-14)
     for step in range(steps):
         assert torch.equal(law.probs(logits[:, step]), probs[:, step])
         assert torch.equal(law.logprobs(logits[:, step]), logprobs[:, step])
@@ -115,24 +115,24 @@ def test_logprobs_are_the_logarithms_of_probs(dtype):
 @pytest.mark.parametrize("vocab", [2, 4, 8, 16])
 def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
     """Equal logits, whose masses are exact: n ids of a row of V reach a top_p of n / V, the lowest ones."""
+    equal = torch.zeros(vocab, dtype=torch.float64)
     for n in range(1, vocab):
-        law = logits_to_probs(torch.zeros(vocab, dtype=torch.float64), SamplingParams(1.0, top_p=n / vocab))
-        assert law.tolist() == [1 / n] * n + [0.0] * (vocab - n)
-        law = logits_to_probs(torch.zeros(vocab, dtype=torch.float64), SamplingParams(1.0, top_p=(n + 0.5) / vocab))
-        assert int((law > 0).sum()) == n + 1
+        at, beyond = (logits_to_probs(equal, SamplingParams(1.0, top_p=p / vocab)) for p in (n, n + 0.5))
+        assert at.tolist() == [1 / n] * n + [0.0] * (vocab - n)
+        assert int((beyond > 0).sum()) == n + 1
 
 
 def test_the_filters_are_joint():
-    """Top-p looks at the law before top-k: behind a top-k of 3 the first id would hold 0.44 and pass 0.43 alone.
+    """Top-p looks at what is before top-k: behind a top-k of 3 the first id would hold 0.44 and pass 0.43 alone.
 
     The temperature comes before both.
     """
     probs = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     logits = probs.log()
     for top_k, top_p, kept in ((3, 0.65, 2), (3, 0.43, 2), (1, 0.65, 1), (3, 0.39, 1), (3, 0.95, 3), (2, 1.0, 2)):
-        law = logits_to_probs(logits, SamplingParams(1.0, top_k, top_p))
+        filtered = logits_to_probs(logits, SamplingParams(1.0, top_k, top_p))
         wanted = torch.where(torch.arange(4) < kept, probs, 0.0)
-        torch.testing.assert_close(law, wanted / wanted.sum())
+        torch.testing.assert_close(filtered, wanted / wanted.sum())
     hot = logits_to_probs(logits, SamplingParams(100.0, top_p=0.65))
     assert int((hot > 0).sum()) == 3, "at a high temperature 0.65 of the mass takes three ids"
 
@@ -142,8 +142,8 @@ def test_ties_go_to_the_lowest_ids():
     assert int(greedy(logits)) == 1
     assert logits_to_probs(logits, SamplingParams()).tolist() == [0, 1, 0, 0, 0, 0, 0]
     for top_k, kept in ((1, [1]), (2, [1, 3]), (4, [1, 2, 3, 6]), (5, [1, 2, 3, 4, 6])):
-        law = logits_to_probs(logits, SamplingParams(1.0, top_k))
-        assert law.nonzero().flatten().tolist() == kept
+        probs = logits_to_probs(logits, SamplingParams(1.0, top_k))
+        assert probs.nonzero().flatten().tolist() == kept
     assert greedy(torch.zeros(2, 3, 5)).tolist() == [[0] * 3] * 2
 
 
@@ -157,11 +157,11 @@ def test_greedy_rows_beside_sampled_rows():
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e5])
-def test_extreme_temperatures_and_logits_leave_a_law(temperature):
+def test_extreme_temperatures_and_logits_leave_a_distribution(temperature):
     logits = torch.tensor([[60000.0, -60000.0, 59999.5, 0.0]], dtype=torch.float32)
-    law = Distribution.of([SamplingParams(temperature, top_k=3, top_p=0.999)]).probs(logits)
-    assert bool(torch.isfinite(law).all()) and float(law.sum()) == pytest.approx(1)
-    assert int(law.argmax()) == 0 and law[0, 1] == 0
+    probs = Distribution.of([SamplingParams(temperature, top_k=3, top_p=0.999)]).probs(logits)
+    assert bool(torch.isfinite(probs).all()) and float(probs.sum()) == pytest.approx(1)
+    assert int(probs.argmax()) == 0 and probs[0, 1] == 0
 
 
 @pytest.mark.parametrize(

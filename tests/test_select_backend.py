@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 from models.attention import AttentionSpec, TorchAttention, flash_backend, select_backend
 from models.attention.flash_backend import FA2, FA3, Finding, Flavour
 
+ROOT = Path(__file__).resolve().parents[1]
 SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
 FLOAT32 = AttentionSpec(32, 8, 128, None, torch.float32)
 
@@ -50,6 +52,14 @@ def nothing_built(triton_device, monkeypatch, tmp_path):
     monkeypatch.setattr(nvidia, "library_dirs", list)
     monkeypatch.setattr("triton.runtime.driver", DriverConfig())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def test_importing_the_backends_imports_no_package():
+    code = "import sys, models.attention, models.attention.flash_backend as flash\n"
+    code += "packages = {package.module for package in (flash.FA2, flash.FA3, flash.FA3_FWD)}\n"
+    code += "print((packages | {'models.attention.triton_backend'}) & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "set()", result.stderr
 
 
 def no_package(monkeypatch, name: str) -> None:
@@ -109,33 +119,33 @@ def test_the_interpreter_needs_no_launcher(no_launcher, monkeypatch):
     assert select_backend("triton", "cuda", SPEC).backend.name == "triton"
 
 
+def with_flash(monkeypatch, package):
+    found = Finding(Flavour(package, lambda *args, **kwargs: None, 132), package.title)
+    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: found)
+
+
 def test_flash_without_tritons_launcher_falls_back_on_torch(no_launcher, monkeypatch):
-    flavour = Flavour(FA2, lambda *args, **kwargs: None, 132)
-    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: Finding(flavour, FA2.title))
+    with_flash(monkeypatch, FA2)
     assert "on torch" in select_backend("flash", "cuda", SPEC).why
 
 
-@pytest.mark.parametrize("name,device", [("triton", "cpu"), ("flash", "cpu"), ("cpp", "cuda")])
-def test_a_backend_for_another_device_is_refused(name, device):
-    with pytest.raises(ConfigError, match=f"{name} on {device}"):
-        select_backend(name, device, SPEC)
+def test_a_backend_for_another_device_or_an_unknown_one_is_refused():
+    for name, device in (("triton", "cpu"), ("flash", "cpu"), ("cpp", "cuda")):
+        with pytest.raises(ConfigError, match=f"{name} on {device}"):
+            select_backend(name, device, SPEC)
+    with pytest.raises(ConfigError, match="unknown attention backend"):
+        select_backend("xformers", "cpu", SPEC)
 
 
 @pytest.mark.parametrize("package", [FA2, FA3])
 def test_flash_says_which_package_and_what_takes_over(triton_device, monkeypatch, package):
-    flavour = Flavour(package, lambda *args, **kwargs: None, 132)
-    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: Finding(flavour, package.title))
+    with_flash(monkeypatch, package)
     chosen, why = select_backend("flash", "cuda", SPEC)
     assert chosen.name == "flash" and package.title in why and "on triton" in why
     no_package(monkeypatch, "triton")
     assert "on torch" in select_backend("flash", "cuda", SPEC).why
     chosen, why = select_backend("flash", "cuda", FLOAT32)
     assert isinstance(chosen, TorchAttention) and "float32" in why
-
-
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(ConfigError, match="unknown attention backend"):
-        select_backend("xformers", "cpu", SPEC)
 
 
 def test_flash_without_a_package_says_what_was_tried(monkeypatch):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_checkpoint import hf_weights, write_side_files, write_weights
-from test_gguf import write_gguf
+from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
+from gguf_files import write_tiny_gguf
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
@@ -20,11 +19,12 @@ from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "the 1234"
-OTHER = {
-    "pre": "gpt-2",
-    "tied": False,
-    "metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-}
+SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+
+
+def write_source(folder: Path) -> Path:
+    """The weights of a folder with its config.json and tokenizer."""
+    return write_weights(folder, hf_weights(write_side_files(folder, HF_CONFIG)), "safetensors")[0]
 
 
 def contents(folder: Path) -> tuple[object, ...]:
@@ -36,10 +36,10 @@ def contents(folder: Path) -> tuple[object, ...]:
 def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how: str) -> None:
     folder, fresh = tmp_path / "model", tmp_path / "fresh"
     out = tmp_path / "out" if how == "elsewhere" else folder
-    write_gguf(folder)
+    write_tiny_gguf(folder)
     convert(folder, out)
     first = contents(out)
-    write_gguf(fresh, **OTHER)
+    write_tiny_gguf(fresh, pre="gpt-2", tied=False, metadata=SCALED)
     convert(fresh, fresh)
     assert first[0] != contents(fresh)[0] and first[2] != contents(fresh)[2]
     (folder / "tiny.gguf").unlink()
@@ -49,10 +49,10 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
 
 
 def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "plain", pre="gpt-2")
+    write_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     convert(tmp_path / "plain", tmp_path / "plain")
     folder = tmp_path / "own"
-    write_gguf(folder)
+    write_tiny_gguf(folder)
     own = json.loads((tmp_path / "plain" / "config.json").read_text()) | {"rope_theta": 777.0}
     (folder / "config.json").write_text(json.dumps(own))
     shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
@@ -61,13 +61,13 @@ def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> Non
         convert(folder, folder, force=force)
         assert {name: (folder / name).read_bytes() for name in before} == before
     assert read_checkpoint(folder)[0].rope_theta == 777.0
-    write_gguf(folder, tied=False)
+    write_tiny_gguf(folder, tied=False)
     with pytest.raises(CheckpointError, match=r"config\.json and tokenizer\.json of other weights"):
         convert(folder, folder)
 
 
 def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:
-    write_gguf(tmp_path)
+    write_tiny_gguf(tmp_path)
     convert(tmp_path, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("50000.0", "60000.0"))
@@ -79,27 +79,17 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
     assert "50000.0" in path.read_text()
 
 
-def replace_same_name(folder: Path) -> None:
-    write_weights(folder, hf_weights(open_source(folder).config, seed=1), "safetensors")
-
-
-def replace_by_another_name(folder: Path) -> None:
-    config = open_source(folder).config
-    (folder / "model.safetensors").unlink()
-    write_weights(folder, hf_weights(config, seed=1), "bin")
-
-
-@pytest.mark.parametrize("replace", [replace_same_name, replace_by_another_name])
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
 @pytest.mark.parametrize("manifest", ["of a download", "of a conversion"])
-def test_weights_under_the_config_of_others_are_refused(
-    tmp_path: Path, replace: Callable[[Path], None], manifest: str
-) -> None:
-    write_weights(tmp_path, hf_weights(write_side_files(tmp_path)), "safetensors")
+def test_weights_under_the_config_of_others_are_refused(tmp_path: Path, layout: str, manifest: str) -> None:
+    write_source(tmp_path)
     if manifest == "of a download":
         update_manifest(tmp_path, describe(tmp_path, sorted(path.name for path in tmp_path.iterdir())))
     else:
         convert(tmp_path, tmp_path)
-    replace(tmp_path)
+    config = open_source(tmp_path).config
+    (tmp_path / "model.safetensors").unlink()
+    write_weights(tmp_path, hf_weights(config, seed=1), layout)
     with pytest.raises(CheckpointError, match=r"folder of its own|folder of their own"):
         convert(tmp_path, tmp_path)
     if manifest == "of a conversion":  # such as of a checkpoint that is trained on
@@ -110,7 +100,7 @@ def test_weights_under_the_config_of_others_are_refused(
 
 
 def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path)
+    write_tiny_gguf(tmp_path)
     convert(tmp_path, tmp_path)
     config = read_checkpoint(tmp_path)[0]
     (tmp_path / "tiny.gguf").unlink()
@@ -123,7 +113,7 @@ def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path
 def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str) -> None:
     """Another checkpoint, or what somebody put there for one."""
     source, out = tmp_path / "source", tmp_path / "out"
-    write_weights(source, hf_weights(write_side_files(source)), "safetensors")
+    write_source(source)
     out.mkdir()
     (out / there).write_text("{}")
     with pytest.raises(CheckpointError, match=f"another checkpoint[\\s\\S]*{there}"):
@@ -140,7 +130,7 @@ def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str
 
 
 def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (path,) = write_weights(tmp_path, hf_weights(write_side_files(tmp_path)), "safetensors")
+    path = write_source(tmp_path)
     convert(tmp_path, tmp_path)
     os.utime(path)
     convert(tmp_path, tmp_path)
@@ -150,17 +140,12 @@ def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytes
 def test_nothing_of_an_earlier_source_stays_elsewhere(tmp_path: Path) -> None:
     first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "out"
     for folder, extra in ((first, "generation_config.json"), (second, "tokenizer_config.json")):
-        write_weights(folder, hf_weights(write_side_files(folder)), "safetensors")
+        write_source(folder)
         (folder / extra).write_text("{}")
         convert(folder, out)
-        assert {path.name for path in out.iterdir()} == {
-            "model.pth",
-            "config.json",
-            "tokenizer.json",
-            "manifest.json",
-            extra,
-        }
-    (second / "tokenizer.json").write_text((second / "tokenizer.json").read_text().replace('"a"', '"A"'))
+        written = {"model.pth", "config.json", "tokenizer.json", "manifest.json", extra}
+        assert {path.name for path in out.iterdir()} == written
+    (second / "tokenizer.json").write_text((second / "tokenizer.json").read_text().replace('"th"', '"TH"'))
     convert(second, out)
-    assert load_tokenizer(out).pieces()[0] == "A"
+    assert load_tokenizer(out).pieces()[256] == "TH"
     load_model(out)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from kv_cache import EMPTY, FullKVCache, SnapKVCache, StreamingKVCache
 from kv_cache.snapkv import attention_received
 
 WINDOW, BUDGET, POOL = 6, 16, 3
+SELECTED = BUDGET - WINDOW
 SHAPES = {
     "group 1": replace(TINY, n_kv_head=4),
     "group 2": TINY,
@@ -87,12 +88,13 @@ def test_the_cache_holds_what_lists_select(shape):
         ring = cache.slots(torch.arange(n_token - WINDOW, n_token))
         for layer in range(model.config.n_layer):
             keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.values[layer, row, :, :n_token]
-            chosen = selected_by_lists(received_by_lists(queries[layer], keys), BUDGET - WINDOW, WINDOW, POOL)
+            chosen = selected_by_lists(received_by_lists(queries[layer], keys), SELECTED, WINDOW, POOL)
             heads_differ |= len({tuple(head) for head in chosen}) > 1
             for head, positions in enumerate(chosen):
-                assert torch.equal(cache.keys[layer, row, head, : BUDGET - WINDOW], keys[head, positions])
-                assert torch.equal(cache.values[layer, row, head, : BUDGET - WINDOW], values[head, positions])
-                assert torch.equal(cache.keys[layer, row, head, ring], keys[head, n_token - WINDOW :])
+                kept_keys, kept_values = (x[layer, row, head] for x in (cache.keys, cache.values))
+                assert torch.equal(kept_keys[:SELECTED], keys[head, positions])
+                assert torch.equal(kept_values[:SELECTED], values[head, positions])
+                assert torch.equal(kept_keys[ring], keys[head, n_token - WINDOW :])
     assert heads_differ or shape == "group 4"
 
 
@@ -101,24 +103,11 @@ def test_the_queries_are_those_of_the_prefill():
     model, prompt = tiny_model(), random_prompts([33])[0]
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=5)
     runner.prefill_row(1, prompt)
-    seen = []
-
-    class Spy:
-        def __init__(self, backend):
-            self.backend, self.name = backend, backend.name
-
-        def prepare(self, *arguments):
-            return self.backend.prepare(*arguments)
-
-        def attend(self, q, kv, prepared):
-            seen.append(q)
-            return self.backend.attend(q, kv, prepared)
-
-    queries = runner.last_queries(1, prompt, 9)
-    model.backend = Spy(model.backend)
-    model(torch.tensor([prompt]), torch.arange(33)[None], full_cache(model, 1))
-    for got, whole in zip(queries, seen, strict=True):
-        torch.testing.assert_close(got, whole[0, -9:].transpose(0, 1), rtol=1e-10, atol=1e-10)
+    queries, backend = runner.last_queries(1, prompt, 9), type(model.backend)
+    with patch.object(backend, "attend", autospec=True, side_effect=backend.attend) as attend:
+        model(torch.tensor([prompt]), torch.arange(33)[None], full_cache(model, 1))
+    for got, call in zip(queries, attend.call_args_list, strict=True):
+        torch.testing.assert_close(got, call.args[1][0, -9:].transpose(0, 1), rtol=1e-10, atol=1e-10)
 
 
 def test_the_window_moves_on_and_the_selection_stays():
@@ -128,14 +117,14 @@ def test_the_window_moves_on_and_the_selection_stays():
     drafter = SelfSpeculation(runner, cache, gamma=2)
     runner.prefill_row(0, prompt)
     drafter.follow(0, 0, prompt, 0)
-    selection = cache.keys[:, 0, :, : BUDGET - WINDOW].clone()
+    selection = cache.keys[:, 0, :, :SELECTED].clone()
     out = generate(runner, [prompt], max_new_tokens=30, drafter=drafter)
-    assert torch.equal(cache.keys[:, 0, :, : BUDGET - WINDOW], selection)
+    assert torch.equal(cache.keys[:, 0, :, :SELECTED], selection)
     held = cache.positions[0].tolist()
-    assert held[: BUDGET - WINDOW] == list(range(BUDGET - WINDOW))
+    assert held[:SELECTED] == list(range(SELECTED))
     # The last token's KV is never computed, and what the last round drafted behind it is forgotten.
     length = len(prompt) + len(out.tokens[0]) - 1
-    recent = sorted(position for position in held[BUDGET - WINDOW :] if position != EMPTY)
+    recent = sorted(position for position in held[SELECTED:] if position != EMPTY)
     assert recent and recent[-1] < length and recent[0] >= length - WINDOW - 2
     assert out.tokens[0] == continue_by_recomputing(model, prompt, 30)
 
@@ -180,16 +169,15 @@ def test_selected_layers_and_8_bit_entries():
 
 def test_what_the_prompts_end_asks_for_is_kept():
     """One far token that every last query looks at: SnapKV holds it in that head, streaming does not."""
-    rng = random.Random(0)
-    length, far = 60, 21
-    source = FullKVCache(replace(TINY, n_layer=1), 1, length)
-    source.keys.copy_(0.01 * torch.randn(source.keys.shape, generator=torch.Generator().manual_seed(rng.randrange(9))))
+    length, far, shape = 60, 21, replace(TINY, n_layer=1)
+    source = FullKVCache(shape, 1, length)
+    source.keys.copy_(0.01 * torch.randn(source.keys.shape, generator=torch.Generator().manual_seed(6)))
     source.values.copy_(torch.arange(length).float()[:, None].expand_as(source.values))
     source.positions[0] = torch.arange(length)
     source.keys[0, 0, 1, far] = 10.0
     queries = [torch.ones(TINY.n_head, WINDOW, TINY.head_dim)]
-    snap = SnapKVCache(replace(TINY, n_layer=1), 1, BUDGET, WINDOW, pool=POOL)
-    streaming = StreamingKVCache(replace(TINY, n_layer=1), 1, BUDGET, BUDGET - WINDOW)
+    snap = SnapKVCache(shape, 1, BUDGET, WINDOW, pool=POOL)
+    streaming = StreamingKVCache(shape, 1, BUDGET, SELECTED)
     snap.fill_row(0, source, length, queries=queries)
     streaming.fill_row(0, source, length)
     assert {far - 1, far, far + 1} <= set(snap.values[0, 0, 1, :, 0].tolist())

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compilers import has_cpp_compiler
+from hf_tiny import SHAPE
+from machine import needs_cpp_compiler, needs_vnni
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--load_format dummy --dtype float64 --B 2 --num_prompts 3 --prefix_len 40 --gen_len 10 --device cpu"
 CONFIG = LlamaConfig(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=256,
+    **SHAPE | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 256},
     architectures=["LlamaForCausalLM"],
 )
 DRAFT = "--gamma 3 --streamingllm_budget 24"
-needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def run(alone, tmp_path: Path):
     """Runs a script on random weights of CONFIG's shape; its record."""
     CONFIG.save_pretrained(tmp_path)
 
     def run(script: str, flags: str) -> dict[str, Any]:
-        path = ROOT / "tests" / f"{script}_benchmark.py"
         models = ["--target", str(tmp_path)] if script == "longspec" else []
-        arguments = [*models, "--model", str(tmp_path), *COMMON.split(), *flags.split()]
-        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        runpy.run_path(str(path), run_name="__main__")
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+        return alone(script, [*models, "--model", str(tmp_path), *COMMON.split(), *flags.split()]).record
 
     return run
 
@@ -82,9 +67,8 @@ def test_a_standalone_draft_has_weights_of_its_own(run):
     assert (record["quantize"], record["draft_weights"]) == ("int8", None)
 
 
+@needs_cpp_compiler
 def test_compile_is_recorded_and_changes_no_token(run):
-    if not has_cpp_compiler():
-        pytest.skip("no C++ compiler")
     torch._dynamo.reset()
     eager, compiled = run("selfspec", DRAFT), run("selfspec", f"{DRAFT} --compile")
     assert (eager["compile"], compiled["compile"]) == (False, True)

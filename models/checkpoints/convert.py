@@ -17,7 +17,7 @@ Part = tuple[str, tuple[int, ...]]
 
 
 def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """For each tensor of `checkpoint.expected_shapes`, the source tensors stacked on dim 0, with shapes."""
+    """For each tensor of `loading.expected_shapes`, the source tensors stacked on dim 0, with shapes."""
     dim, ffn_dim = config.dim, config.ffn_dim
     n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     embedding = (config.vocab_size, dim)
@@ -88,9 +88,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 def output_bytes(matched: Iterable[tuple[SourceTensor, ...]], dtype: torch.dtype | None) -> int:
     """Bytes of the weights that `read_stacked` will produce for these tensors."""
-    return sum(
-        math.prod(source.shape) * (dtype or stacked[0].dtype).itemsize for stacked in matched for source in stacked
-    )
+    widths = ((stacked, (dtype or stacked[0].dtype).itemsize) for stacked in matched)
+    return sum(math.prod(source.shape) * width for stacked, width in widths for source in stacked)
 
 
 def _few(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,10 @@ def _split(digits: str) -> PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _llama3() -> PreTokenizer:
-    return _split("{1,3}")
-
-
-def _qwen2() -> PreTokenizer:
-    return _split("")
-
-
 PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
     "smollm": _smollm,
-    "llama-bpe": _llama3,
-    "qwen2": _qwen2,
+    "llama-bpe": partial(_split, "{1,3}"),
+    "qwen2": partial(_split, ""),
     "gpt-2": _gpt2,
     "default": _gpt2,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
 from models.checkpoints.archive import check_archive
-from models.checkpoints.convert import is_finite
+from models.checkpoints.convert import is_finite, source_parts
 from models.checkpoints.manifest import atomic_path, check_files, read_manifest
 from models.checkpoints.mapped_file import copy_out
 from models.checkpoints.side_files import CONFIG
@@ -40,23 +40,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `wqkv` stacks the rows of q, k and v (rotary pairs in half-split layout), `w13` those of gate and up.
     A tied head is not stored.
     """
-    dim = config.dim
-    n_qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, dim)}
-    for layer in range(config.n_layer):
-        prefix = f"layers.{layer}."
-        shapes[f"{prefix}attention_norm.weight"] = (dim,)
-        shapes[f"{prefix}attention.wqkv.weight"] = (n_qkv, dim)
-        if config.qkv_bias:
-            shapes[f"{prefix}attention.wqkv.bias"] = (n_qkv,)
-        shapes[f"{prefix}attention.wo.weight"] = (dim, config.n_head * config.head_dim)
-        shapes[f"{prefix}ffn_norm.weight"] = (dim,)
-        shapes[f"{prefix}feed_forward.w13.weight"] = (2 * config.ffn_dim, dim)
-        shapes[f"{prefix}feed_forward.w2.weight"] = (dim, config.ffn_dim)
-    shapes["norm.weight"] = (dim,)
-    if not config.tie_embeddings:
-        shapes["output.weight"] = (config.vocab_size, dim)
-    return shapes
+    return {
+        name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:])
+        for name, stacked in source_parts(config).items()
+    }
 
 
 def drop_layers(
@@ -275,10 +262,7 @@ def _dummy_config(path: Path) -> ModelConfig:
 
 def _check_tensors(path: Path, state_dict: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     if state_dict.keys() != shapes.keys():
-        missing, unknown = (
-            sorted(shapes.keys() - state_dict.keys()),
-            sorted(state_dict.keys() - shapes.keys()),
-        )
+        missing, unknown = sorted(shapes.keys() - state_dict.keys()), sorted(state_dict.keys() - shapes.keys())
         raise _other_model(
             "the weights have other names",
             path,

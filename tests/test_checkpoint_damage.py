@@ -1,0 +1,210 @@
+"""Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
+
+from common.errors import CheckpointError, ConfigError, UserError
+from convert_hf_checkpoint import convert
+from models.checkpoints import loading
+from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
+from models.checkpoints.manifest import describe, update_manifest
+from models.config import ModelConfig
+
+Damage = dict[str, tuple[Callable[[Path], object], str]]
+CONFIG = ModelConfig.from_hf(HF_CONFIG)
+SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_side_files(tmp_path, HF_CONFIG)
+    write_weights(tmp_path, hf_weights(CONFIG), "sharded safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def converted(source: Path) -> Path:
+    convert(source, source)
+    return source
+
+
+def truncate(path: Path, fraction: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * fraction)])
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit_header(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content and len(old) == len(new)
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def edit_index(folder: Path, **entries: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"].update(entries)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def with_layers(folder: Path, n: int) -> None:
+    write_side_files(folder, HF_CONFIG | {"num_hidden_layers": n})
+
+
+def remove_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+SOURCE_DAMAGE: Damage = {
+    "shard cut to nothing": (lambda d: truncate(d / SHARD, 0), SHARD),
+    "shard cut in its header": (lambda d: truncate(d / SHARD, 0.01), SHARD),
+    "shard cut in its data": (lambda d: truncate(d / SHARD, 0.9), SHARD),
+    "shard is other content": (lambda d: (d / SHARD).write_bytes(b"<html>not found</html>" * 9), SHARD),
+    "header offsets": (lambda d: edit_header(d / SHARD, b'"data_offsets":[0,', b'"data_offsets":[9,'), SHARD),
+    "header dtype": (lambda d: edit_header(d / SHARD, b'"F32"', b'"I32"'), SHARD),
+    "header shape": (lambda d: edit_header(d / SHARD, b"[24,16]", b"[16,24]"), SHARD),
+    "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
+    "index names a missing shard": (lambda d: edit_index(d, extra="model-9.safetensors"), "model-9.safetensors"),
+    "index names a missing tensor": (lambda d: edit_index(d, extra=SHARD), SHARD),
+    "index points outside": (lambda d: edit_index(d, extra="../x.safetensors"), "index.json"),
+    "index cut": (lambda d: truncate(d / INDEX, 0.5), "index.json"),
+    "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "config cut": (lambda d: truncate(d / "config.json", 0.5), "config.json"),
+    "config of another model": (lambda d: with_layers(d, 3), "model.layers.2"),
+    "config of a billion layers": (lambda d: with_layers(d, 10**9), "1000000000 layers"),
+    "config with fewer layers": (lambda d: with_layers(d, 1), "model.layers.1"),
+    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+    "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
+    "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
+    "no weights": (remove_weights, "gguf"),
+    "no folder": (shutil.rmtree, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("damage", SOURCE_DAMAGE)
+def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str) -> None:
+    apply, named = SOURCE_DAMAGE[damage]
+    apply(source)
+    before = sorted(source.iterdir()) if source.exists() else []
+    with pytest.raises((CheckpointError, ConfigError)) as refusal:
+        convert(source, source)
+    assert named in str(refusal.value)
+    assert (sorted(source.iterdir()) if source.exists() else []) == before
+
+
+@pytest.mark.parametrize("layout", ["bin", "old bin"])
+def test_truncated_bin_is_refused(tmp_path, layout):
+    (path,) = write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)), layout)
+    for fraction in (0.99, 0.5, 0.1, 0):
+        truncate(path, fraction)
+        with pytest.raises(CheckpointError, match=path.name):
+            convert(tmp_path, tmp_path)
+    assert not (tmp_path / "model.pth").exists()
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    "name, tensor, said",
+    [
+        ("model.norm.weight", torch.ones(16, dtype=torch.int32), "wrong dtype"),
+        ("model.norm.weight", torch.ones(17), "wrong shape"),
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(4), "no place"),
+        ("model.layers.0.mlp.experts.0.w1.weight", torch.ones(4), "no place"),
+    ],
+)
+def test_tensor_unlike_the_config(tmp_path: Path, layout: str, name: str, tensor: torch.Tensor, said: str) -> None:
+    write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)) | {name: tensor}, layout)
+    with pytest.raises(CheckpointError, match=said) as refusal:
+        convert(tmp_path, tmp_path)
+    assert name in str(refusal.value)
+    assert not (tmp_path / "model.pth").exists()
+
+
+def test_flipped_source_bit_is_caught_by_the_manifest(converted: Path) -> None:
+    """As after a download: the manifest lists the shards."""
+    update_manifest(converted, describe(converted, [SHARD]))
+    flip_bit(converted / SHARD)
+    with pytest.raises(CheckpointError, match=SHARD):
+        convert(converted, converted, force=True)
+
+
+def test_not_enough_disk_space(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1 << 20})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="disk space"):
+        convert(source, source)
+    assert not (source / "model.pth").exists()
+
+
+def test_failed_write_leaves_the_old_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(loading.torch, "save", full_disk)
+    before = sorted(converted.iterdir())
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
+        convert(converted, converted, force=True)
+    assert sorted(converted.iterdir()) == before
+    read_checkpoint(converted, verify=True)
+
+
+def without_manifest(folder: Path) -> Path:
+    (folder / "manifest.json").unlink()
+    return folder / "model.pth"
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace model.pth by one that is whole but wrong, with no manifest to give it away; None drops a tensor."""
+    path = without_manifest(folder)
+    config, state_dict = read_checkpoint(folder)
+    state_dict = {name: tensor.clone() for name, tensor in state_dict.items()} | changes
+    save_checkpoint(path, config, {name: tensor for name, tensor in state_dict.items() if tensor is not None})
+
+
+def of_another_config(folder: Path) -> None:
+    path = without_manifest(folder)
+    config, state_dict = read_checkpoint(folder)
+    save_checkpoint(path, ModelConfig.from_dict({**config.to_dict(), "rope_theta": 5e5}), state_dict)
+
+
+MODEL_DAMAGE: Damage = {
+    "missing": (lambda d: (d / "model.pth").unlink(), "missing"),
+    "cut to nothing": (lambda d: truncate(d / "model.pth", 0), "manifest"),
+    "cut": (lambda d: truncate(d / "model.pth", 0.7), "manifest"),
+    "cut, no manifest": (lambda d: truncate(without_manifest(d), 0.7), "cannot be read"),
+    "other content": (lambda d: without_manifest(d).write_bytes(b"PK" * 99), "cannot be read"),
+    "plain state dict": (lambda d: torch.save({"w": torch.ones(2)}, without_manifest(d)), "cannot be read"),
+    "bit flip": (lambda d: flip_bit(d / "model.pth"), "sha256|manifest"),
+    "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+    "config gone": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "another config beside it": (of_another_config, "rope_theta 500000.0"),
+    "a tensor of integers": (lambda d: rewrite(d, **{"norm.weight": torch.ones(16).int()}), "norm.weight torch.int32"),
+    "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight \(15,\)"),
+    "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
+    "a tensor too many": (lambda d: rewrite(d, **{"q_norm.weight": torch.ones(4)}), "q_norm.weight"),
+}
+
+
+@pytest.mark.parametrize("damage", MODEL_DAMAGE)
+def test_damaged_model_is_refused_before_any_parameter_exists(converted, damage, monkeypatch):
+    apply, said = MODEL_DAMAGE[damage]
+    apply(converted)
+    built: list[ModelConfig] = []
+    monkeypatch.setattr(loading, "Transformer", built.append)
+    with pytest.raises(UserError, match=said):
+        load_model(converted / "model.pth", verify=True)
+    assert built == []
