@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_we
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
+from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve
 from models.checkpoints import file_sums, manifest
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
@@ -102,14 +104,13 @@ def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
     whole = json.loads((folder / "manifest.json").read_text())["files"]["model.pth"]["sha256"]
     zero(folder / "model.pth")
     (tmp_path / "cache" / "sha256" / file_sums.version_of(folder / "model.pth")).write_text(whole)
-    parser = Parser()
-    add_common_arguments(parser)
-    flags = ["--model", str(folder), "--B", "2", "--prefix_len", "8", "--gen_len", "4", "--device", "cpu"]
+    target = Target(model=str(folder), device="cpu")
+    sizes = Sizes(B=2, prefix_len=8, gen_len=4)
     load_model(folder)
-    resolve(parser.parse_args(flags), GREEDY, None).target.load("cpu", torch.float32, "auto")
+    resolve(RunConfig(target, sizes=sizes)).target.load("cpu", torch.float32, "auto")
     with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
         load_model(folder, verify=True)
-    target = resolve(parser.parse_args([*flags, "--verify"]), GREEDY, None).target
+    target = resolve(RunConfig(replace(target, verify=True), sizes=sizes)).target
     with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
         target.load("cpu", torch.float32, "auto")
 
