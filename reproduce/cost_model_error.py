@@ -153,10 +153,7 @@ def grid_of(record: Record) -> CostGrid:
 
 
 ERRORS = (
-    Column("B", "rows"),
-    Column("prefix_len", "context"),
-    columns.BUDGET,
-    columns.GAMMA,
+    *columns.of("B", "prefix_len", "draft_budget", "gamma"),
     Column("acceptance_rate", "acceptance", ".2f"),
     Column("predicted", "predicted", ".2f"),
     Column("measured", "measured", ".2f"),
