@@ -175,7 +175,7 @@ def table(records: list[Record]) -> str:
             "  Speedups, predicted by the cost model and measured end to end\n",
             console(compared, ERRORS),
             f"  {error_summary(compared)}",
-            *(auto_against_fixed.table(choosing, records) for choosing in auto_against_fixed.WAYS),
+            *(auto_against_fixed.table(mode, records) for mode in auto_against_fixed.MODES),
         ]
     )
 

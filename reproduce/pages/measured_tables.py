@@ -41,16 +41,16 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         "all, so it is about the machine), and the lowest repeat. Right before each of its runs `auto` "
         "measures costs and acceptance anew, on the same prompts, which is in no speedup: with greedy decoding it has "
         "then seen how its drafts of the next tokens fare.\n\n"
-        f"{''.join(choosing_section(way, records) for way in auto_against_fixed.WAYS)}{source(records)}"
+        f"{''.join(mode_section(mode, records) for mode in auto_against_fixed.MODES)}{source(records)}"
     )
 
 
-def choosing_section(choosing: auto_against_fixed.Choosing, records: Sequence[Record]) -> str:
-    compared = auto_against_fixed.against_fixed(choosing, records)
+def mode_section(mode: auto_against_fixed.Mode, records: Sequence[Record]) -> str:
+    compared = auto_against_fixed.against_fixed(mode, records)
     if not compared:
-        return f"{choosing.title}: {NONE}.\n\n"
-    summary = auto_against_fixed.summary(choosing, records).capitalize()
-    return f"{choosing.title}:\n\n{markdown(compared, auto_against_fixed.COLUMNS)}\n\n{summary}.\n\n"
+        return f"{mode.title}: {NONE}.\n\n"
+    summary = auto_against_fixed.summary(compared).capitalize()
+    return f"{mode.title}:\n\n{markdown(compared, auto_against_fixed.COLUMNS)}\n\n{summary}.\n\n"
 
 
 def measured_section(records: Records, figures: Path) -> str:
