@@ -96,7 +96,7 @@ def bandwidth(folder: Path) -> str:
     rows: dict[tuple, Record] = {}  # what is measured, with each backend's share
     for cell in cells:
         key = tuple(cell[name] for name in ("model", "B", "S", "T", "kv_dtype"))
-        rows.setdefault(key, dict(cell))[cell["backend"]] = cell["share_of_copy"]
+        rows.setdefault(key, dict(cell))[cell["backend"]] = cell.get("share_of_copy")
     columns = [
         Column("model", "shape of", align="<"),
         Column("B", "rows"),
@@ -138,8 +138,8 @@ def costs(folder: Path) -> str:
 
 
 def _predicted(record: Record) -> str | None:
-    alpha = record.get("predicted_with_alpha")
-    return None if alpha is None else f"{record['predicted_speedup']:.2f} if acceptance is {alpha}"
+    alpha, speedup = record.get("predicted_with_alpha"), record.get("predicted_speedup")
+    return None if alpha is None or speedup is None else f"{speedup:.2f} if acceptance is {alpha}"
 
 
 def launch_gaps(folder: Path) -> str:

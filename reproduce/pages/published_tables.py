@@ -25,10 +25,16 @@ SIZE = Column(attrgetter("context"), "context"), Column(attrgetter("B"), "rows")
 Value = Callable[[Record], float | None]
 
 
-def _listed(records: Iterable[Record], value: Value, show: Callable[[float], str], say: Callable[[Record], str]) -> str:
-    """The records that have a value: it, linked to the record, and what is said of the record."""
+def _listed(
+    records: Iterable[Record],
+    value: Value,
+    show: Callable[[float], str],
+    say: Callable[[Record], str],
+    mark: str = "",
+) -> str:
+    """The records that have a value: it, behind the mark, linked to the record, and what is said of the record."""
     known = [(record, value(record)) for record in records]
-    return "; ".join(f"{link(show(v), record)} ({say(record)})" for record, v in known if v is not None) or NONE
+    return "; ".join(f"{mark}{link(show(v), record)} ({say(record)})" for record, v in known if v is not None) or NONE
 
 
 def _details(record: Record) -> str:
@@ -59,8 +65,7 @@ def predicted_speedup(records: Records, fact: Fact) -> str:
     found = [
         record for record in records.costs if fact.draft == SELF and fact.is_of(record) and has_plain_draft(record)
     ]
-    shown = _listed(found, predicted, speedup_text, lambda record: f"acceptance {alpha}, {_details(record)}")
-    return shown if shown == NONE else f"predicted {shown}"
+    return _listed(found, predicted, speedup_text, lambda of: f"acceptance {alpha}, {_details(of)}", "predicted ")
 
 
 def has_plain_draft(record: Record) -> bool:
