@@ -27,7 +27,8 @@ def table(records: list[Record]) -> str:
     facts = published()
     rows = columns.beside(columns.rows_of(records), facts.acceptance, any_target=True)
     own = [row for row in rows if "text" in row]
-    shown = [*columns.ACCEPTANCE, columns.published_column(), *columns.ACCEPTED_ROWS]
+    measured = "acceptance_rate", "judged", "distinct_4gram_fraction"
+    shown = columns.of(*columns.ACCEPTANCE, columns.published_column(), *measured)
     return (
         "  Acceptance rate of self-speculation by budget\n\n"
         f"{columns.differences(records)}\n"

@@ -25,7 +25,8 @@ NAME = "acceptance_by_context"
 def table(records: list[Record]) -> str:
     facts = published().acceptance
     rows = columns.beside(columns.rows_of(records), facts, any_target=True)
-    shown = [*columns.ACCEPTANCE, columns.published_column(), *columns.ACCEPTED_ROWS]
+    measured = "acceptance_rate", "judged", "distinct_4gram_fraction"
+    shown = columns.of(*columns.ACCEPTANCE, columns.published_column(), *measured)
     return (
         "  Acceptance rate of self-speculation by context\n\n"
         f"{columns.differences(records)}\n  The published model is {facts[0].target}.\n\n{console(rows, shown)}"

@@ -153,10 +153,7 @@ def grid_of(record: Record) -> CostGrid:
 
 
 ERRORS = (
-    Column("B", "rows"),
-    Column("prefix_len", "context"),
-    columns.BUDGET,
-    columns.GAMMA,
+    *columns.of("B", "prefix_len", "draft_budget", "gamma"),
     Column("acceptance_rate", "acceptance", ".2f"),
     Column("predicted", "predicted", ".2f"),
     Column("measured", "measured", ".2f"),
@@ -178,7 +175,7 @@ def table(records: list[Record]) -> str:
             "  Speedups, predicted by the cost model and measured end to end\n",
             console(compared, ERRORS),
             f"  {error_summary(compared)}",
-            *(auto_against_fixed.table(choosing, records) for choosing in auto_against_fixed.WAYS),
+            *(auto_against_fixed.table(mode, records) for mode in auto_against_fixed.MODES),
         ]
     )
 

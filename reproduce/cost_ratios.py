@@ -16,7 +16,7 @@ import common.startup
 from common.exit import exit_on_user_error
 from common.tables import Column, console
 from reproduce.paper import columns, reproduction
-from reproduce.paper.columns import KINDS, quotient
+from reproduce.paper.columns import KINDS, over_plain_step
 from reproduce.paper.curves import by_rows, in_common
 from reproduce.paper.figures import Figure, Panel, shades
 from reproduce.paper.published import Fact, Record, published
@@ -31,7 +31,7 @@ def facts_of(kind: str) -> list[Fact]:
 
 def table(records: list[Record]) -> str:
     rows = [
-        row | {"kind": kind, "ratio": quotient(row, f"{kind}_step_ms")}
+        row | {"kind": kind, "ratio": over_plain_step(kind)(row)}
         for kind in KINDS
         for row in columns.beside(records, facts_of(kind))
     ]
@@ -52,7 +52,7 @@ def figure(records: list[Record]) -> Figure:
     for kind, label in KINDS.items():
         facts = facts_of(kind)
         at = f"gamma {facts[0].gamma}" if facts[0].gamma else f"budget {facts[0].budget}"
-        series = by_rows(facts, records, lambda record, of=kind: quotient(record, f"{of}_step_ms"), colours, title)
+        series = by_rows(facts, records, over_plain_step(kind), colours, title)
         panels.append(Panel(f"published: {facts[0].target}, {at}, theoretical", "rows decoded together", label, series))
     return Figure(f"Costs in steps of plain decoding\n{title}".strip(), tuple(panels))
 

@@ -20,19 +20,7 @@ from common.exit import exit_on_user_error
 from common.tables import Column, markdown
 from reproduce.pages import generated_page, page_records
 from reproduce.pages.page_records import GPU, read
-from reproduce.paper.columns import (
-    ACCEPTED,
-    BUDGET,
-    GAMMA,
-    IDENTICAL,
-    MILLISECONDS,
-    NONE,
-    REPEATS,
-    SIZE,
-    SPEEDUP,
-    WEIGHTS,
-    measured,
-)
+from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of
 from reproduce.paper.published import Record
 
 RESULTS, PAGE = ROOT / "reproduce" / "results", ROOT / "docs" / "performance.md"
@@ -47,9 +35,6 @@ FROM_PAGE = "../reproduce/results"
 table = partial(page_records.table, results=FROM_PAGE)
 absent = partial(page_records.absent, results=FROM_PAGE)
 source = partial(page_records.source, results=FROM_PAGE)
-MODEL = measured("model", "model", align="<")
-DRAFT = (GAMMA, BUDGET, WEIGHTS)
-SPECULATION = (*SPEEDUP, *MILLISECONDS, *ACCEPTED)
 
 
 def done(folder: Path, benchmark: str) -> list[Record]:
@@ -111,7 +96,7 @@ def bandwidth(folder: Path) -> str:
     rows: dict[tuple, Record] = {}  # what is measured, with each backend's share
     for cell in cells:
         key = tuple(cell[name] for name in ("model", "B", "S", "T", "kv_dtype"))
-        rows.setdefault(key, dict(cell))[cell["backend"]] = cell["share_of_copy"]
+        rows.setdefault(key, dict(cell))[cell["backend"]] = cell.get("share_of_copy")
     columns = [
         Column("model", "shape of", align="<"),
         Column("B", "rows"),
@@ -130,17 +115,8 @@ def bandwidth(folder: Path) -> str:
 
 
 def end_to_end(folder: Path) -> str:
-    columns = [
-        *SIZE,
-        measured("verification", "verification", align="<"),
-        measured("temperature", "temperature"),
-        *DRAFT,
-        *SPECULATION,
-        measured("decode_tokens_per_second", "tokens/s", ".0f"),
-        IDENTICAL,
-        REPEATS,
-        measured("prompt_overlap", "overlap of prompts", ".0%"),
-    ]
+    measured = "decode_tokens_per_second", "identical", "distinct_4gram_fraction", "prompt_overlap"
+    columns = of("prefix_len", "B", "verification", "temperature", *DRAFT, *SPECULATION, *measured)
     return (
         "The default model. Prompts are cut out of one book at even distances; where it is too short for them, each "
         "shares the given part of its text with the next.\n\n"
@@ -149,17 +125,9 @@ def end_to_end(folder: Path) -> str:
 
 
 def costs(folder: Path) -> str:
-    step, *others = MILLISECONDS
-    columns = [
-        MODEL,
-        *SIZE,
-        measured("kv_dtype", "entries", align="<"),
-        *DRAFT,
-        step,
-        measured("baseline_share_of_copy", "its share of the copy's bandwidth", ".0%"),
-        *others,
-        Column(_predicted, "predicted speedup"),
-    ]
+    steps = "baseline_step_ms", "baseline_share_of_copy", "draft_step_ms", "verify_step_ms", "round_ms"
+    predicted = Column(_predicted, "predicted speedup")
+    columns = of("model", "prefix_len", "B", "kv_dtype", *DRAFT, *steps, predicted)
     cells = done(folder, "gpu_costs")
     sources = dict.fromkeys(cell["alpha_source"] for cell in cells if cell.get("alpha_source"))
     return (
@@ -170,42 +138,31 @@ def costs(folder: Path) -> str:
 
 
 def _predicted(record: Record) -> str | None:
-    alpha = record.get("predicted_with_alpha")
-    return None if alpha is None else f"{record['predicted_speedup']:.2f} if acceptance is {alpha}"
+    alpha, speedup = record.get("predicted_with_alpha"), record.get("predicted_speedup")
+    return None if alpha is None or speedup is None else f"{speedup:.2f} if acceptance is {alpha}"
 
 
 def launch_gaps(folder: Path) -> str:
-    columns = [
-        MODEL,
-        *SIZE,
-        GAMMA,
-        measured("round_ms", "round, ms", ".2f"),
-        measured("kernel_ms_per_round", "in kernels, ms", ".2f"),
-        measured("gap_percent", "gaps", lambda percent: f"{percent:.1f}%"),
+    largest = [
         Column(lambda record: f"`{record['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
         Column(lambda record: record["largest"][0]["ms_per_round"], "of it, ms", ".2f"),
     ]
+    size, times = ("model", "prefix_len", "B", "gamma"), ("round_ms", "kernel_ms_per_round", "gap_percent")
+    columns = of(*size, *times, *largest)
     return table("Host and launch gaps of a round", done(folder, "gpu_launch_gaps"), columns, GPU)
-
-
-def _pointwise(record: Record) -> str:
-    """How what lies between matrix products and attention ran; older records only say whether it was compiled."""
-    return record.get("pointwise") or ("compiled" if record.get("compile") else "eager")
 
 
 def cpu(folder: Path) -> str:
     pairs, peers = "cpu_fast_path.jsonl", "cpu_peers.jsonl"
     medians = [record | record["median"] for record in read(folder, pairs, "cpu_selfspec_summary")]
-    mode = measured("verification", "verification", align="<"), *DRAFT, Column(_pointwise, "pointwise", align="<")
-    speculation = *SIZE, *mode, *SPECULATION, IDENTICAL, measured("pairs", "pairs")
+    speculation = of("prefix_len", "B", "verification", *DRAFT, "pointwise", *SPECULATION, "identical", "pairs")
     plain = read(folder, peers, "cpu_peers")
     steps = dict.fromkeys(key for record in plain for key in record if key.startswith("step_ms: "))
-    columns = [*SIZE, *(measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in steps)]
-    columns += [measured("dtype", "dtype", align="<")]
+    times = [measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in steps]
     return (
         f"Medians over interleaved pairs.\n\n{table('Speculation on a CPU', medians, speculation, pairs)}\n\n"
         "One step of plain decoding:\n\n"
-        f"{table('A plain step beside other libraries', plain, columns, peers)}"
+        f"{table('A plain step beside other libraries', plain, of('prefix_len', 'B', *times, 'dtype'), peers)}"
     )
 
 

@@ -27,9 +27,8 @@ def table(records: list[Record]) -> str:
     facts = published().speedups
     origins = dict.fromkeys(fact.origin for fact in facts)
     known = [columns.published_column(origin, columns.published_speedup_text) for origin in origins]
-    speedup, to_the_last_row = columns.SPEEDUP
-    measured = [replace(speedup, head="measured"), to_the_last_row, columns.ACCEPTED[0], columns.FORMULA]
-    shown = [*columns.SETTING, *known, *measured]
+    measured = replace(columns.COLUMNS["speedup"], head="measured"), "wall_speedup", "acceptance_rate", "formula"
+    shown = columns.of(*columns.SETTING, *known, *measured)
     return (
         "  Speedup over plain decoding\n\n"
         f"{columns.differences(records)}\n"

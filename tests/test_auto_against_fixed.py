@@ -1,4 +1,4 @@
-"""What `auto` is held against: which fixed ways, in which repeats, and what is said of it."""
+"""What `auto` is held against: which fixed gammas, in which repeats, and what is said of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.bench.settings import DraftSettings
 from common.errors import ConfigError
 from reproduce import cost_model_error, gamma_cell
 from reproduce.cost_model_error import CostModel
-from reproduce.pages.measured_tables import choosing_section
+from reproduce.pages.measured_tables import mode_section
 from reproduce.paper import auto_against_fixed, reproduction
 from reproduce.paper.auto_against_fixed import COLUMNS, GAMMA, GAMMA_AND_BUDGET, Against, against_fixed, summary
 
@@ -20,26 +20,28 @@ PLAIN = [10.0, 20.0, 10.0]
 
 
 def row(way: str, budget: int | str | None, gamma: int | str, rates: list[float], **more: Any) -> dict[str, Any]:
-    return {
-        "way": way,
-        "draft_budget": budget,
-        "gamma": gamma,
-        "tokens_per_second": rates,
-        "speedup": median(rate / plain for rate, plain in zip(rates, PLAIN, strict=True)),
-        "gammas": None,
-        **more,
-    }
+    speedup = median(rate / plain for rate, plain in zip(rates, PLAIN, strict=True))
+    setting = {"way": way, "draft_budget": budget, "gamma": gamma, "gammas": None, "budgets": None}
+    return {**setting, "tokens_per_second": rates, "speedup": speedup, **more}
 
 
-def cell(*ways: dict[str, Any], B: int = 4, gen_len: int = 64) -> dict[str, Any]:
+def fixed(gamma: int, rates: list[float], budget: int = 512) -> dict[str, Any]:
+    return row(f"b={budget} g={gamma}", budget, gamma, rates)
+
+
+def automatic(rates: list[float], gamma: int = 1) -> dict[str, Any]:
+    """Gamma is chosen, and always this."""
+    return row("auto", 512, "auto", rates, gammas=[[gamma]] * len(rates))
+
+
+def cell(*rows: dict[str, Any], B: int = 4, gen_len: int = 64) -> dict[str, Any]:
     size = {"B": B, "prefix_len": 1000, "gen_len": gen_len}
-    return {"benchmark": "gamma_cell", **size, "rows": [row("plain", None, 0, PLAIN), *ways]}
+    return {"benchmark": "gamma_cell", **size, "rows": [row("plain", None, 0, PLAIN), *rows]}
 
 
-SMALL = row("b=64 g=3", 64, 3, [14.0, 28.0, 14.0])
-LARGE = row("b=512 g=3", 512, 3, [12.0, 24.0, 9.0])
-WIDE = row("b=512 g=5", 512, 5, [13.0, 26.0, 13.0])
-AUTO = row("auto", 512, "auto", [12.0, 18.0, 9.0], gammas=[[0, 2], [4], [2]], budgets=None)
+SMALL, LARGE = fixed(3, [14.0, 28.0, 14.0], budget=64), fixed(3, [12.0, 24.0, 9.0])
+WIDE = fixed(5, [13.0, 26.0, 13.0])
+AUTO = row("auto", 512, "auto", [12.0, 18.0, 9.0], gammas=[[0, 2], [4], [2]])
 CHOSEN = {"gammas": [[3], [3], [3, 0]], "budgets": [[64], [512], [64, None]]}
 BOTH = row("auto budget", "auto", "auto", [14.0, 14.0, 14.0], **CHOSEN)
 
@@ -60,12 +62,10 @@ def test_an_automatic_budget_is_held_against_the_best_budget():
     (found,) = against_fixed(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
     assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual == found.best == SMALL
     assert "plain: 25 64: 50 512: 25" in cells_of(found)
-    assert found.share_by_budget == {64: 0.5, 512: 0.25, None: 0.25}
 
 
 def test_plain_decoding_can_be_the_best():
-    slow = row("b=512 g=3", 512, 3, [5.0, 10.0, 5.0])
-    (found,) = against_fixed(GAMMA, [cell(slow, row("auto", 512, "auto", PLAIN, gammas=[[0]] * 3, budgets=None))])
+    (found,) = against_fixed(GAMMA, [cell(fixed(3, [5.0, 10.0, 5.0]), automatic(PLAIN, gamma=0))])
     assert found.best["way"] == "plain" and found.ratio == 1.0 and "plain" in cells_of(found)
 
 
@@ -74,9 +74,8 @@ def test_the_interval_is_that_of_the_median(monkeypatch, n_repeats, n_outside):
     """As in tables of the sign test: of 8 repeats the second lowest and the second highest, of 4 there is none."""
     monkeypatch.setattr(f"{__name__}.PLAIN", [10.0] * n_repeats)
     ratios = [1 + n / 100 for n in range(n_repeats)]
-    auto = row("auto", 512, "auto", [10 * ratio for ratio in ratios], gammas=[[1]] * n_repeats, budgets=None)
-    records = [cell(row("b=512 g=3", 512, 3, [9.0] * n_repeats), auto)]
-    (found,) = against_fixed(GAMMA, records)
+    auto = automatic([10 * ratio for ratio in ratios])
+    (found,) = against_fixed(GAMMA, [cell(fixed(3, [9.0] * n_repeats), auto)])
     line = cells_of(found)
     if n_outside == 0:
         assert found.interval is None and line[-2] == "-"
@@ -87,7 +86,7 @@ def test_the_interval_is_that_of_the_median(monkeypatch, n_repeats, n_outside):
 
 
 def test_without_gamma_3_the_nearest_stands_for_it():
-    near, far = row("b=512 g=4", 512, 4, [12.0, 24.0, 12.0]), row("b=512 g=1", 512, 1, [20.0, 40.0, 20.0])
+    near, far = fixed(4, [12.0, 24.0, 12.0]), fixed(1, [20.0, 40.0, 20.0])
     (found,) = against_fixed(GAMMA, [cell(near, far, AUTO)])
     assert (found.usual, found.best) == (near, far) and "4, 512" in cells_of(found)
 
@@ -97,37 +96,30 @@ def test_a_record_without_the_way_is_left_out():
     measured = "against the best of the measured budgets: not measured"
     printed = auto_against_fixed.table(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
     assert printed == f"\n  --gamma auto --draft_budget auto, {measured}"
-    section = choosing_section(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
+    section = mode_section(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
     assert section == f"`--gamma auto --draft_budget auto`, {measured}.\n\n"
 
 
-@pytest.mark.parametrize(
-    "ratio,says",
-    [
-        (0.96, "no median lies below; the lowest median is 0.9600"),
-        (0.9496, "2 of 2 medians below; the lowest median is 0.9496"),
-    ],
-)
+@pytest.mark.parametrize("ratio,says", [(0.96, "no median lies below"), (0.9496, "2 of 2 medians below")])
 def test_the_summary_says_how_many_fall_short(ratio, says):
-    auto = row("auto", 512, "auto", [ratio * rate for rate in PLAIN], gammas=[[1]] * 3, budgets=None)
-    slow = row("b=512 g=3", 512, 3, [1.0, 1.0, 1.0])
-    assert says in summary(GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
+    auto, slow = automatic([ratio * rate for rate in PLAIN]), fixed(3, [1.0, 1.0, 1.0])
+    found = against_fixed(GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
+    assert f"{says}; the lowest median is {ratio:.4f}" in summary(found)
 
 
 def test_the_summary_says_what_is_surely_below(monkeypatch):
     monkeypatch.setattr(f"{__name__}.PLAIN", [10.0] * 8)
-    slow = row("b=512 g=3", 512, 3, [1.0] * 8)
 
     def run(*ratios: float) -> dict[str, Any]:
-        rates = [10 * ratio for ratio in ratios]
-        return cell(slow, row("auto", 512, "auto", rates, gammas=[[1]] * 8, budgets=None))
+        return cell(fixed(3, [1.0] * 8), automatic([10 * ratio for ratio in ratios]))
+
+    def said(*runs: dict[str, Any]) -> str:
+        return summary(against_fixed(GAMMA, runs))
 
     sure, unsure = run(*[0.9] * 8), run(*[0.94] * 5, *[1.0] * 3)
-    assert "1 of 1 medians below; of 1 intervals, 0 as a whole above and 0 below" in summary(GAMMA, [unsure])
-    says = summary(GAMMA, [sure, unsure, run(*[1.0] * 8)])
-    assert says.endswith(
-        "2 of 3 medians below; of 3 intervals, 1 as a whole above and 1 below; the lowest median is 0.9000"
-    )
+    assert "1 of 1 medians below; of 1 intervals, 0 as a whole above and 0 below" in said(unsure)
+    says = said(sure, unsure, run(*[1.0] * 8))
+    assert "2 of 3 medians below; of 3 intervals, 1 as a whole above and 1 below; the lowest median is 0.9000" in says
 
 
 def test_the_panel_has_a_point_for_every_run():
@@ -146,10 +138,10 @@ def test_the_panel_has_a_point_for_every_run():
 
 def test_every_cache_of_a_cell_is_planned_for():
     """One for each fixed pair, one for `auto`, and one for each budget that `auto budget` chooses among."""
-    fixed = [DraftSettings("self", gamma=gamma, capacity=budget) for budget in (16, 40) for gamma in (1, 9)]
+    pairs = [DraftSettings("self", gamma=gamma, capacity=budget) for budget in (16, 40) for gamma in (1, 9)]
     auto = DraftSettings("self", gamma=6, auto_gamma=True, capacity=40)
     both = DraftSettings("self", gamma=6, auto_gamma=True, capacity=128, budgets=(64, 128))
-    planned = gamma_cell.with_every_cache([*fixed, auto, both])
+    planned = gamma_cell.with_every_cache([*pairs, auto, both])
     assert sum(planned.capacities) == 2 * 16 + 2 * 40 + 40 + 64 + 128
     assert (planned.gamma, planned.capacity) == (9, 128)
 
@@ -157,28 +149,16 @@ def test_every_cache_of_a_cell_is_planned_for():
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"gen_len": 1},
-        {"repeats": 0},
-        {"gamma": (0, 3)},
-        {"B": (0, 8)},
-        {"prefix_len": (1, 1000)},
-        {"draft_budget": (128, 9)},
-        {"draft_budget": (128,), "gamma": (3, 124)},
+        *({"gen_len": 1}, {"repeats": 0}, {"gamma": (0, 3)}, {"B": (0, 8)}, {"prefix_len": (1, 1000)}),
+        *({"draft_budget": (128, 9)}, {"draft_budget": (128,), "gamma": (3, 124)}),
+        *({"between": (9, 2000)}, {"between": (4, 999)}),
     ],
     ids=str,
 )
 def test_what_no_cell_can_run_is_refused_before_any_does(sizes):
+    """A budget has room for the largest block behind the sinks, and what is between lies there."""
     with pytest.raises(ConfigError, match=rf"where: .*{next(iter(sizes))}\b"):
         CostModel(**sizes).cells()
-
-
-def test_a_run_between_lies_between():
-    for between in ((9, 2000), (4, 999)):
-        with pytest.raises(ConfigError, match=r"where: +--between"):
-            CostModel(between=between).cells()
-
-
-def test_a_budget_has_room_for_the_largest_block_behind_the_sinks():
     assert CostModel(draft_budget=(128, 10)).cells() and CostModel(draft_budget=(128,), gamma=(3, 123)).cells()
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.tables import Column, markdown
+from common.tables import markdown
 from engine.bench.cost_tables import cost_columns, cost_rows
 from reproduce import acceptance_by_budget, acceptance_by_context, cost_model_error, cost_ratios, speedup_tables
 from reproduce import throughput_latency as throughput
 from reproduce.pages.page_records import Records, absent, source, table
 from reproduce.paper import auto_against_fixed, columns
-from reproduce.paper.columns import ACCEPTANCE, ACCEPTED, ACCEPTED_ROWS, NONE, SETTING, SLOWER, WEIGHTS, by_size
+from reproduce.paper.columns import ACCEPTANCE, FLOW, NONE, SETTING, SLOWER, STEPS, by_size, of
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import ACCEPTANCE as ACCEPTANCE_FILE
 from reproduce.paper.reproduction import COST_MODEL, SPEEDUPS
-
-BY_POSITION = Column(
-    "acceptance_per_position", "by draft position", lambda rates: ", ".join(f"{rate:.2f}" for rate in rates) or "-"
-)
 
 
 def figure_of(name: str, folder: Path) -> str:
@@ -45,16 +41,16 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         "all, so it is about the machine), and the lowest repeat. Right before each of its runs `auto` "
         "measures costs and acceptance anew, on the same prompts, which is in no speedup: with greedy decoding it has "
         "then seen how its drafts of the next tokens fare.\n\n"
-        f"{''.join(choosing_section(way, records) for way in auto_against_fixed.WAYS)}{source(records)}"
+        f"{''.join(mode_section(mode, records) for mode in auto_against_fixed.MODES)}{source(records)}"
     )
 
 
-def choosing_section(choosing: auto_against_fixed.Choosing, records: Sequence[Record]) -> str:
-    compared = auto_against_fixed.against_fixed(choosing, records)
+def mode_section(mode: auto_against_fixed.Mode, records: Sequence[Record]) -> str:
+    compared = auto_against_fixed.against_fixed(mode, records)
     if not compared:
-        return f"{choosing.title}: {NONE}.\n\n"
-    summary = auto_against_fixed.summary(choosing, records).capitalize()
-    return f"{choosing.title}:\n\n{markdown(compared, auto_against_fixed.COLUMNS)}\n\n{summary}.\n\n"
+        return f"{mode.title}: {NONE}.\n\n"
+    summary = auto_against_fixed.summary(compared).capitalize()
+    return f"{mode.title}:\n\n{markdown(compared, auto_against_fixed.COLUMNS)}\n\n{summary}.\n\n"
 
 
 def measured_section(records: Records, figures: Path) -> str:
@@ -62,9 +58,11 @@ def measured_section(records: Records, figures: Path) -> str:
     costs = sorted([*runs, *(record for record in records.costs if record["file"] == SPEEDUPS)], key=by_size)
     rows = columns.rows_of(records.acceptance)
     rows.sort(key=lambda row: (*by_size(row)[:3], row["text"], row["draft_policy"], row["draft_budget"] or 0))
-    setting = *SETTING, WEIGHTS
-    speedups = *setting, *columns.SPEEDUP, columns.FORMULA, *ACCEPTED, columns.IDENTICAL, columns.REPEATS
-    accepted = *ACCEPTANCE, ACCEPTED[0], BY_POSITION, ACCEPTED_ROWS[1], ACCEPTED[1], columns.REPEATS
+    setting = of(*SETTING, "draft_weights")
+    accepted = "acceptance_rate", "mean_accepted_length", "identical", "distinct_4gram_fraction"
+    speedups = of(*setting, "speedup", "wall_speedup", "formula", *accepted)
+    steps = of(*setting, *STEPS, "verify / plain", "draft / plain")
+    accepted = "acceptance_rate", "acceptance_per_position", "judged", "mean_accepted_length", "distinct_4gram_fraction"
     return (
         "## Measured here\n\n"
         "Every run whose record is in the files named below the tables. Speedups are over plain decoding in the same "
@@ -74,12 +72,12 @@ def measured_section(records: Records, figures: Path) -> str:
         f"inflates acceptance.\n\n{figure_of(speedup_tables.NAME, figures)}"
         f"{table('Speedup', runs, speedups, SPEEDUPS)}\n\n"
         f"### Costs\n\n{figure_of(cost_ratios.NAME, figures)}"
-        f"{table('Costs', costs, (*setting, *columns.MILLISECONDS, *columns.RATIOS), SPEEDUPS)}\n\n"
+        f"{table('Costs', costs, steps, SPEEDUPS)}\n\n"
         "### Throughput against latency\n\nThe published figure has no numbers that are recorded here.\n\n"
         f"{figure_of(throughput.NAME, figures)}"
-        f"{table('Throughput against latency', runs, (*setting, *columns.FLOW), SPEEDUPS)}\n\n"
+        f"{table('Throughput against latency', runs, (*setting, *FLOW), SPEEDUPS)}\n\n"
         "### Acceptance\n\nText: `greedy` and `sampled` are the model's own continuation, `book` the book's.\n\n"
         f"{''.join(figure_of(one.NAME, figures) for one in (acceptance_by_context, acceptance_by_budget))}"
-        f"{table('Acceptance', rows, accepted, ACCEPTANCE_FILE)}\n\n"
+        f"{table('Acceptance', rows, of(*ACCEPTANCE, *accepted), ACCEPTANCE_FILE)}\n\n"
         f"### The cost model\n\n{cost_model_section(records.cost_model, figures)}"
     )

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 
 from common.tables import Column, markdown
 from engine.cost_model.costs import tokens_per_round
 from models.checkpoints.default_model import DEFAULT_NAME
 from reproduce.pages.page_records import Records, link
-from reproduce.paper.columns import (
-    KINDS,
-    NONE,
-    SLOWER,
-    machine_name,
-    published_speedup_text,
-    published_text,
-    quotient,
-    rows_of,
-    speedup_text,
-)
+from reproduce.paper import columns
+from reproduce.paper.columns import NONE, machine_name, published_text, quotient, speedup_text
 from reproduce.paper.published import SELF, Fact, Record, draft_name, published
 
 # How far from a published setting a measurement may be to be called the nearest one.
 NEAR = 2.0
-MEASURED, PREDICTED, NEAREST = (
-    "measured on the same model",
-    "predicted from measured costs",
-    "nearest on the built-in model",
-)
+MEASURED = "measured on the same model"
+PREDICTED = "predicted from measured costs"
+NEAREST = "nearest on the built-in model"
+MODELS = Column(attrgetter("target"), "target", align="<"), Column(attrgetter("draft"), "draft", align="<")
+SIZE = Column(attrgetter("context"), "context"), Column(attrgetter("B"), "rows")
+Value = Callable[[Record], float | None]
 
 
-def _of(name: str, head: str, **how: str) -> Column:
-    return Column(attrgetter(name), head, **how)
-
-
-MODELS = _of("target", "target", align="<"), _of("draft", "draft", align="<")
-SIZE = _of("context", "context"), _of("B", "rows")
-
-
-def _listed(records: Iterable[Record], show: Callable[[Record], str]) -> str:
-    return "; ".join(map(show, records)) or NONE
+def _listed(
+    records: Iterable[Record],
+    value: Value,
+    show: Callable[[float], str],
+    say: Callable[[Record], str],
+    mark: str = "",
+) -> str:
+    """The records that have a value: it, behind the mark, linked to the record, and what is said of the record."""
+    known = [(record, value(record)) for record in records]
+    return "; ".join(f"{mark}{link(show(v), record)} ({say(record)})" for record, v in known if v is not None) or NONE
 
 
 def _details(record: Record) -> str:
@@ -53,8 +46,7 @@ def _details(record: Record) -> str:
 
 def measured_speedup(records: Records, fact: Fact) -> str:
     """Of the published model in the published setting."""
-    found = [record for record in records.speculation if fact.is_of(record) and record.get("speedup") is not None]
-    return _listed(found, lambda record: f"{link(speedup_text(record['speedup']), record)} ({_details(record)})")
+    return _listed(filter(fact.is_of, records.speculation), itemgetter("speedup"), speedup_text, _details)
 
 
 def predicted_speedup(records: Records, fact: Fact) -> str:
@@ -66,12 +58,14 @@ def predicted_speedup(records: Records, fact: Fact) -> str:
     if alpha is None:
         return "-"
 
-    def show(record: Record) -> str:
-        predicted = tokens_per_round(alpha, record["gamma"]) / (quotient(record, "round_ms") or math.nan)
-        return f"predicted {link(speedup_text(predicted), record)} (acceptance {alpha}, {_details(record)})"
+    def predicted(record: Record) -> float | None:
+        round_in_steps = quotient(record, "round_ms")
+        return tokens_per_round(alpha, record["gamma"]) / round_in_steps if round_in_steps else None
 
-    found = [record for record in records.costs if fact.is_of(record) and fact.draft == SELF]
-    return _listed((r for r in found if has_plain_draft(r) and quotient(r, "round_ms") is not None), show)
+    found = [
+        record for record in records.costs if fact.draft == SELF and fact.is_of(record) and has_plain_draft(record)
+    ]
+    return _listed(found, predicted, speedup_text, lambda of: f"acceptance {alpha}, {_details(of)}", "predicted ")
 
 
 def has_plain_draft(record: Record) -> bool:
@@ -79,79 +73,77 @@ def has_plain_draft(record: Record) -> bool:
     return record.get("draft_weights") in (None, "same") and record.get("draft_dtype") == record.get("dtype")
 
 
-def nearest(records: Sequence[Record], fact: Fact) -> Record | None:
-    """The built-in model's run with the same kind of draft and the nearest size, if it is within a factor of NEAR."""
-    found = []
-    for record in records:
-        away = abs(math.log(record["prefix_len"] / fact.context)), abs(math.log(record["B"] / (fact.B or 1)))
-        if (
-            record["model"] == DEFAULT_NAME
-            and (draft_name(record) == SELF) == (fact.draft == SELF)
-            and record.get("speedup") is not None
-            and max(away) <= math.log(NEAR) + 1e-9
-        ):
-            found.append((sum(away), abs(record["gamma"] - (fact.gamma or record["gamma"])), record))
-    return min(found, key=lambda one: one[:2])[2] if found else None
-
-
 def nearest_speedup(records: Records, fact: Fact) -> str:
-    record = nearest(records.speculation, fact)
-    if record is None:
+    """The built-in model's run with the same kind of draft and the nearest size, if it is within a factor of NEAR."""
+
+    def away(record: Record) -> tuple[float, float, int]:
+        context, rows = abs(math.log(record["prefix_len"] / fact.context)), abs(math.log(record["B"] / (fact.B or 1)))
+        return max(context, rows), context + rows, abs(record["gamma"] - (fact.gamma or record["gamma"]))
+
+    found = [
+        record
+        for record in records.speculation
+        if record["model"] == DEFAULT_NAME
+        and (draft_name(record) == SELF) == (fact.draft == SELF)
+        and record.get("speedup") is not None
+        and away(record)[0] <= math.log(NEAR) + 1e-9
+    ]
+    if not found:
         return "-"
-    size = f"{record['B']} rows, {record['prefix_len']} tokens, gamma {record['gamma']}, {machine_name(record)}"
-    return f"{link(speedup_text(record['speedup']), record)} ({size})"
+    one = min(found, key=lambda record: away(record)[1:])
+    details = f"{one['B']} rows, {one['prefix_len']} tokens, gamma {one['gamma']}, {machine_name(one)}"
+    return _listed([one], itemgetter("speedup"), speedup_text, lambda _: details)
 
 
 def speedups(facts: Sequence[Fact], records: Records) -> str:
     beside = [
-        Column(lambda fact, of=of: of(records, fact), head, align="<")
+        Column(partial(of, records), head, align="<")
         for of, head in ((measured_speedup, MEASURED), (predicted_speedup, PREDICTED), (nearest_speedup, NEAREST))
     ]
-    gamma = _of("gamma", "gamma", missing="not shown")
-    value = Column(attrgetter("value"), "published", published_speedup_text)
+    gamma = Column(attrgetter("gamma"), "gamma", missing="not shown")
+    value = Column(attrgetter("value"), "published", columns.published_speedup_text)
     return markdown(facts, [*MODELS, *SIZE, gamma, value, *beside])
 
 
 def acceptance(records: Records) -> str:
-    rows = [row for row in rows_of(records.acceptance) if row["acceptance_rate"] is not None]
+    rows = columns.rows_of(records.acceptance)
 
-    def rates(head: str, is_model: Callable[[Fact, Record], bool]) -> Column:
-        def found(fact: Fact) -> str:
-            return _listed((row for row in rows if fact.is_setting_of(row) and is_model(fact, row)), show)
+    def rates(head: str, counts: Callable[[Fact, Record], bool]) -> Column:
+        def shown(fact: Fact) -> str:
+            return _listed(
+                (row for row in rows if counts(fact, row)), itemgetter("acceptance_rate"), "{:.3f}".format, say
+            )
 
-        return Column(found, head, align="<")
+        return Column(shown, head, align="<")
 
-    def show(row: Record) -> str:
-        rate = f"{row['acceptance_rate']:.3f}"
-        return f"{link(rate, row)} ({row['text']} text, {machine_name(row)})"
+    def say(row: Record) -> str:
+        return f"{row['text']} text, {machine_name(row)}"
 
+    same = rates(MEASURED, Fact.is_of)
+    head = "same context on the built-in model"
+    built_in = rates(head, lambda fact, row: row["model"] == DEFAULT_NAME and fact.is_setting_of(row))
     value = Column(attrgetter("value"), "published", published_text)
-    same = rates(MEASURED, lambda fact, row: fact.is_of(row))
-    built_in = rates("same context on the built-in model", lambda _, row: row["model"] == DEFAULT_NAME)
     return markdown(published().acceptance, [*MODELS, SIZE[0], value, same, built_in])
 
 
 def ratios(records: Records) -> str:
     def measured(fact: Fact) -> str:
-        def show(record: Record) -> str:
-            ratio = f"{quotient(record, step):.2f}"
-            weights = "random weights, " if record.get("load_format") == "dummy" else ""
-            return f"{link(ratio, record)} ({weights}{_details(record)})"
+        found = [record for record in (*records.speculation, *records.costs) if fact.is_of(record)]
+        found = [record for record in found if fact.what == "verify" or has_plain_draft(record)]
+        return _listed(found, columns.over_plain_step(fact.what), "{:.2f}".format, say)
 
-        step = f"{fact.what}_step_ms"
-        of_fact = [record for record in (*records.speculation, *records.costs) if fact.is_of(record)]
-        of_fact = [record for record in of_fact if fact.what == "verify" or has_plain_draft(record)]
-        return _listed((record for record in of_fact if quotient(record, step) is not None), show)
+    def say(record: Record) -> str:
+        return ("random weights, " if record.get("load_format") == "dummy" else "") + _details(record)
 
-    columns = [
-        Column(lambda fact: KINDS[fact.what], "ratio", align="<"),
+    shown = [
+        Column(lambda fact: columns.KINDS[fact.what], "ratio", align="<"),
         MODELS[0],
         Column(lambda fact: f"gamma {fact.gamma}" if fact.gamma else f"budget {fact.budget}", "at", align="<"),
         *SIZE,
         Column(attrgetter("value"), "published", published_text),
         Column(measured, "measured on the same shape", align="<"),
     ]
-    return markdown(published().ratios, columns)
+    return markdown(published().ratios, shown)
 
 
 def published_section(records: Records) -> str:
@@ -166,7 +158,7 @@ def published_section(records: Records) -> str:
         f"- *{NEAREST}*: {DEFAULT_NAME} within a factor of {NEAR:g} in rows and in context, with the same kind of "
         "draft. It is another model on another machine, so it says nothing about the published number; `-` where "
         "nothing that near was measured.\n\n"
-        f"`{SLOWER}`: slower than plain decoding. The published formula: `{facts.formula}`."
+        f"`{columns.SLOWER}`: slower than plain decoding. The published formula: `{facts.formula}`."
     ]
     for machine in dict.fromkeys(fact.machine for fact in facts.speedup_tables):
         rows = [fact for fact in facts.speedup_tables if fact.machine == machine]

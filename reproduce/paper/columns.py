@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,37 +60,80 @@ def published_speedup_text(value: float) -> str:
     return published_text(value) + (SLOWER if value < 1 else "")
 
 
-TARGET = (Column(target_name, "target", align="<"), Column(draft_name, "draft", align="<"))
-SIZE = (Column("prefix_len", "context"), Column("B", "rows"))
-GAMMA, BUDGET = Column("gamma", "gamma"), Column("draft_budget", "budget")
-WEIGHTS = Column(draft_weights, "draft weights", align="<")
-SETTING = (*TARGET, *SIZE, GAMMA, BUDGET)
-ACCEPTED = (
-    measured("acceptance_rate", "acceptance", ".3f"),
-    measured("mean_accepted_length", "mean accepted length", ".2f"),
-)
-IDENTICAL = Column(identical_rows, "identical rows")
-REPEATS = measured("distinct_4gram_fraction", "distinct 4-grams", ".2f")
-SPEEDUP = (
-    measured("speedup", "speedup", speedup_text),
-    measured("wall_speedup", "to the last row", speedup_text),
-)
-FORMULA = measured(formula_speedup, "by the formula", speedup_text)
-MILLISECONDS = (
-    measured("baseline_step_ms", "plain step, ms", ".2f"),
-    measured("draft_step_ms", "draft step, ms", ".2f"),
-    measured("verify_step_ms", "verification, ms", ".2f"),
-    measured("round_ms", "round, ms", ".2f"),
-)
-RATIOS = tuple(
-    measured(lambda row, of=kind: quotient(row, f"{of}_step_ms"), head, ".2f") for kind, head in KINDS.items()
-)
-FLOW = (
-    measured("baseline_step_ms", "plain, ms a token", ".1f"),
-    measured("baseline_tokens_per_second", "plain, tokens/s", ".1f"),
-    measured(ms_per_token, "speculation, ms a token", ".1f"),
-    measured("decode_tokens_per_second", "speculation, tokens/s", ".1f"),
-)
+def over_plain_step(kind: str) -> Callable[[Record], float | None]:
+    return lambda record: quotient(record, f"{kind}_step_ms")
+
+
+def _rates(by_position: Sequence[float | None]) -> str:
+    return ", ".join(NONE if rate is None else f"{rate:.2f}" for rate in by_position) or "-"
+
+
+def _pointwise(record: Record) -> str:
+    """How what lies between matrix products and attention ran; older records only say whether it was compiled."""
+    return record.get("pointwise") or ("compiled" if record.get("compile") else "eager")
+
+
+# Every column by the name that tables list it under: a record's field, unless it is made of several.
+COLUMNS = {
+    "target": Column(target_name, "target", align="<"),
+    "draft": Column(draft_name, "draft", align="<"),
+    "draft_weights": Column(draft_weights, "draft weights", align="<"),
+    "pointwise": Column(_pointwise, "pointwise", align="<"),
+    "budget or all": Column(lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"], "budget"),
+    "identical": Column(identical_rows, "identical rows"),
+    "verify / plain": measured(over_plain_step("verify"), KINDS["verify"], ".2f"),
+    "draft / plain": measured(over_plain_step("draft"), KINDS["draft"], ".2f"),
+    "formula": measured(formula_speedup, "by the formula", speedup_text),
+    "plain_ms_per_token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
+    "ms_per_token": measured(ms_per_token, "speculation, ms a token", ".1f"),
+    **{
+        column.key: column
+        for column in (
+            Column("prefix_len", "context"),
+            Column("B", "rows"),
+            Column("gamma", "gamma"),
+            Column("draft_budget", "budget"),
+            Column("draft_policy", "policy", align="<"),
+            Column("text", "text", align="<"),
+            Column("judged", "verified positions"),
+            Column("acceptance_per_position", "by draft position", _rates),
+            measured("model", "model", align="<"),
+            measured("verification", "verification", align="<"),
+            measured("temperature", "temperature"),
+            measured("dtype", "dtype", align="<"),
+            measured("kv_dtype", "entries", align="<"),
+            measured("pairs", "pairs"),
+            measured("speedup", "speedup", speedup_text),
+            measured("wall_speedup", "to the last row", speedup_text),
+            measured("acceptance_rate", "acceptance", ".3f"),
+            measured("mean_accepted_length", "mean accepted length", ".2f"),
+            measured("distinct_4gram_fraction", "distinct 4-grams", ".2f"),
+            measured("baseline_step_ms", "plain step, ms", ".2f"),
+            measured("draft_step_ms", "draft step, ms", ".2f"),
+            measured("verify_step_ms", "verification, ms", ".2f"),
+            measured("round_ms", "round, ms", ".2f"),
+            measured("baseline_tokens_per_second", "plain, tokens/s", ".1f"),
+            measured("decode_tokens_per_second", "speculation, tokens/s", ".1f"),
+            measured("baseline_share_of_copy", "its share of the copy's bandwidth", ".0%"),
+            measured("prompt_overlap", "overlap of prompts", ".0%"),
+            measured("kernel_ms_per_round", "in kernels, ms", ".2f"),
+            measured("gap_percent", "gaps", lambda percent: f"{percent:.1f}%"),
+        )
+    },
+}
+
+
+def of(*names: str | Column) -> list[Column]:
+    """Columns by their names, and any others as they are."""
+    return [COLUMNS[name] if isinstance(name, str) else name for name in names]
+
+
+SETTING = of("target", "draft", "prefix_len", "B", "gamma", "draft_budget")
+ACCEPTANCE = of("target", "draft", "prefix_len", "B", "gamma", "budget or all", "draft_policy", "text")
+DRAFT = of("gamma", "draft_budget", "draft_weights")
+STEPS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms")
+SPECULATION = of("speedup", "wall_speedup", *STEPS, "acceptance_rate", "mean_accepted_length")
+FLOW = of("plain_ms_per_token", "baseline_tokens_per_second", "ms_per_token", "decode_tokens_per_second")
 
 
 def by_size(record: Record) -> tuple:
@@ -127,17 +170,6 @@ def published_column(origin: str | None = None, show: Any = published_text) -> C
 def rows_of(records: Iterable[Record]) -> list[Record]:
     """Of acceptance: a record for each text, policy and budget, with the settings of the run that it comes from."""
     return [record | row for record in records for row in record["rows"]]
-
-
-ACCEPTANCE = (
-    *TARGET,
-    *SIZE,
-    GAMMA,
-    Column(lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"], "budget"),
-    Column("draft_policy", "policy", align="<"),
-    Column("text", "text", align="<"),
-)
-ACCEPTED_ROWS = (ACCEPTED[0], Column("judged", "verified positions"), REPEATS)
 
 
 def machine_name(record: Mapping[str, Any]) -> str:
