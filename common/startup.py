@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -21,14 +24,27 @@ def _end(kind: type[BaseException], error: BaseException, traceback: TracebackTy
 
 
 class _Unloaded(ModuleType):
-    """Stands for a module that takes long to import, until something in it is asked for."""
+    """Stands for torch until something in it is asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        module = importlib.import_module(self.__name__)
+        import_from_now_on()
+        module = importlib.import_module("torch")
         self.__dict__.update(vars(module))  # from now on as fast as the module itself
         return getattr(module, name)
+
+
+class _Loaded(MetaPathFinder, Loader):
+    """For `import torch.nn` as what first asks for torch: that loads both, and Python would load torch.nn again."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.startswith("torch.") and name in sys.modules else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        self._own_spec = sys.modules[spec.name].__spec__
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own_spec
 
 
 def import_from_now_on() -> None:
@@ -39,4 +55,6 @@ def import_from_now_on() -> None:
 
 sys.excepthook = _end
 # Which flags there are depends on policies and drafters, whose files import torch: --help must not wait for it.
-sys.modules.setdefault("torch", _Unloaded("torch"))
+if "torch" not in sys.modules:
+    sys.modules["torch"] = _Unloaded("torch")
+    sys.meta_path.insert(0, _Loaded())

@@ -5,6 +5,7 @@ python reproduce/acceptance_by_budget.py --model CHECKPOINT --prefix_len 16000 -
 """
 
 import sys
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from common.exit import exit_on_user_error
+from common import cli
 from common.tables import console
 from reproduce.paper import columns, reproduction
 from reproduce.paper.curves import acceptance_curves
@@ -52,11 +53,17 @@ def figure(records: list[Record]) -> Figure:
     return Figure("Acceptance by budget", tuple(panels))
 
 
-def main() -> None:
-    defaults = Acceptance(prefix_len=(4000,), draft_budget=(64, 128, 256, 512))
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.ACCEPTANCE, defaults)
-    reproduction.run(parser.parse_args(), Acceptance, NAME, table, figure)
+@dataclass(frozen=True)
+class Flags(Acceptance):
+    prefix_len: tuple[int, ...] = (4000,)
+    """prompt tokens per row"""
+    draft_budget: tuple[int, ...] = (64, 128, 256, 512)
+    """KV entries of the draft"""
+
+
+def main(flags: Flags) -> None:
+    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -5,13 +5,14 @@ python reproduce/acceptance_by_context.py --model CHECKPOINT --prefix_len 4000 8
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from common.exit import exit_on_user_error
+from common import cli
 from common.tables import console
 from reproduce.paper import columns, reproduction
 from reproduce.paper.curves import acceptance_curves
@@ -47,11 +48,15 @@ def figure(records: list[Record]) -> Figure:
     return Figure("Acceptance by context", (panel,))
 
 
-def main() -> None:
-    defaults = Acceptance(prefix_len=(1000, 2000, 4000))
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.ACCEPTANCE, defaults)
-    reproduction.run(parser.parse_args(), Acceptance, NAME, table, figure)
+@dataclass(frozen=True)
+class Flags(Acceptance):
+    prefix_len: tuple[int, ...] = (1000, 2000, 4000)
+    """prompt tokens per row"""
+
+
+def main(flags: Flags) -> None:
+    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -4,13 +4,13 @@
 
 The costs are measured over random entries on a grid of batches and contexts, in a process of its own; the runs are
 of real prompts at those sizes and at one between them, which the model interpolates. Each prediction takes the
-acceptance rate of the run that it is compared with.
+acceptance rate of the run that it is compared with. The values of --B and --prefix_len are also the costs' grid: runs
+are made at its corners.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -21,23 +21,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 import numpy as np
-from engine.bench.settings import DEFAULT_N_SINK, require_at_least
 
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
+from common import cli
+from common.errors import ConfigError, flag, require_at_least
 from common.tables import Column, console
-from engine.bench.cost_report import LEAST
+from engine.bench.cost_flags import LEAST
 from engine.cost_model.costs import CostGrid, tokens_per_round
-from reproduce.gamma_cell import LEAST_GEN_LEN
+from kv_cache.streaming import Streaming
 from reproduce.paper import auto_against_fixed, columns, reproduction
+from reproduce.paper.auto_against_fixed import LEAST_GEN_LEN
 from reproduce.paper.figures import Figure, Panel, Series, lines
 from reproduce.paper.published import Record
 from reproduce.sweeping.cells import Cell, grid
 
 NAME, GRID, CELL = "cost_model_error", "reproduce/cost_grid.py", "reproduce/gamma_cell.py"
 # The sizes' flags here, by what the cost model calls them.
-FLAGS = {"batches": "B", "contexts": "prefix_len", "gammas": "gamma", "budgets": "draft_budget"}
+SIZES = {"batches": "B", "contexts": "prefix_len", "gammas": "gamma", "budgets": "draft_budget"}
 TARGET = 0.10
+OUTPUT = str(reproduction.REPRODUCTION / reproduction.COST_MODEL)
 # Where costs and a run have to agree to be compared.
 SET_UP = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
 SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
@@ -47,12 +48,19 @@ SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 class CostModel(reproduction.Grid):
     """Rows and contexts are the costs' grid, and runs are made at its corners, and at one place between them."""
 
-    B: Sequence[int] = (1, 8)
-    gamma: Sequence[int] = (1, 3, 5)
-    draft_budget: Sequence[int] = (128, 512)
-    between: Sequence[int] = (4, 2000)
+    B: tuple[int, ...] = (1, 8)
+    """rows decoded together"""
+    gamma: tuple[int, ...] = (1, 3, 5)
+    """tokens drafted per round"""
+    draft_budget: tuple[int, ...] = (128, 512)
+    """KV entries of the draft"""
+    between: tuple[int, int] = (4, 2000)
+    """rows and prompt tokens of one more run"""
     repeats: int = 3
+    """how often every run is made, interleaved with all others of its size"""
     compile: bool = False
+    """as that of the benchmarks"""
+    sweep: reproduction.Sweep = field(default_factory=lambda: reproduction.Sweep(OUTPUT))
 
     def cells(self) -> list[Cell]:
         """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
@@ -68,31 +76,21 @@ class CostModel(reproduction.Grid):
         return [Cell(GRID, {**fixed, **costs}), *{cell.key: cell for cell in sizes}.values()]
 
     def _check(self) -> None:
-        for name, flag in FLAGS.items():
-            require_at_least(flag, min(getattr(self, flag)), LEAST[name])
+        for name, size in SIZES.items():
+            require_at_least(size, min(getattr(self, size)), LEAST[name])
         # Behind the sinks, which no flag here changes, there is room for the largest block.
-        require_at_least("draft_budget", min(self.draft_budget), DEFAULT_N_SINK + max(self.gamma) + 1)
+        require_at_least("draft_budget", min(self.draft_budget), Streaming().n_sink + max(self.gamma) + 1)
         require_at_least("gen_len", self.gen_len, LEAST_GEN_LEN)
         require_at_least("repeats", self.repeats, 1)
         for name, value, sizes in zip(("rows", "prompt tokens"), self.between, (self.B, self.prefix_len), strict=True):
             if not min(sizes) <= value <= max(sizes):
                 raise ConfigError(
                     "the run between lies outside of the costs' grid",
-                    where=f"--between: {name}",
+                    where=f"{flag('between')}: {name}",
                     seen=value,
                     required=f"{min(sizes)} to {max(sizes)}",
-                    fix="name a size between those of --B and --prefix_len",
+                    fix=f"name a size between those of {flag('B')} and {flag('prefix_len')}",
                 )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.COST_MODEL, CostModel())
-    parser.epilog = "The values of --B and --prefix_len are also the costs' grid: runs are made at its corners."
-    add = parser.add_argument
-    add("--between", type=int, nargs=2, help="rows and prompt tokens of one more run")
-    add("--repeats", type=int, help="how often every run is made, interleaved with all others of its size")
-    parser.set_defaults(between=list(CostModel.between), repeats=CostModel.repeats)
-    return parser
 
 
 def comparisons(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -196,9 +194,9 @@ def figure(records: list[Record]) -> Figure:
     return Figure("Predicted and measured speedups", (left, auto_against_fixed.panel(records)))
 
 
-def main() -> None:
-    reproduction.run(make_parser().parse_args(), CostModel, NAME, table, figure)
+def main(flags: CostModel) -> None:
+    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, CostModel)

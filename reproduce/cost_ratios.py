@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from common.exit import exit_on_user_error
+from common import cli
 from common.tables import Column, console
 from reproduce.paper import columns, reproduction
 from reproduce.paper.columns import KINDS, over_plain_step
@@ -57,10 +57,9 @@ def figure(records: list[Record]) -> Figure:
     return Figure(f"Costs in steps of plain decoding\n{title}".strip(), tuple(panels))
 
 
-def main() -> None:
-    parser = reproduction.make_parser(__doc__.splitlines()[0], reproduction.SPEEDUPS, Speculation())
-    reproduction.run(parser.parse_args(), Speculation, NAME, table, figure)
+def main(flags: Speculation) -> None:
+    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Speculation)

@@ -27,7 +27,7 @@ from common import cli
 from common.errors import require_at_least
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
-from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET
+from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 
 if TYPE_CHECKING:
     from engine.bench.session import Session
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
-# The first new token is the prompt's, before any round.
-LEAST_GEN_LEN = 2
 SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 

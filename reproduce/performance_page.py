@@ -8,6 +8,7 @@ No number on the page comes from anywhere but a record; what has no record is "n
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from common import cli
 from common.checkout import ROOT
-from common.exit import exit_on_user_error
 from common.tables import Column, markdown
 from reproduce.pages import generated_page, page_records
 from reproduce.pages.page_records import GPU, read
@@ -181,11 +182,17 @@ def page(folder: Path = RESULTS) -> str:
     return HEAD + "".join(f"\n## {title}\n\n{section(folder)}\n" for title, section in SECTIONS.items())
 
 
-def main() -> None:
-    args = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE).parse_args()
-    options = generated_page.Options(**vars(args))
-    options.write_or_check(page(options.results), "reproduce/performance_page.py")
+@dataclass(frozen=True)
+class Flags(generated_page.Options):
+    results: Path = RESULTS
+    """the folder with the records"""
+    page: Path = PAGE
+    """the page to write"""
+
+
+def main(flags: Flags) -> None:
+    flags.write_or_check(page(flags.results), "reproduce/performance_page.py")
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -7,22 +7,23 @@ Reads what the benchmarks append to --output, and the rows of sweeps. Of repeats
 one of the two numbers are left out, which is said.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from textwrap import fill
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from engine.bench.arguments import Parser
+from tyro.conf import Positional, arg
 
+from common import cli
 from common.errors import ConfigError
-from common.exit import exit_on_user_error
 from common.jsonl import read_lines
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure, Panel, lines
@@ -39,6 +40,24 @@ SETTINGS = (
 LABEL_WIDTH = 48
 LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
 MEASURED = ("speedup", "decode_tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Flags:
+    records: Positional[Annotated[tuple[str, ...], arg(metavar="RECORDS ...")]]
+    """files of JSON lines"""
+    x: Annotated[str | None, arg(help_behavior_hint="(default: the one with the most values)")] = None
+    """the setting to draw over, such as prefix_len, B, draft_budget, gen_len, gamma or temperature"""
+    y: tuple[str, ...] = MEASURED
+    """what to draw"""
+    figures: str = str(REPRODUCTION / "figures")
+    """the folder for the figure, as PNG and SVG"""
+
+
+def main(flags: Flags) -> None:
+    if not flags.records:
+        raise _refuse("there are no records to draw", "RECORDS", "no file", "one file or more", "name files of records")
+    draw(flags.records, flags.x, flags.y, Path(flags.figures))
 
 
 def read_records(paths: Sequence[str]) -> list[Record]:
@@ -102,17 +121,6 @@ def _refuse(what: str, where: str, seen: object, required: str, fix: str) -> Con
     return ConfigError(what, where=where, seen=seen, required=required, fix=fix)
 
 
-def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("records", nargs="+", metavar="RECORDS", help="files of JSON lines")
-    add("--x", help=f"the setting to draw over (default: the one of {', '.join(AXES)} with the most values)")
-    add("--y", nargs="+", default=list(MEASURED), help=f"what to draw (default: {' '.join(MEASURED)})")
-    add("--figures", default=str(REPRODUCTION / "figures"), help="the folder for the figure, as PNG and SVG")
-    args = parser.parse_args()
-    draw(args.records, args.x, args.y, Path(args.figures))
-
-
 def draw(paths: Sequence[str], x: str | None, ys: Sequence[str], folder: Path) -> None:
     """A figure with a panel for each of `ys`, and what is in it said."""
     figures.require_matplotlib()
@@ -133,4 +141,4 @@ def draw(paths: Sequence[str], x: str | None, ys: Sequence[str], folder: Path) -
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -8,13 +8,14 @@ measured costs stand in columns of their own; what has no record is "not measure
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from common.exit import exit_on_user_error
+from common import cli
 from reproduce.pages import generated_page
 from reproduce.pages.measured_tables import measured_section
 from reproduce.pages.page_records import read_records
@@ -75,14 +76,20 @@ def page(folder: Path = RESULTS, figures: Path = reproduction.FIGURES) -> str:
     return f"{head}\n{published_section(records)}\n\n{measured_section(records, figures)}\n"
 
 
-def main() -> None:
-    parser = generated_page.make_parser(__doc__.splitlines()[0], RESULTS, PAGE)
-    parser.add_argument("--figures", type=Path, default=reproduction.FIGURES, help="the folder with the figures")
-    args = parser.parse_args()
-    generated_page.require_folder("figures", args.figures)
-    options = generated_page.Options(args.results, args.page, args.check)
-    options.write_or_check(page(options.results, args.figures), "reproduce/published_page.py")
+@dataclass(frozen=True)
+class Flags(generated_page.Options):
+    results: Path = RESULTS
+    """the folder with the records"""
+    page: Path = PAGE
+    """the page to write"""
+    figures: Path = reproduction.FIGURES
+    """the folder with the figures"""
+
+
+def main(flags: Flags) -> None:
+    generated_page.require_folder("figures", flags.figures)
+    flags.write_or_check(page(flags.results, flags.figures), "reproduce/published_page.py")
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

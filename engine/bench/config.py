@@ -11,6 +11,7 @@ from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.names import Backend, Dtype, KVDtype, Scheme
 
+AUTO = "auto"
 DEFAULT_MODEL = str(DEFAULT_CHECKPOINT / "model.pth")
 DEFAULT_ROWS, DEFAULT_PREFIX_LEN = 8, 6000
 

@@ -18,6 +18,7 @@ ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
 ACCEPTANCE_GAMMA = 3
 # The least that each list of sizes may hold.
 LEAST = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
+Draft = tuple[str, int]
 SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 
@@ -68,11 +69,11 @@ class CostFlags:
         return ACCEPTANCE_TOKENS if self.gen_len is None else self.gen_len
 
     @property
-    def drafts(self) -> list[tuple[str, int]]:
+    def drafts(self) -> list[Draft]:
         """Policies and budgets."""
         return [(policy, budget) for policy in self.policies for budget in self.sorted("budgets")]
 
-    def configs(self) -> dict[tuple[str, int], DrafterConfig]:
+    def configs(self) -> dict[Draft, DrafterConfig]:
         """The drafts, at the largest gamma. Errors: ConfigError."""
         chosen = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in self.drafts]
         gamma = {"gamma": max(self.gammas)}

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from common.say import say
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import RunConfig, Sizes
-from engine.bench.cost_flags import ACCEPTANCE_GAMMA, CostFlags
+from engine.bench.cost_flags import ACCEPTANCE_GAMMA, CostFlags, Draft
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve_several
@@ -22,8 +22,6 @@ from engine.stats import total
 
 # New tokens that the caches have room for where costs are measured.
 ROOM = 48
-
-Draft = tuple[str, int]
 
 
 def open_largest(flags: CostFlags) -> Session:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from common.jsonl import publish
 from common.provenance import provenance
 from engine.acceptance import AcceptanceRate
-from engine.bench.cost_flags import CostFlags
-from engine.bench.cost_grid import Draft, measure_acceptance, measure_grid, open_largest
+from engine.bench.cost_flags import CostFlags, Draft
+from engine.bench.cost_grid import measure_acceptance, measure_grid, open_largest
 from engine.bench.cost_tables import Acceptances, acceptance_table, best_of, best_table, cost_table, heat_map
 from engine.bench.record import settings_record
 from engine.cost_model.costs import CostGrid

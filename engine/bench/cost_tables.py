@@ -12,7 +12,7 @@ import numpy as np
 
 from common.tables import Column, console
 from engine.acceptance import AcceptanceRate
-from engine.bench.cost_grid import Draft
+from engine.bench.cost_flags import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
 
 SHADES = " .:-=+*#%@"

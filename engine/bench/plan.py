@@ -11,10 +11,9 @@ import torch
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
-from engine.bench.config import DEFAULT_PREFIX_LEN, RunConfig
+from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
 from engine.bench.resolved import (
-    AUTO,
     ResolvedDraft,
     ResolvedSampling,
     resolve_draft,

@@ -14,8 +14,9 @@ import torch
 
 from common.provenance import provenance
 from common.say import dtype_name
+from engine.bench.config import AUTO
 from engine.bench.passes import Passes
-from engine.bench.resolved import AUTO, option_names
+from engine.bench.resolved import option_names
 from engine.bench.session import Session
 from engine.contention import contention
 from engine.cost_model.costs import Costs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError, flag, without_effect
-from engine.bench.config import DEFAULT_PREFIX_LEN, Sampling, Sizes, Target
+from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, Sampling, Sizes, Target
 from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtype
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
@@ -20,7 +20,6 @@ from engine.sampling import SamplingParams
 from kv_cache.policy import BudgetedPolicy, Policy, policies
 from models.packed_linear import can_pack
 
-AUTO = "auto"
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
 # Options in the order that records have them in, and those that have another place there.

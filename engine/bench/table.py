@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from common.tables import Column, console
-from engine.bench.resolved import AUTO
+from engine.bench.config import AUTO
 
 COLUMNS = [
     Column(itemgetter(0), "", align="<"),

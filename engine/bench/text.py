@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.errors import DataError, flag, without_effect
-from engine.bench.config import RunConfig
+from engine.bench.config import AUTO, RunConfig
 from engine.bench.data import BUILT_IN, PG19, json_rows, read_text, unreadable
-from engine.bench.resolved import AUTO
 from models.checkpoints.model_source import ModelSource
 
 ENDINGS = (".txt", ".jsonl")

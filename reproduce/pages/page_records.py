@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.bench.settings import AUTO
-
 from common.errors import DataError
 from common.jsonl import read_lines
 from common.tables import Column, markdown
+from engine.bench.config import AUTO
 from reproduce.paper.columns import NONE, machine_name
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS

@@ -22,6 +22,8 @@ from reproduce.paper.published import Record
 
 # What gamma_cell.py calls the modes that choose from round to round.
 AUTO, AUTO_BUDGET = "auto", "auto budget"
+# The first new token is the prompt's, before any round.
+LEAST_GEN_LEN = 2
 # The aim: what an automatic mode keeps, at least, of the better of gamma 3 and plain decoding.
 LEAST_RATIO = 0.95
 USUAL_GAMMA = 3

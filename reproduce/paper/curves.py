@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.bench.settings import POLICIES
-
+from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS
 from reproduce.paper.figures import CATEGORIES, MARKERS, Series, lines
 from reproduce.paper.published import SELF, Fact, Record, draft_name, target_name
@@ -67,7 +66,7 @@ def acceptance_curves(rows: Sequence[Record], x: str) -> tuple[Series, ...]:
             lambda row: f"measured, {row['model'] + ', ' if several else ''}{row['draft_policy']}, {row['text']}",
             lambda row: row[x],
             lambda row: row["acceptance_rate"],
-            lambda row: CATEGORIES[POLICIES.index(row["draft_policy"])],
+            lambda row: CATEGORIES[policies().index(row["draft_policy"])],
             lambda row: MARKERS[TEXTS.index(row["text"])],
         )
     )

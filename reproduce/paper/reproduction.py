@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from engine.bench.arguments import HelpFormatter, Parser
-from engine.bench.settings import DTYPES, POLICIES
+from tyro.conf import arg
 
 from common.checkout import ROOT
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
+from engine.bench.draft_flags import PolicyName
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.quantize import SCHEMES
+from models.names import Dtype, Scheme
 from reproduce.paper import figures
 from reproduce.paper.columns import TEXTS
 from reproduce.paper.figures import Figure
@@ -36,31 +35,50 @@ MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir 
 SELFSPEC, LONGSPEC, ACCEPT = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py", "reproduce/acceptance.py"
 
 
+DraftDtype = Annotated[Literal["auto", "same"] | Dtype | None, arg(help_behavior_hint="(default: auto)")]
+DraftWeights = Annotated[Literal["same"] | Scheme | None, arg(help_behavior_hint="(default: same)")]
+
+
 @dataclass(frozen=True)
 class Sweep:
     """Where records and figures go, and which cells are run and shown."""
 
     output: str
-    figures: str
+    """file of records; a cell that has one is not run again"""
+    figures: str = str(REPRODUCTION / "figures")
+    """the folder for the figure, as PNG and SVG"""
     retry_failed: bool = False
-    only: Sequence[str] = ()
+    """run cells again that failed"""
+    only: Annotated[tuple[str, ...], arg(metavar="[CHOICE ...]")] = ()
+    """name=value of a flag, or a cell's key: run only these"""
     all: bool = False
-    timeout: float | None = None
+    """show every record in --output, not only those of these cells"""
+    timeout: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
+    """seconds after which a cell is ended and has failed"""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: a cell for each combination of sizes; None is the benchmarks' own default."""
+    """What is measured: a cell for each combination of sizes; what is not given is the benchmarks' own default."""
 
-    model: str | None = None
-    dataset: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    B: Sequence[int] = (1, 2, 4, 8)
-    prefix_len: Sequence[int] = (1000, 4000)
-    gamma: Sequence[int] = (3,)
-    draft_budget: Sequence[int] = (512,)
+    model: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
+    """the target's converted checkpoint"""
+    dataset: Annotated[str | None, arg(help_behavior_hint="(default: auto)")] = None
+    """as that of the benchmarks"""
+    device: Annotated[str | None, arg(help_behavior_hint="(default: auto)")] = None
+    """auto, cpu, cuda or cuda:N"""
+    dtype: Annotated[Literal["auto"] | Dtype | None, arg(help_behavior_hint="(default: auto)")] = None
+    """the target's"""
+    B: tuple[int, ...] = (1, 2, 4, 8)
+    """rows decoded together"""
+    prefix_len: tuple[int, ...] = (1000, 4000)
+    """prompt tokens per row"""
+    gamma: tuple[int, ...] = (3,)
+    """tokens drafted per round"""
+    draft_budget: tuple[int, ...] = (512,)
+    """KV entries of the draft"""
     gen_len: int = 64
+    """new tokens per row"""
 
     def given(self, *flags: str) -> dict[str, object]:
         """Only what was asked for: what the default means is the benchmarks' own affair."""
@@ -73,15 +91,25 @@ class Grid:
 
 @dataclass(frozen=True)
 class Speculation(Grid):
-    """Runs of the speculation benchmarks. draft_B: rows beside a draft model."""
+    """Runs of the speculation benchmarks."""
 
-    draft_dtype: str | None = None
-    draft_weights: str | None = None
-    draft_model: str | None = None
-    draft_B: Sequence[int] = (1, 4)
-    load_format: str | None = None
-    model_name: str | None = None
+    draft_dtype: DraftDtype = None
+    """the draft's"""
+    draft_weights: DraftWeights = None
+    """the draft's linear layers"""
+    draft_model: Annotated[
+        str | None, arg(help_behavior_hint="(default: checkpoints/SmolLM2-draft, if it is there)")
+    ] = None
+    """a draft model's checkpoint"""
+    draft_B: tuple[int, ...] = (1, 4)
+    """rows decoded together beside it"""
+    load_format: Annotated[Literal["pth", "dummy"] | None, arg(help_behavior_hint="(default: pth)")] = None
+    """dummy: random weights, costs only"""
+    model_name: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """with --load_format dummy: the published shape to build"""
     compile: bool = False
+    """as that of the benchmarks"""
+    sweep: Sweep = field(default_factory=lambda: Sweep(str(REPRODUCTION / SPEEDUPS)))
 
     def cells(self) -> list[Cell]:
         """Self-speculation at every size, and a draft model's at fewer rows, if there is one."""
@@ -113,12 +141,19 @@ class Speculation(Grid):
 class Acceptance(Grid):
     """Runs of reproduce/acceptance.py: each measures all budgets, policies and texts."""
 
-    B: Sequence[int] = (4,)
+    B: tuple[int, ...] = (4,)
+    """rows decoded together"""
     gen_len: int = 128
-    draft_dtype: str | None = None
-    draft_weights: str | None = None
-    policies: Sequence[str] = ("streaming", "snapkv")
-    texts: Sequence[str] = TEXTS
+    """new tokens per row"""
+    draft_dtype: DraftDtype = None
+    """the draft's"""
+    draft_weights: DraftWeights = None
+    """the draft's linear layers"""
+    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")
+    """what the draft's cache keeps"""
+    texts: tuple[Literal[TEXTS], ...] = TEXTS  # type: ignore[valid-type]
+    """what is drafted: own text, or the book's"""
+    sweep: Sweep = field(default_factory=lambda: Sweep(str(REPRODUCTION / ACCEPTANCE)))
 
     def cells(self) -> list[Cell]:
         fixed = self.given("draft_dtype", "draft_weights") | self.target() | {"gen_len": self.gen_len}
@@ -126,7 +161,7 @@ class Acceptance(Grid):
         return grid(ACCEPT, fixed, {"prefix_len": self.prefix_len, "B": self.B, "gamma": self.gamma})
 
 
-def checkpoint_path(path: str, flag: str, load_format: str | None = None) -> str:
+def checkpoint_path(path: str, name: str, load_format: str | None = None) -> str:
     """The path as a cell carries it: relative to the checkout, where it is in it. Errors: ConfigError."""
     if load_format == "dummy":
         return path
@@ -134,7 +169,7 @@ def checkpoint_path(path: str, flag: str, load_format: str | None = None) -> str
     if not absolute.is_file():
         raise ConfigError(
             "a checkpoint is not there",
-            where=f"--{flag}",
+            where=flag(name),
             seen=path,
             required="a model.pth that convert_hf_checkpoint.py wrote",
             fix="convert one, or leave the flag out",
@@ -142,53 +177,8 @@ def checkpoint_path(path: str, flag: str, load_format: str | None = None) -> str
     return str(absolute.relative_to(ROOT)) if absolute.is_relative_to(ROOT) else str(absolute)
 
 
-def make_parser(description: str, output: str, defaults: Grid) -> argparse.ArgumentParser:
-    """The flags of every script that measures cells, prints a table and draws a figure: those of a Sweep and a Grid."""
-    parser = Parser(description=description, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", help="the target's converted checkpoint (default: the built-in model)")
-    add("--dataset", help="as that of the benchmarks (default: auto)")
-    add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--dtype", choices=["auto", *DTYPES], help="the target's (default: auto)")
-    add("--output", default=str(REPRODUCTION / output), help="file of records; a cell that has one is not run again")
-    add("--figures", default=str(REPRODUCTION / "figures"), help="the folder for the figure, as PNG and SVG")
-    add("--retry_failed", action="store_true", help="run cells again that failed")
-    add("--only", nargs="+", default=[], metavar="CHOICE", help="name=value of a flag, or a cell's key: run only these")
-    add("--all", action="store_true", help="show every record in --output, not only those of these cells")
-    add("--timeout", type=float, help="seconds after which a cell is ended and has failed")
-    add("--B", type=int, nargs="+", help="rows decoded together")
-    add("--prefix_len", type=int, nargs="+", help="prompt tokens per row")
-    add("--gamma", type=int, nargs="+", help="tokens drafted per round")
-    add("--draft_budget", type=int, nargs="+", help="KV entries of the draft")
-    add("--gen_len", type=int, help="new tokens per row")
-    if hasattr(defaults, "draft_weights"):
-        add("--draft_dtype", choices=["auto", "same", *DTYPES], help="the draft's (default: auto)")
-        add("--draft_weights", choices=["same", *SCHEMES], help="the draft's linear layers (default: same)")
-    if isinstance(defaults, Speculation):
-        add("--draft_model", help="a draft model's checkpoint (default: checkpoints/SmolLM2-draft, if it is there)")
-        add("--draft_B", type=int, nargs="+", help="rows decoded together beside it")
-        add("--load_format", choices=["pth", "dummy"], help="dummy: random weights, costs only (default: pth)")
-        add("--model_name", help="with --load_format dummy: the published shape to build")
-    if isinstance(defaults, Acceptance):
-        add("--policies", nargs="+", choices=POLICIES, help="what the draft's cache keeps")
-        add("--texts", nargs="+", choices=TEXTS, help="what is drafted: own text, or the book's")
-    if hasattr(defaults, "compile"):
-        add("--compile", action="store_true", help="as that of the benchmarks")
-    parser.set_defaults(**{k: list(v) if isinstance(v, tuple) else v for k, v in vars(defaults).items()})
-    return parser
-
-
-def read(options: type, args: argparse.Namespace) -> Any:
-    return options(**{field.name: getattr(args, field.name) for field in fields(options)})
-
-
 Shown = Callable[[list[Record]], str]
 Drawn = Callable[[list[Record]], Figure]
-
-
-def run(args: argparse.Namespace, options: type, name: str, table: Shown, figure: Drawn) -> None:
-    """A script of this kind: `options` are those of its grid."""
-    present(read(options, args).cells(), read(Sweep, args), name, table, figure)
 
 
 def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Shown, figure: Drawn) -> None:
