@@ -9,6 +9,9 @@ from reproduce.paper.columns import TEXTS
 from reproduce.paper.figures import CATEGORIES, MARKERS, Series, lines
 from reproduce.paper.published import SELF, Fact, Record, draft_name, target_name
 
+# In the order of their colours.
+POLICIES = (*dict.fromkeys(("full", "streaming", "snapkv", *policies())),)
+
 
 def by_rows(
     facts: Sequence[Fact],
@@ -66,7 +69,7 @@ def acceptance_curves(rows: Sequence[Record], x: str) -> tuple[Series, ...]:
             lambda row: f"measured, {row['model'] + ', ' if several else ''}{row['draft_policy']}, {row['text']}",
             lambda row: row[x],
             lambda row: row["acceptance_rate"],
-            lambda row: CATEGORIES[policies().index(row["draft_policy"])],
+            lambda row: CATEGORIES[POLICIES.index(row["draft_policy"])],
             lambda row: MARKERS[TEXTS.index(row["text"])],
         )
     )
