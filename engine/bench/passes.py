@@ -17,10 +17,10 @@ from engine.bench.setup import Setup, make_drafters
 from engine.contention import usage_so_far
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import measure_costs, rounds_in_turn
+from engine.cost_model.measure import interleaved_rounds, measure_costs
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
+from engine.pacing import PLAIN, Choice, Fixed, Interleaved, Pacing
 from engine.requests import Request
 from engine.timing import PhaseTimer, synchronize
 
@@ -108,9 +108,9 @@ def warm_up(setup: Setup, drafters: Sequence[Drafter] = ()) -> None:
     if not setup.args.compile and setup.runner.graphs is None:
         return
     if setup.args.gen_len > 1:
-        rounds = rounds_in_turn(
+        rounds = interleaved_rounds(
             setup.runner,
-            InTurn(drafters, _possible(setup, drafters), setup.runner.max_batch, WARM_UP_ROUNDS),
+            Interleaved(drafters, _possible(setup, drafters), setup.runner.max_batch, WARM_UP_ROUNDS),
             setup.prompts,
             max_new_tokens=setup.args.gen_len,
             sampling=setup.sampling.params,
