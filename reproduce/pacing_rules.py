@@ -26,11 +26,10 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from engine.acceptance import AcceptanceRate
 from engine.bench.arguments import Parser
-from engine.cost_model import adaptive_trials
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
 from engine.drafters import Drafter
-from engine.pacing import Choice, Fixed, Pacing
+from engine.pacing import PLAIN, Choice, Fixed, Pacing
 
 COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
 GAMMAS = range(7)
@@ -47,7 +46,6 @@ class NoDrafter:
 RULES: dict[str, Callable[[Sequence[Drafter], Sequence[Costs], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
-    "trials": adaptive_trials.Adaptive,
     "adaptive": Adaptive,
 }
 
@@ -137,16 +135,13 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
-        choice = pacing.choose()
-        assert choice is not None
+        choice = pacing.choose() or PLAIN
         accepted = [_n_accepted(scenario, choice, position, rng) for _ in range(scenario.rows)]
         round_ms = costs[0].plain_ms
         n_rounds += 1
-        if (drafter := choice.drafter) is not None:
-            round_ms = costs[drafter].round_ms(choice.gamma) + costs[drafter].draft_ms * (
-                n_rounds - followed[drafter] > 1
-            )
-            followed[drafter] = n_rounds
+        if (index := choice.drafter) is not None:
+            behind, followed[index] = n_rounds - followed[index] > 1, n_rounds
+            round_ms = costs[index].round_ms(choice.gamma) + costs[index].draft_ms * behind
         pacing.observe(choice, accepted)
         emitted = 1 + fmean(accepted)
         ms += round_ms * min(1.0, (length - position) / emitted)
