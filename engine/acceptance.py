@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def places_reached(gamma: int, accepted: Sequence[int]) -> list[int]:
-    """Of each row's block: the accepted places and the first rejected one. A place is reached if all before it were
-    accepted, also where the drafter had nothing to propose for it: its yield counts, whoever is to blame.
+def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
+    """Of each row's block, how many draft positions were verified: the accepted ones and the first rejected one, also
+    where the drafter had nothing to propose for it: what rounds yield counts, whoever is to blame.
     """
     return [min(n_accepted + 1, gamma) for n_accepted in accepted]
 
 
 @dataclass(frozen=True)
 class AcceptanceRate:
-    """The accepted share of n judged drafts, or of n places of blocks that were reached; n is None if it was given."""
+    """The accepted share of n verified draft positions; n is None if it was given."""
 
     value: float
     n: float | None = None
@@ -26,9 +26,9 @@ class AcceptanceRate:
         """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were; 0 for a
         rate that was given.
 
-        Without those two, a few drafts that were all accepted, or none, would seem certain. That many in each of two
-        samples make an interval of their difference good (Agresti and Caffo 2000, The American Statistician 54(4),
-        280-288). Drafts of one block, and blocks of one text, are not independent: this is a lower bound.
+        Without those two, a few drafts that were all accepted, or none, would seem certain (Agresti and Caffo 2000,
+        The American Statistician 54(4), 280-288). Drafts of one block, and blocks of one text, are not independent:
+        this is a lower bound.
         """
         if self.n is None:
             return 0.0
@@ -37,5 +37,5 @@ class AcceptanceRate:
 
     def tokens_error(self, gamma: int) -> float:
         """How far one standard error moves `tokens_per_round`, to first order."""
-        slope = sum(place * self.value ** (place - 1) for place in range(1, gamma + 1))
+        slope = sum(position * self.value ** (position - 1) for position in range(1, gamma + 1))
         return self.standard_error * slope

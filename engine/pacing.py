@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.acceptance import AcceptanceRate, places_reached
+from engine.acceptance import AcceptanceRate, verified_positions
 from engine.drafters import Drafter
 
 
@@ -56,8 +56,8 @@ class Fixed:
         return
 
 
-class InTurn:
-    """The choices of a list in turn, until each had `n_rounds` rounds in which all `n_rows` rows decode.
+class Interleaved:
+    """The choices of a list, interleaved, until each had `n_rounds` rounds in which all `n_rows` rows decode.
 
     A decode ends before that once fewer rows do, behind one such round: after `restart` the next one goes on with what
     is missing.
@@ -70,7 +70,7 @@ class InTurn:
         self.n_rounds = n_rounds
         self._n_rows, self._rows_are_missing = n_rows, False
         self._had = dict.fromkeys(choices, 0)
-        self._reached, self._accepted = [0] * len(drafters), [0] * len(drafters)
+        self._verified, self._accepted = [0] * len(drafters), [0] * len(drafters)
 
     @property
     def done(self) -> bool:
@@ -87,9 +87,9 @@ class InTurn:
 
     @property
     def acceptance(self) -> list[AcceptanceRate]:
-        """Of the places of blocks that were reached. ZeroDivisionError before every drafter had a round."""
-        pairs = zip(self._accepted, self._reached, strict=True)
-        return [AcceptanceRate(accepted / reached, reached) for accepted, reached in pairs]
+        """Of the draft positions that were verified. ZeroDivisionError before every drafter had a round."""
+        pairs = zip(self._accepted, self._verified, strict=True)
+        return [AcceptanceRate(accepted / verified, verified) for accepted, verified in pairs]
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         self._rows_are_missing = len(accepted) < self._n_rows
@@ -98,4 +98,4 @@ class InTurn:
         self._had[choice] += 1
         if choice.drafter is not None:
             self._accepted[choice.drafter] += sum(accepted)
-            self._reached[choice.drafter] += sum(places_reached(choice.gamma, accepted))
+            self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))

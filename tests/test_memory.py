@@ -29,7 +29,7 @@ from engine.bench.memory import (
 )
 from engine.bench.plan import _captured_rows
 from engine.noise import blocks_per_pass
-from engine.pacing import PLAIN, Choice, Fixed, InTurn
+from engine.pacing import PLAIN, Choice, Fixed, Interleaved
 from engine.sampling import SamplingParams
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model
@@ -280,7 +280,7 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
     sampling = Sampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
-    for pacing in (Fixed(None), InTurn(drafters, choices, 2, 2)):
+    for pacing in (Fixed(None), Interleaved(drafters, choices, 2, 2)):
         prompts, params = random_prompts([9, 14]), sampling.params
         generate(runner, prompts, max_new_tokens=60, pacing=pacing, sampling=params, verification=mode)
     draft = DraftSettings("self", 3, auto_gamma=True, budgets=budgets)

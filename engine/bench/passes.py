@@ -17,10 +17,10 @@ from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import measure_costs, rounds_in_turn
+from engine.cost_model.measure import interleaved_rounds, measure_costs
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
+from engine.pacing import PLAIN, Choice, Fixed, Interleaved, Pacing
 from engine.requests import Request
 from engine.timing import PhaseTimer, synchronize
 
@@ -115,9 +115,9 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     if not session.config.target.compile and session.runner.graphs is None:
         return
     if session.plan.gen_len > 1:
-        rounds = rounds_in_turn(
+        rounds = interleaved_rounds(
             session.runner,
-            InTurn(drafters, _possible(session, drafters), session.runner.max_batch, WARM_UP_ROUNDS),
+            Interleaved(drafters, _possible(session, drafters), session.runner.max_batch, WARM_UP_ROUNDS),
             session.prompts,
             max_new_tokens=session.plan.gen_len,
             sampling=session.sampling.params,

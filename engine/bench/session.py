@@ -179,8 +179,12 @@ class Session:
         )
 
     def narrowed(self, n_rows: int, length: int) -> Session:
-        """The same model over the first rows and slots of the same cache, as if it had no others."""
+        """The same model over the first rows and slots of the same cache, as if it had no others.
+
+        What the whole cache's rows held is gone.
+        """
         own = self.runner
+        own.cache.notes.clear()
         cache = own.cache.view(slice(0, n_rows), length)
         cache.capacity, cache.notes = cache.positions.shape[1], {}
         runner = ModelRunner(

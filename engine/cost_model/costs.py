@@ -24,7 +24,7 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
             where="tokens_per_round: alpha",
             seen=alpha,
             required="0 to 1",
-            fix="divide accepted drafts by judged ones",
+            fix="divide accepted drafts by verified ones",
         )
     if gamma < 0:
         raise ConfigError(
@@ -34,7 +34,7 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
             required=">= 0",
             fix="use a gamma of 1 or more, or 0 for plain decoding",
         )
-    return float(sum(alpha**place for place in range(gamma + 1)))
+    return float(sum(alpha**position for position in range(gamma + 1)))
 
 
 @dataclass(frozen=True)

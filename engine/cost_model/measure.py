@@ -1,4 +1,4 @@
-"""Measures what rounds cost: plain steps and rounds of every gamma in turn, over a filled cache."""
+"""Measures what rounds cost: plain steps and rounds of every gamma, interleaved, over a filled cache."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from statistics import median
 from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate
 from engine.cost_model.costs import Costs
-from engine.cost_model.isotonic import non_increasing
 from engine.decoding import generate
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice, InTurn
+from engine.pacing import PLAIN, Choice, Interleaved
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Stats
@@ -26,9 +25,9 @@ MEASURING_SECONDS = 12.0
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 
 
-def rounds_in_turn(
+def interleaved_rounds(
     runner: ModelRunner,
-    pacing: InTurn,
+    pacing: Interleaved,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -43,7 +42,7 @@ def rounds_in_turn(
     if len(prompts) < runner.max_batch or max_new_tokens < 2:
         raise ConfigError(
             "no round has all rows decoding",
-            where="rounds_in_turn: prompts, max_new_tokens",
+            where="interleaved_rounds: prompts, max_new_tokens",
             seen=f"{len(prompts)} prompts in {runner.max_batch} rows, {max_new_tokens} new tokens",
             required="a prompt for every row, and 2 new tokens or more",
             fix="give more prompts, or a cache with more room",
@@ -75,14 +74,14 @@ def measure_costs(
     verification: str = "auto",
     seconds: float = MEASURING_SECONDS,
 ) -> list[Costs]:
-    """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of rounds in turn.
+    """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of interleaved rounds.
 
     Only the first drafter's rounds are measured at every one of the gammas, which ascend; its draft step is that of all
     of them. What the others' differ in is their draft step, which is measured at the middle gamma. They come in the
     order of what they cost, the dearest first, as budgets do. `max_new_tokens`, 2 or more, is what the cache has room
     for. As many prompts as the runner has rows. `seconds`: what all rounds may take, and a draft model's runs of the
     prompts, unless the fewest take longer; what first compiles or captures should have run before.
-    Errors: as of `rounds_in_turn`.
+    Errors: as of `interleaved_rounds`.
     """
     gammas = tuple(gammas)
     middle = gammas[len(gammas) // 2]
@@ -90,13 +89,13 @@ def measure_costs(
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
     untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
     fewest = untimed + FEWEST_TIMED
-    pacing = InTurn(drafters, choices, runner.max_batch, fewest)
+    pacing = Interleaved(drafters, choices, runner.max_batch, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
 
     def measure(n_rounds: int) -> list[Stats]:
         """Until every choice had so many rounds; returns what each decode of those that were missing did."""
         pacing.n_rounds, decodes = n_rounds, []
-        for stats, timer in rounds_in_turn(
+        for stats, timer in interleaved_rounds(
             runner,
             pacing,
             prompts,
@@ -146,5 +145,20 @@ def costs_of_rounds(
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
         Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
-        for draft, seen in zip(non_increasing(draft_ms, n_drafted), acceptance, strict=True)
+        for draft, seen in zip(_non_increasing(draft_ms, n_drafted), acceptance, strict=True)
     ]
+
+
+def _non_increasing(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The sequence that never grows and is nearest to the values, in weighted squares: neighbours that grow get their
+    weighted mean (pool adjacent violators: Ayer et al. 1955, Annals of Mathematical Statistics 26(4), 641-647).
+    """
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        n = 1
+        while pools and pools[-1][0] < value:
+            before, weight_before, n_before = pools.pop()
+            value = (before * weight_before + value * weight) / (weight_before + weight)
+            weight, n = weight_before + weight, n_before + n
+        pools.append((value, weight, n))
+    return [value for value, _, n in pools for _ in range(n)]

@@ -1,0 +1,200 @@
+"""Rules that choose drafter and gamma before every round, simulated on recorded costs, against an oracle.
+
+    python reproduce/pacing_rules.py --seeds 20
+
+The costs are the medians of those that `gamma_cell.py` measured before its runs of `auto budget`, of several budgets at
+five sizes. A scenario decodes a text whose stretches have acceptance rates of their own. The oracle knows them, and
+makes the rounds that have the most expected tokens per ms; a rule's score is its tokens per ms as a share of that.
+A score above 1 is luck.
+"""
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+from engine.bench.arguments import Parser
+
+from common.exit import exit_on_user_error
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from engine.acceptance import AcceptanceRate
+from engine.cost_model.adaptive import Adaptive
+from engine.cost_model.costs import Costs, tokens_per_round
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice, Fixed, Pacing
+
+COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
+GAMMAS = range(7)
+# Draft positions a row that were verified of each drafter while costs were measured: most are of the first one.
+VERIFIED, VERIFIED_OTHERS = 90, 16
+
+
+class NoDrafter:
+    """Stands for a drafter: nothing is drafted."""
+
+    gamma = 3
+
+
+RULES: dict[str, Callable[[Sequence[Drafter], Sequence[Costs], Sequence[int]], Pacing]] = {
+    "plain": lambda drafters, costs, gammas: Fixed(None),
+    "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
+    "adaptive": Adaptive,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """size: the (rows, context) whose costs a round has. rows: those that decode. stretches: (new tokens a row,
+    acceptance rate of each drafter). measured: the rates seen beforehand, where not those of the first stretch; None
+    where nothing was. spread: a row's block has a rate that is so much higher or lower. draft_share: of the recorded
+    ms of a draft step.
+    """
+
+    name: str
+    size: tuple[int, int]
+    rows: int
+    stretches: tuple[tuple[int, tuple[float, ...]], ...]
+    measured: tuple[float | None, ...] | None = None
+    spread: float = 0.05
+    draft_share: float = 1.0
+
+    def rates(self, drafter: int, position: float) -> tuple[float, float]:
+        """The two rates that a row's block has half the time each, behind so many new tokens."""
+        ends = itertools.accumulate(n_tokens for n_tokens, _ in self.stretches)
+        alphas = next(alphas for end, (_, alphas) in zip(ends, self.stretches, strict=True) if position < end)
+        return max(0.0, alphas[drafter] - self.spread), min(1.0, alphas[drafter] + self.spread)
+
+
+B8, B8S, B4, B1, B1S = (8, 4000), (8, 1000), (4, 2000), (1, 4000), (1, 1000)
+FIVE = (0.95, 0.94, 0.9, 0.84, 0.7)
+SCENARIOS = (
+    Scenario("8 rows, easy", B8, 8, ((600, (0.93,)),)),
+    Scenario("8 rows, hard", B8, 8, ((600, (0.3,)),)),
+    Scenario("8 rows, just pays", B8, 8, ((600, (0.75,)),)),
+    Scenario("8 rows, hardly ever pays", B8S, 8, ((600, (0.9,)),)),
+    Scenario("4 rows, easy, cheap draft", B4, 4, ((600, (0.95,)),), draft_share=0.3),
+    Scenario("4 rows, blocks unlike one another", B4, 4, ((600, (0.7,)),), spread=0.3, draft_share=0.5),
+    Scenario("2 rows, hard", B4, 2, ((600, (0.4,)),)),
+    Scenario("2 rows, easy, nothing measured", B4, 2, ((600, (0.95,)),), measured=(None,)),
+    Scenario("1 row, easy", B1, 1, ((600, (0.93,)),)),
+    Scenario("1 row, hard", B1, 1, ((600, (0.4,)),)),
+    Scenario("1 row, just pays", B1S, 1, ((600, (0.87,)),)),
+    Scenario("8 rows, 60 hard tokens, then easy", B8, 8, ((60, (0.2,)), (240, (0.93,)))),
+    Scenario("2 rows, 300 hard tokens, then easy", B4, 2, ((300, (0.3,)), (300, (0.95,))), draft_share=0.5),
+    Scenario("1 row, 100 hard tokens, then easy", B1S, 1, ((100, (0.5,)), (300, (0.97,)))),
+    Scenario("8 rows, easy and hard by turns", B8, 8, ((100, (0.93,)), (100, (0.3,))) * 3),
+    Scenario("1 row, easy and hard by turns", B1, 1, ((100, (0.95,)), (100, (0.3,))) * 3),
+    Scenario("8 rows, measured too high", B8, 8, ((200, (0.3,)),), measured=(0.95,)),
+    Scenario("1 row, measured too high", B1, 1, ((200, (0.4,)),), measured=(0.95,)),
+    Scenario("8 rows, measured too low", B8, 8, ((200, (0.95,)),), measured=(0.2,)),
+    Scenario("1 row, measured too low", B1, 1, ((200, (0.95,)),), measured=(0.3,)),
+    Scenario("8 rows, 5 budgets alike", B8, 8, ((300, (0.92,) * 5),)),
+    Scenario("8 rows, 5 budgets, large is best", B8, 8, ((300, FIVE),)),
+    Scenario("4 rows, 5 budgets, turns hard", B4, 4, ((100, FIVE), (200, (0.4,) * 5)), draft_share=0.5),
+    Scenario("8 rows, 5 budgets, turns easy", B8, 8, ((100, (0.3,) * 5), (200, FIVE))),
+    Scenario("1 row, 5 budgets alike", B1, 1, ((300, (0.92,) * 5),)),
+    Scenario("1 row, 5 budgets, 64 tokens", B1, 1, ((64, FIVE),)),
+    Scenario("1 row, 5 budgets, all hard", B1, 1, ((300, (0.5,) * 5),)),
+    Scenario("1 row, 5 budgets, turns easy", B1, 1, ((100, (0.3,) * 5), (200, FIVE))),
+    Scenario("8 rows, 2 budgets change places", B8, 8, ((200, (0.6, 0.9)), (300, (0.97, 0.6))), measured=(0.6, 0.9)),
+)
+
+
+def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
+    """By (rows, context), from the largest budget to the smallest."""
+    found = {}
+    records = (json.loads(line)["record"] for line in COSTS.read_text().splitlines())
+    for record in (record for record in records if record["benchmark"] == "gamma_cell"):
+        (way,) = (row for row in record["rows"] if row["way"] == "auto budget")
+        found[record["B"], record["prefix_len"]] = [_median(runs) for runs in zip(*way["measured_costs"], strict=True)]
+    return found
+
+
+def _median(runs: Sequence[dict]) -> Costs:
+    plain, draft, other = (median(run[key] for run in runs) for key in ("plain_ms", "draft_ms", "other_ms"))
+    verify = tuple(map(median, zip(*(run["verify_ms"] for run in runs), strict=True)))
+    return Costs(plain, tuple(runs[0]["gammas"]), verify, draft, other)
+
+
+def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) -> float:
+    """Tokens per ms as a share of the oracle's. A drafter that missed rounds catches up in the time of a draft step."""
+    rng = random.Random(seed)
+    n_drafters = len(scenario.stretches[0][1])
+    costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
+    seen = [_measured(scenario, drafter, rng) for drafter in range(n_drafters)]
+    given = [replace(one, acceptance=rate) for one, rate in zip(costs, seen, strict=True)]
+    pacing = RULES[rule]([NoDrafter()] * n_drafters, given, GAMMAS)  # type: ignore[list-item]
+    length = sum(n_tokens for n_tokens, _ in scenario.stretches)
+    position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
+    while position < length:
+        choice = pacing.choose() or PLAIN
+        accepted = [_n_accepted(scenario, choice, position, rng) for _ in range(scenario.rows)]
+        round_ms = costs[0].plain_ms
+        n_rounds += 1
+        if (index := choice.drafter) is not None:
+            behind, followed[index] = n_rounds - followed[index] > 1, n_rounds
+            round_ms = costs[index].round_ms(choice.gamma) + costs[index].draft_ms * behind
+        pacing.observe(choice, accepted)
+        emitted = 1 + fmean(accepted)
+        ms += round_ms * min(1.0, (length - position) / emitted)
+        position += emitted
+    return oracle_ms(scenario, costs) / ms
+
+
+def _measured(scenario: Scenario, drafter: int, rng: random.Random) -> AcceptanceRate | None:
+    rate = (scenario.measured or scenario.stretches[0][1])[drafter]
+    if rate is None:
+        return None
+    n = (VERIFIED_OTHERS if drafter else VERIFIED) * scenario.rows
+    return AcceptanceRate(sum(rng.random() < rate for _ in range(n)) / n, n)
+
+
+def _n_accepted(scenario: Scenario, choice: Choice, position: float, rng: random.Random) -> int:
+    if choice.drafter is None:
+        return 0
+    rate, n = rng.choice(scenario.rates(choice.drafter, position)), 0
+    while n < choice.gamma and rng.random() < rate:
+        n += 1
+    return n
+
+
+def oracle_ms(scenario: Scenario, costs: Sequence[Costs]) -> float:
+    position, ms = 0, 0.0
+    for n_tokens, _ in scenario.stretches:
+        per_token = [costs[0].plain_ms]
+        for (drafter, one), gamma in itertools.product(enumerate(costs), GAMMAS[1:]):
+            tokens = fmean(tokens_per_round(rate, gamma) for rate in scenario.rates(drafter, position))
+            per_token.append(one.round_ms(gamma) / tokens)
+        ms += n_tokens * min(per_token)
+        position += n_tokens
+    return ms
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20, help="how often every scenario is decoded by every rule")
+    parser.add_argument("--output", help="append the JSON record to this file")
+    args = parser.parse_args()
+    require_appendable(args.output)
+    costs = recorded_costs()
+    rows: list[dict] = []
+    for scenario in SCENARIOS:
+        own = costs[scenario.size]
+        shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(args.seeds)) for rule in RULES}
+        rows.append({"scenario": scenario.name, **{rule: round(share, 4) for rule, share in shares.items()}})
+    rows.append({"scenario": "mean", **{rule: round(fmean(row[rule] for row in rows), 4) for rule in RULES}})
+    lines = [f"{row['scenario']:<40}" + "".join(f"{row[rule]:>10.3f}" for rule in RULES) for row in rows]
+    record = {"benchmark": "pacing_rules", "seeds": args.seeds, "rows": rows, **provenance()}
+    publish(args.output, record, f"{'share of the oracle':<40}" + "".join(f"{rule:>10}" for rule in RULES), *lines)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
