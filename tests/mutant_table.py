@@ -70,15 +70,15 @@ MUTANTS = (
     Mutant(
         "all drafts of a block are verified by one random number",
         MODES,
-        "positions = self.lengths[:, None] + 1 + torch.arange(n_drafts",
-        "positions = self.lengths[:, None] + 1 + 0 * torch.arange(n_drafts",
+        "positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts",
+        "positions = batch.lengths[:, None] + 1 + 0 * torch.arange(n_drafts",
         LAW,
     ),
     Mutant(
         "every round resamples with the same noise",
         MODES,
-        "resample = self._gumbel(self.lengths + 1,",
-        "resample = self._gumbel(0 * self.lengths,",
+        "resample = self._gumbel(batch.lengths + 1,",
+        "resample = self._gumbel(0 * batch.lengths,",
         JOINT,
     ),
     Mutant(
@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         "noise is keyed by the slot, not by the request",
         DECODING,
-        "[slot.request_id for slot in self._slots]",
-        "[slot.row for slot in self._slots]",
+        "[request.id for request in rows]",
+        "list(range(len(rows)))",
         SAMPLED,
     ),
     Mutant(
@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "filters apply to the draft's distribution only",
         MODES,
-        "probs = self.rows.distribution.probs(logits)\n        n_drafts",
-        "probs = logits.float().softmax(-1).to(logits.dtype)\n        n_drafts",
+        "batch, probs = self._batch, self._batch.distribution.probs(logits)\n",
+        "batch, probs = self._batch, logits.float().softmax(-1).to(logits.dtype)\n",
         JOINT,
     ),
     Mutant(
@@ -150,7 +150,7 @@ MUTANTS = (
         SAMPLING,
         "return logits.argmax(dim=-1)",
         "return logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1)",
-        ENGINE,
+        LAW,
     ),
     Mutant(
         "one row's temperature rules the batch",
@@ -276,8 +276,8 @@ MUTANTS = (
     Mutant(
         "the verification block starts one position late",
         ROUNDS,
-        "self._ahead = torch.arange(gamma + 1,",
-        "self._ahead = torch.arange(1, gamma + 2,",
+        "self.batch.lengths[:, None] + torch.arange(self.gamma + 1,",
+        "self.batch.lengths[:, None] + torch.arange(1, self.gamma + 2,",
         WITNESS,
     ),
     Mutant(
@@ -389,8 +389,8 @@ MUTANTS = (
     Mutant(
         "a row whose request joins midway keeps the state of the last one",
         DECODING,
-        "request_id for slot in self._slots])\n        self._set_state()\n",
-        "request_id for slot in self._slots])\n",
+        "[request.id for request in rows])\n        self._set_state()\n",
+        "[request.id for request in rows])\n",
         DECODER,
     ),
     Mutant(
@@ -509,8 +509,8 @@ MUTANTS = (
     Mutant(
         "captured rounds look at lengths that have moved elsewhere",
         "engine/batch.py",
-        "self._state.copy_(torch.tensor([lengths, current]))",
-        "self._state = torch.tensor([lengths, current])",
+        "self._state[:2].copy_(torch.tensor([lengths, current]))",
+        "self.lengths, self.current = torch.tensor([lengths, current])",
         CAPTURED,
     ),
     Mutant(
@@ -758,8 +758,8 @@ MUTANTS = (
     Mutant(
         "a refilled row's drafter still follows the last request",
         SLOT,
-        "        self._followed = {}\n",
-        "",
+        "self.request, self.current, self._followed = request, token, {}",
+        "self.request, self.current = request, token",
         DECODER,
     ),
     Mutant(

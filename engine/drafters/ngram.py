@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +41,7 @@ class NGram(TextDrafter):
         shape = (runner.cache.max_batch, runner.cache.capacity)
         self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
