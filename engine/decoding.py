@@ -15,7 +15,7 @@ from common.errors import ConfigError, UserError
 from engine.batch import Batch
 from engine.modes import Drafts, resolve_mode, verification_in
 from engine.pacing import Choice, Fixed, Pacing
-from engine.requests import FinishReason, Progress, Request, Unwatched, check_prompt, make_requests
+from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
 from engine.round import Round, batch_and_parts
 from engine.sampling import Filters, SamplingParams
 from engine.slot import Slot
@@ -71,8 +71,7 @@ class Decoder:
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
 
-    `prefill_seconds` is what went by outside of rounds; `draft_prefill_seconds` is the drafters' part of it.
-    Errors: ConfigError for an unknown mode.
+    `prefill_seconds`: outside of rounds; `draft_prefill_seconds`: the drafters' part. Errors: ConfigError for the mode.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Decoder:
         self._runner, self._pacing = runner, pacing or Fixed(None)
         self._verification, self._mode = verification, resolve_mode(verification, [])
         self._filters = Filters()
-        self._progress, self._phase = progress or Unwatched(), phase or (lambda name: nullcontext())
+        self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._waiting: deque[Request] = deque()
         self._slots = [Slot(row) for row in range(runner.max_batch)]
         self._made_for: tuple[str, Filters] | None = None
@@ -201,8 +200,7 @@ class Decoder:
         """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
         started = time.perf_counter()
         drafter = self._pacing.drafters[index]
-        shown = [slot for slot in self._slots if slot.show_prompt(index, drafter)]
-        if shown:
+        if shown := [slot for slot in self._slots if slot.show_prompt(index, drafter)]:
             self._progress.prefilled(sum(slot.length for slot in shown))
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
@@ -270,14 +268,13 @@ def generate(
     """Continue every prompt; any number of prompts of any lengths runs through the cache's rows (see `Decoder`).
 
     Args:
-        prompts: token ids of each prompt.
-        max_new_tokens: tokens to emit per prompt, one number or one a prompt.
+        prompts: token ids; limits, sampling and stop tokens are one for all of them, or one a prompt.
         drafter: proposes `gamma` tokens in every round; None is the autoregressive baseline.
         pacing: in place of one drafter in every round.
-        sampling: one for all prompts, or one a prompt; None is greedy.
+        sampling: None is greedy.
         request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
             that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
-        stop_tokens: ids that end a row, one list or one list a prompt; the stop token is kept.
+        stop_tokens: ids that end a row; the stop token is kept.
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
@@ -294,14 +291,10 @@ def generate(
     for request in requests:
         decoder.submit(request)
     rounds = tuple(iter(decoder.step, None))
+    counts = tuple(request.counts for request in requests)
     return GenerateOutput(
         tokens=[request.tokens for request in requests],
         finish_reasons=[request.finish_reason for request in requests],
         errors=[request.error for request in requests],
-        stats=Stats(
-            tuple(request.counts for request in requests),
-            rounds,
-            decoder.prefill_seconds,
-            decoder.draft_prefill_seconds,
-        ),
+        stats=Stats(counts, rounds, decoder.prefill_seconds, decoder.draft_prefill_seconds),
     )

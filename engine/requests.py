@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.errors import ConfigError
 from engine.sampling import SamplingParams
@@ -63,16 +63,8 @@ class Request:
         self.error = f"row {self.index}: logits at position {position} are NaN or infinite"
 
 
-class Progress(Protocol):
-    """Notified of tokens as they are prefilled and emitted, and of every request that ends by itself."""
-
-    def prefilled(self, n_tokens: int) -> None: ...
-    def emitted(self, n_tokens: int) -> None: ...
-    def finished(self, request: Request) -> None: ...
-
-
-class Unwatched:
-    """A Progress that does nothing."""
+class Progress:
+    """Notified of tokens as they are prefilled and emitted, and of every request that ends by itself; does nothing."""
 
     def prefilled(self, n_tokens: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...

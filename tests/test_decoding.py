@@ -12,7 +12,7 @@ from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SavedText, SelfSpeculation, generate
-from engine.requests import Unwatched
+from engine.requests import Progress
 from engine.runner import finite_rows
 from kv_cache import FullKVCache, StreamingKVCache
 
@@ -214,7 +214,7 @@ def test_the_room_needed_is_exact(model):
                 generate(runner, [prompt], max_new_tokens=n_new, drafter=drafter)
 
 
-class CountPrefill(Unwatched):
+class CountPrefill(Progress):
     """Counts prompt tokens that are run."""
 
     tokens = 0

@@ -21,7 +21,7 @@ from engine.cost_model.measure import measure_costs, rounds_in_turn
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, InTurn, Pacing
-from engine.requests import Request
+from engine.requests import Progress, Request
 from engine.timing import PhaseTimer, synchronize
 
 
@@ -182,7 +182,7 @@ def decode(
 
 
 @dataclass(frozen=True)
-class _DecodeProgress:
+class _DecodeProgress(Progress):
     bar: tqdm
     setup: Setup
     phase: str
