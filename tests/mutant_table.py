@@ -26,7 +26,7 @@ DECODER = ("test_decoder.py",)
 SAMPLED = ("test_sampled_decoding.py",)
 CACHE = ("test_kv_cache.py",)
 CPP = ("test_cpp_attention.py",)
-PLACES = ("test_cache_positions.py",)
+POSITIONS = ("test_cache_positions.py",)
 DRAFT_MODELS = ("test_draft_models.py",)
 PARALLEL = ("test_tensor_parallel.py",)
 SELECTION = ("test_snapkv.py",)
@@ -624,7 +624,7 @@ MUTANTS = (
         STANDALONE,
         "last = (lengths - 1 - self._start)",
         "last = (lengths - self._start)",
-        PLACES,
+        POSITIONS,
     ),
     Mutant(
         "a draft proposes ids that only it has",
@@ -648,25 +648,25 @@ MUTANTS = (
         DRAFT_MODELS,
     ),
     Mutant(
-        "places in the cache leave a gap behind the sinks",
+        "positions in the cache leave a gap behind the sinks",
         STREAMING,
         "p - oldest + self.n_sink)",
         "p - oldest + self.n_sink + 1)",
-        PLACES,
+        POSITIONS,
     ),
     Mutant(
         "keys are rotated on read by the text's positions, queries by the cache's",
         STREAMING,
-        "return place(positions), place(self.positions)",
-        "return place(positions), self.positions",
-        PLACES,
+        "return in_cache(positions), in_cache(self.positions)",
+        "return in_cache(positions), self.positions",
+        POSITIONS,
     ),
     Mutant(
         "a prompt's block evicts the whole window before it attends",
         STREAMING,
         "return max(1, self.window // 2)",
         "return self.window",
-        PLACES,
+        POSITIONS,
     ),
     # Sharded models
     Mutant(
