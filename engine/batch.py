@@ -7,51 +7,44 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.modes import Rows
 from engine.noise import Source, in_passes
-from engine.sampling import Filters, SamplingParams
+from engine.sampling import Distribution, Filters, SamplingParams
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 class Batch:
-    """`lengths` and `current [B]` int64, and how each row is sampled.
+    """Each row's length, current token, distribution, seed and request id; at first all are 0, and greedy.
 
-    filters: those that any row will use. narrows: whether a round reads only the slots that its positions can take;
-    captured rounds keep one shape instead.
+    filters: those that any row will use. source: what draws the uniform numbers, see `noise.uniform`.
+    narrows: whether a round reads only the slots that its positions can take; captured rounds keep one shape instead.
     """
 
     def __init__(
         self,
         n_rows: int,
         filters: Filters,
-        device: str | torch.device,
+        device: str | torch.device = "cpu",
         source: Source = in_passes,
         narrows: bool = True,
     ) -> None:
-        self.rows = Rows.of([SamplingParams()] * n_rows, [0] * n_rows, device, filters, source)
-        self._filters, self._narrows = filters, narrows
-        self._state = torch.zeros(2, n_rows, dtype=torch.int64, device=device)
-        self._longest = 0
-
-    @property
-    def lengths(self) -> Tensor:
-        """The position of each row's last token: how many tokens of it are committed to the target's cache."""
-        return self._state[0]
-
-    @property
-    def current(self) -> Tensor:
-        """Each row's last token, which no cache holds yet."""
-        return self._state[1]
+        self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
+        self.source = source
+        self._narrows, self._longest = narrows, 0
+        self._state = torch.zeros(4, n_rows, dtype=torch.int64, device=device)
+        # `lengths [B]` int64: the position of each row's last token, which is in no cache yet: `current [B]` int64.
+        self.lengths, self.current, self.seeds, self.requests = self._state
 
     def extent(self, gamma: int) -> int | None:
         """What all positions of a round of `gamma` drafts are below; None where rounds keep the cache's whole shape."""
         return self._longest + gamma + 1 if self._narrows else None
 
     def set_rows(self, sampling: Sequence[SamplingParams], requests: Sequence[int]) -> None:
-        self.rows.copy_(Rows.of(sampling, requests, self._state.device, self._filters))
+        """How each row is sampled, and the request that its random numbers are for."""
+        self.distribution.copy_(Distribution.of(sampling, self._state.device, self.distribution.filters))
+        self._state[2:].copy_(torch.tensor([[row.seed for row in sampling], requests]))
 
     def set_state(self, lengths: Sequence[int], current: Sequence[int]) -> None:
-        self._state.copy_(torch.tensor([lengths, current]))
+        self._state[:2].copy_(torch.tensor([lengths, current]))
         self._longest = max(lengths)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigError, UserError
-from engine.modes import Drafts, Rows, resolve_mode, verification_in
+from engine.batch import Batch
+from engine.modes import Drafts, resolve_mode, verification_in
 from engine.pacing import Choice, Fixed, Pacing
-from engine.requests import FinishReason, Progress, Request, Unwatched, check_prompt, make_requests
+from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
 from engine.round import Round, batch_and_parts
 from engine.sampling import Filters, SamplingParams
 from engine.slot import Slot
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from engine.runner import ModelRunner
 
 Phase = Callable[[str], AbstractContextManager[object]]
+IDLE = Request(prompt=(), limit=0)
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Decoder:
 
     Rows are independent: each has its own length, accepted count, stop tokens and limit, and the row of a request that
     ended or was cancelled takes the next one that waits. In the greedy and the coupled mode a request's tokens are
-    those of plain decoding in that mode; in the rejection mode they have the distribution of plain decoding. They do
-    not depend on what else is decoded.
+    those of plain decoding in that mode; in the rejection mode they have the distribution of plain decoding. Where
+    ranks share a model, all submit and cancel alike.
 
     Args:
         runner: the target and its cache, whose `max_batch` is the number of rows.
@@ -69,8 +71,7 @@ class Decoder:
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
 
-    `prefill_seconds` is what went by outside of rounds; `draft_prefill_seconds` is the drafters' part of it.
-    Errors: ConfigError for an unknown mode.
+    `prefill_seconds`: outside of rounds; `draft_prefill_seconds`: the drafters' part. Errors: ConfigError for the mode.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Decoder:
         self._runner, self._pacing = runner, pacing or Fixed(None)
         self._verification, self._mode = verification, resolve_mode(verification, [])
         self._filters = Filters()
-        self._progress, self._phase = progress or Unwatched(), phase or (lambda name: nullcontext())
+        self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._waiting: deque[Request] = deque()
         self._slots = [Slot(row) for row in range(runner.max_batch)]
         self._made_for: tuple[str, Filters] | None = None
@@ -126,14 +127,14 @@ class Decoder:
         """Admit waiting requests into free rows, then run one round; None if there was none to run.
 
         That is when nothing is left to decode, or the pacing ends the decode. A request whose logits are not finite
-        ends with the reason in its `error`; the others go on. Errors: ConfigError if the pacing chooses a gamma that
-        its drafter has not.
+        ends with the reason in its `error`; the others go on.
+        Errors: ConfigError if the pacing chooses a gamma that its drafter has not.
         """
         started = time.perf_counter()
         self._admit_waiting()
         is_busy = any(slot.request for slot in self._slots)
         choosing = time.perf_counter()
-        choice = self._choose() if is_busy else None
+        choice = self._pacing.choose() if is_busy else None
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
@@ -143,9 +144,9 @@ class Decoder:
             return None
         started = time.perf_counter() - choice_seconds  # choosing is part of the round
         n_busy, n_emitted = self._run_round(choice)
-        done = RoundStats(time.perf_counter() - started, n_busy, n_emitted, choice)
+        seconds = time.perf_counter() - started
         self._progress.emitted(n_emitted)
-        return done
+        return RoundStats(seconds, n_busy, n_emitted, choice)
 
     def _admit_waiting(self) -> None:
         """Fill free rows, and let the rounds' buffers know of it."""
@@ -162,7 +163,8 @@ class Decoder:
             for slot in self._slots:
                 if slot.length == 0:
                     self._runner.release_row(slot.row)  # it was never filled, and idles at position 0
-        self._batch.set_rows([slot.sampling for slot in self._slots], [slot.request_id for slot in self._slots])
+        rows = [slot.request or IDLE for slot in self._slots]
+        self._batch.set_rows([request.sampling for request in rows], [request.id for request in rows])
         self._set_state()
 
     def _set_state(self) -> None:
@@ -172,46 +174,34 @@ class Decoder:
         """Prefill a prompt into a free row and emit its first token; the row stays free if that ends it."""
         runner = self._runner
         prefilled = runner.prefill_row(slot.row, request.prompt, self._progress.prefilled)
-        slot.prepare(request)
+        slot.length = len(request.prompt)
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
             self._progress.finished(request)
             return
         # The first token ends a round without drafts, whose last known token is the prompt's.
-        last = torch.tensor([slot.length - 1], device=runner.device)
-        rows = Rows.of([slot.sampling], [slot.request_id], runner.device)
-        first = verification_in(self._mode, rows, last, 0, runner.model)
+        batch = Batch(1, Filters.of([request.sampling]), runner.device)
+        batch.set_rows([request.sampling], [request.id])
+        batch.set_state([slot.length - 1], request.prompt[-1:])
+        first = verification_in(self._mode, batch, 0, runner.model)
 
         def next_token() -> Tensor:
-            return first.verify(Drafts(last.new_empty(1, 0)), prefilled.logits[None, None]).next_token
+            return first.verify(Drafts(batch.current.new_empty(1, 0)), prefilled.logits[None, None]).next_token
 
         token = int(runner.ranks.decided(next_token, 1))
         request.extend([token])
         self._progress.emitted(1)
         if request.finish_reason is None:
-            slot.request, slot.current = request, token
+            slot.start(request, token)
         else:
             self._progress.finished(request)
-
-    def _choose(self) -> Choice | None:
-        """What the pacing chooses. Errors: ConfigError if its drafter has no such gamma."""
-        choice = self._pacing.choose()
-        most = 0 if choice is None or choice.drafter is None else self._pacing.drafters[choice.drafter].gamma
-        if choice is not None and not 0 <= choice.gamma <= most:
-            raise ConfigError(
-                "a round drafts more than its drafter can",
-                where=f"generate: pacing ({type(self._pacing).__name__})",
-                seen=choice,
-                required=f"a gamma of 0 to {most}",
-                fix="build the drafter with the largest gamma that is chosen",
-            )
-        return choice
 
     def _introduce(self, index: int) -> float:
         """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
         started = time.perf_counter()
         drafter = self._pacing.drafters[index]
-        if sum(slot.show_prompt(index, drafter, self._progress.prefilled) for slot in self._slots):
+        if shown := [slot for slot in self._slots if slot.show_prompt(index, drafter)]:
+            self._progress.prefilled(sum(slot.length for slot in shown))
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
         return time.perf_counter() - started
@@ -244,11 +234,20 @@ class Decoder:
         return len(accepted), n_emitted
 
     def _round_of(self, choice: Choice) -> Round:
+        """Errors: ConfigError if the drafter has no such gamma."""
         if choice not in self._rounds:
             drafter = None if choice.drafter is None else self._pacing.drafters[choice.drafter]
-            self._rounds[choice] = Round(
-                self._runner, self._batch, drafter, choice.gamma, self._mode, self._parts[choice]
-            )
+            most = 0 if drafter is None else drafter.gamma
+            if not 0 <= choice.gamma <= most:
+                raise ConfigError(
+                    "a round drafts more than its drafter can",
+                    where=f"generate: pacing ({type(self._pacing).__name__})",
+                    seen=choice,
+                    required=f"a gamma of 0 to {most}",
+                    fix="build the drafter with the largest gamma that is chosen",
+                )
+            captured = self._parts[choice]
+            self._rounds[choice] = Round(self._runner, self._batch, drafter, choice.gamma, self._mode, captured)
         return self._rounds[choice]
 
 
@@ -269,14 +268,13 @@ def generate(
     """Continue every prompt; any number of prompts of any lengths runs through the cache's rows (see `Decoder`).
 
     Args:
-        prompts: token ids of each prompt.
-        max_new_tokens: tokens to emit per prompt, one number or one a prompt.
+        prompts: token ids; limits, sampling and stop tokens are one for all of them, or one a prompt.
         drafter: proposes `gamma` tokens in every round; None is the autoregressive baseline.
         pacing: in place of one drafter in every round.
-        sampling: one for all prompts, or one a prompt; None is greedy.
+        sampling: None is greedy.
         request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
             that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
-        stop_tokens: ids that end a row, one list or one list a prompt; the stop token is kept.
+        stop_tokens: ids that end a row; the stop token is kept.
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
@@ -293,14 +291,10 @@ def generate(
     for request in requests:
         decoder.submit(request)
     rounds = tuple(iter(decoder.step, None))
+    counts = tuple(request.counts for request in requests)
     return GenerateOutput(
         tokens=[request.tokens for request in requests],
         finish_reasons=[request.finish_reason for request in requests],
         errors=[request.error for request in requests],
-        stats=Stats(
-            tuple(request.counts for request in requests),
-            rounds,
-            decoder.prefill_seconds,
-            decoder.draft_prefill_seconds,
-        ),
+        stats=Stats(counts, rounds, decoder.prefill_seconds, decoder.draft_prefill_seconds),
     )

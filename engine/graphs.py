@@ -63,13 +63,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class Called:
-    """Runs a part by calling it."""
-
-    def __call__(self, name: str, part: Callable[[], Outputs]) -> Outputs:
-        return part()
-
-
 class Captured:
     """Calls each named part once, to warm it up; captures it the second time; replays it from then on.
 

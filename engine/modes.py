@@ -7,19 +7,19 @@ keyed by what they are for. The first token after a prefill is that of a round w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from common.errors import ConfigError
-from engine.noise import Source, Stream, gumbel, in_passes, uniform
-from engine.sampling import Distribution, Filters, SamplingParams, greedy
+from engine.noise import Stream, gumbel, uniform
+from engine.sampling import SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.batch import Batch
     from models import Transformer
 
 MODES = ("auto", "greedy", "rejection", "coupled")
@@ -38,43 +38,8 @@ class Drafts(NamedTuple):
     lengths: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What sampling depends on besides the logits: each row's distribution, `seed` and `request` id `[B]` int64.
-
-    source: what draws the uniform numbers, see `noise.uniform`.
-    """
-
-    distribution: Distribution
-    seed: Tensor
-    request: Tensor
-    source: Source = in_passes
-
-    @classmethod
-    def of(
-        cls,
-        params: Sequence[SamplingParams],
-        requests: Sequence[int],
-        device: str | torch.device,
-        filters: Filters | None = None,
-        source: Source = in_passes,
-    ) -> Rows:
-        return cls(
-            distribution=Distribution.of(params, device, filters),
-            seed=torch.tensor([row.seed for row in params], device=device),
-            request=torch.tensor(requests, device=device),
-            source=source,
-        )
-
-    def copy_(self, other: Rows) -> None:
-        """Take over the values of rows with the same filters, in place."""
-        self.distribution.copy_(other.distribution)
-        self.seed.copy_(other.seed)
-        self.request.copy_(other.request)
-
-
 class Verification(Protocol):
-    """A round in one mode, over rows whose last token sits at position `lengths [B]`."""
+    """A round in one mode, over a batch's rows."""
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
@@ -95,7 +60,6 @@ class Greedy:
         return verify_greedy(drafts.tokens, logits, drafts.lengths)
 
 
-@dataclass(frozen=True)
 class Rejection:
     """Drafting, accepting and resampling each have a stream of their own.
 
@@ -103,27 +67,27 @@ class Rejection:
     which is sound: nothing that was emitted depended on them.
     """
 
-    rows: Rows
-    lengths: Tensor
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        probs = self.rows.distribution.probs(logits)
-        noise = self._gumbel(self.lengths + 1 + i, Stream.DRAFT, probs)
+        probs = self._batch.distribution.probs(logits)
+        noise = self._gumbel(self._batch.lengths + 1 + i, Stream.DRAFT, probs)
         return (probs.log() + noise).argmax(dim=-1), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        probs = self.rows.distribution.probs(logits)
+        batch, probs = self._batch, self._batch.distribution.probs(logits)
         n_drafts = drafts.tokens.shape[1]
-        positions = self.lengths[:, None] + 1 + torch.arange(n_drafts, device=self.lengths.device)
-        seed, request = self.rows.seed[:, None], self.rows.request[:, None]
-        accept = uniform(seed, request, positions, Stream.ACCEPT, source=self.rows.source).squeeze(-1)
-        # A row resamples once a round, at a place not known yet; its rounds start at different positions.
-        resample = self._gumbel(self.lengths + 1, Stream.RESAMPLE, probs)
+        positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=probs.device)
+        seed, request = batch.seeds[:, None], batch.requests[:, None]
+        accept = uniform(seed, request, positions, Stream.ACCEPT, source=batch.source).squeeze(-1)
+        # A row resamples once a round, at a position not known yet; its rounds start at different positions.
+        resample = self._gumbel(batch.lengths + 1, Stream.RESAMPLE, probs)
         return verify_rejection(drafts.tokens, drafts.probs, probs, accept, resample, drafts.lengths)
 
     def _gumbel(self, positions: Tensor, stream: Stream, like: Tensor) -> Tensor:
-        rows = self.rows
-        return gumbel(rows.seed, rows.request, positions, stream, like.shape[-1], like.dtype, rows.source)
+        batch = self._batch
+        return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype, batch.source)
 
 
 class Coupled:
@@ -132,26 +96,25 @@ class Coupled:
     With the first draft, or for verifying where nothing was drawn: a rank that does not decide never needs it.
     """
 
-    def __init__(self, rows: Rows, lengths: Tensor, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
-        self._logprobs = rows.distribution.logprobs
-        self._rows, self._lengths, self._gamma, self._vocab_size, self._dtype = rows, lengths, gamma, vocab_size, dtype
+    def __init__(self, batch: Batch, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
+        self._batch, self._gamma, self._vocab_size, self._dtype = batch, gamma, vocab_size, dtype
         self._drawn_with: Tensor | None = None
 
     def _noise(self) -> Tensor:
         """`[B, gamma + 1, V]`."""
-        rows, lengths = self._rows, self._lengths
-        positions = lengths[:, None] + 1 + torch.arange(self._gamma + 1, device=lengths.device)
-        seed, request = rows.seed[:, None], rows.request[:, None]
-        return gumbel(seed, request, positions, Stream.COUPLED, self._vocab_size, self._dtype, rows.source)
+        batch = self._batch
+        positions = batch.lengths[:, None] + 1 + torch.arange(self._gamma + 1, device=batch.lengths.device)
+        seed, request = batch.seeds[:, None], batch.requests[:, None]
+        return gumbel(seed, request, positions, Stream.COUPLED, self._vocab_size, self._dtype, batch.source)
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
         if i == 0 or self._drawn_with is None:
             self._drawn_with = self._noise()
-        return (self._logprobs(logits) + self._drawn_with[:, i]).argmax(dim=-1), None
+        return (self._batch.distribution.logprobs(logits) + self._drawn_with[:, i]).argmax(dim=-1), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
-        return verify_coupled(drafts.tokens, self._logprobs(logits), noise, drafts.lengths)
+        return verify_coupled(drafts.tokens, self._batch.distribution.logprobs(logits), noise, drafts.lengths)
 
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
@@ -176,10 +139,10 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
     return mode if mode != "auto" else "rejection" if sampled else "greedy"
 
 
-def verification_in(mode: str, rows: Rows, lengths: Tensor, gamma: int, model: Transformer) -> Verification:
-    """Of at most `gamma` drafts behind position `lengths [B]`, by `model`'s logits."""
+def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> Verification:
+    """Of at most `gamma` drafts behind the batch's current tokens, by `model`'s logits."""
     if mode == "greedy":
         return Greedy()
     if mode == "rejection":
-        return Rejection(rows, lengths)
-    return Coupled(rows, lengths, gamma, model.config.vocab_size, torch.promote_types(model.dtype, torch.float32))
+        return Rejection(batch)
+    return Coupled(batch, gamma, model.config.vocab_size, torch.promote_types(model.dtype, torch.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.errors import ConfigError
 from engine.sampling import SamplingParams
@@ -63,16 +63,8 @@ class Request:
         self.error = f"row {self.index}: logits at position {position} are NaN or infinite"
 
 
-class Progress(Protocol):
-    """Notified of tokens as they are prefilled and emitted, and of every request that ends by itself."""
-
-    def prefilled(self, n_tokens: int) -> None: ...
-    def emitted(self, n_tokens: int) -> None: ...
-    def finished(self, request: Request) -> None: ...
-
-
-class Unwatched:
-    """A Progress that does nothing."""
+class Progress:
+    """Notified of tokens as they are prefilled and emitted, and of every request that ends by itself; does nothing."""
 
     def prefilled(self, n_tokens: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...
@@ -88,25 +80,21 @@ def make_requests(
 ) -> list[Request]:
     """One a prompt. Errors: ConfigError if a list is not as long as the prompts, or samples would share their noise."""
     n_prompts = len(prompts)
-    limits = [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    stops = _stops_per_prompt(stop_tokens, n_prompts)
     shared = SamplingParams() if sampling is None else sampling
-    samplings = [shared] * n_prompts if isinstance(shared, SamplingParams) else list(shared)
-    ids = list(range(n_prompts)) if request_ids is None else list(request_ids)
-    per_prompt: dict[str, Sequence[object]] = {
-        "max_new_tokens": limits,
-        "stop_tokens": stops,
-        "sampling": samplings,
-        "request_ids": ids,
+    per_prompt: dict[str, list[Any]] = {
+        "max_new_tokens": [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens),
+        "stop_tokens": _stops_per_prompt(stop_tokens, n_prompts),
+        "sampling": [shared] * n_prompts if isinstance(shared, SamplingParams) else list(shared),
+        "request_ids": list(range(n_prompts) if request_ids is None else request_ids),
     }
     for name, given in per_prompt.items():
         if len(given) != n_prompts:
             raise _refuse(f"{name} given per prompt does not match the prompts", name, len(given), n_prompts)
-    _check_noise(ids, samplings)
-    each = zip(prompts, limits, stops, samplings, ids, strict=True)
+    _check_noise(per_prompt["request_ids"], per_prompt["sampling"])
+    each = enumerate(zip(prompts, *per_prompt.values(), strict=True))
     return [
-        Request(list(prompt), limit, frozenset(stop), sampling, id_, index)
-        for index, (prompt, limit, stop, sampling, id_) in enumerate(each)
+        Request(list(prompt), limit, frozenset(stop), params, id_, index)
+        for index, (prompt, limit, stop, params, id_) in each
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.batch import Batch
 from engine.drafters import Drafter
-from engine.graphs import Called, Captured
+from engine.graphs import Captured
 from engine.modes import Drafts, verification_in
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters
@@ -35,7 +35,8 @@ def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Ro
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            outputs = self._run(method.__name__, partial(method, self))
+            part = partial(method, self)
+            outputs = part() if self._captured is None else self._captured(method.__name__, part)
             if result is not None:
                 setattr(self, result, outputs)
 
@@ -48,7 +49,7 @@ class Round:
     """A round in which `drafter` proposes at most `gamma` tokens a row; without one, a plain step of the target.
 
     The four parts run in order, as often as there are rounds, over the batch as it then is. Each fills a buffer, which
-    keeps its place where parts are captured:
+    keeps its place where parts are captured. Captured parts outlive this object: they may read nothing else of its own.
 
     drafts: what was proposed. logits: the target's, `[B, gamma + 1, V]`, behind each row's current token and drafts.
     decided: `[B, 3 + gamma + gamma + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and
@@ -66,13 +67,12 @@ class Round:
         drafter: Drafter | None,
         gamma: int,
         mode: str,
-        run: Called | Captured | None = None,
+        captured: Captured | None = None,
     ) -> None:
         self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
-        self._new_verification = partial(verification_in, mode, batch.rows, batch.lengths, gamma, runner.model)
+        self._captured = captured
+        self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self._verification = self._new_verification()
-        self._run = run or Called()
-        self._ahead = torch.arange(gamma + 1, device=runner.device)
         self.drafts = Drafts(batch.current.new_empty(len(batch.current), 0))
 
     @_part("drafts")
@@ -89,7 +89,7 @@ class Round:
 
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`, whose KV both caches store."""
-        positions = self.batch.lengths[:, None] + self._ahead
+        positions = self.batch.lengths[:, None] + torch.arange(self.gamma + 1, device=block.device)
         cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
         return self.runner.step(block, positions, cache.view(extent=self.batch.extent(self.gamma)))
 
@@ -130,15 +130,15 @@ class Round:
 
 def batch_and_parts(
     runner: ModelRunner, drafters: Sequence[Drafter], mode: str, filters: Filters
-) -> tuple[Batch, defaultdict[object, Any]]:
-    """The batch that the rounds of those drafters in that mode read, and what runs the parts of each kind of round.
+) -> tuple[Batch, defaultdict[object, Captured | None]]:
+    """The batch that the rounds of those drafters in that mode read, and the captured parts of each kind of round.
 
     Captured parts are kept by the runner, with all that they hold, for the next decode of the same kind: until one of
     their drafters is gone, when all are dropped (see `CudaGraphs`).
     """
     batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.narrows)
     if runner.graphs is None:
-        return batch(), defaultdict(Called)
+        return batch(), defaultdict(lambda: None)
     if any(drafter() is None for held, *_ in runner.captured for drafter in held):
         runner.drop_graphs()
     # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from numbers import Integral
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,22 +85,16 @@ class Filters:
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> Filters:
-        most_kept = [row.top_k or int(row.greedy) for row in rows]
-        return cls(
-            any_top_k=any(row.top_k for row in rows),
-            any_top_p=any(row.top_p < 1 for row in rows),
-            any_greedy=any(row.greedy for row in rows),
-            most_kept=max(most_kept, default=0) if all(most_kept) else None,
-        )
+        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, row.top_k or (1 if row.greedy else None)) for row in rows)
+        return reduce(or_, each, cls())
 
     def __or__(self, other: Filters) -> Filters:
         """Those of both."""
-        most_kept = [self.most_kept, other.most_kept]
         return Filters(
-            any_top_k=self.any_top_k or other.any_top_k,
-            any_top_p=self.any_top_p or other.any_top_p,
-            any_greedy=self.any_greedy or other.any_greedy,
-            most_kept=None if None in most_kept else max(filter(None, most_kept), default=0),
+            self.any_top_k or other.any_top_k,
+            self.any_top_p or other.any_top_p,
+            self.any_greedy or other.any_greedy,
+            None if None in (self.most_kept, other.most_kept) else max(self.most_kept or 0, other.most_kept or 0),
         )
 
 
@@ -130,7 +126,7 @@ class Distribution:
         )
 
     def copy_(self, other: Distribution) -> None:
-        """Take over the values of rows with the same filters, in place."""
+        """Take over the values of other rows of the same filters, in place."""
         for own, theirs in ((self.top_k, other.top_k), (self.top_p, other.top_p)):
             if own is not None and theirs is not None:
                 own.copy_(theirs)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.drafters import Drafter
@@ -25,21 +22,18 @@ class Slot:
     request: Request | None = None
     length: int = 0
     current: int = 0
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    request_id: int = 0
     # The length up to which each drafter, by its index, has followed; absent: it does not know the prompt.
     _followed: dict[int, int] = field(default_factory=dict)
 
-    def prepare(self, request: Request) -> None:
-        """The row holds the request's prompt; it decodes nothing yet."""
-        self.length, self.sampling, self.request_id = len(request.prompt), request.sampling, request.id
-        self._followed = {}
+    def start(self, request: Request, token: int) -> None:
+        """The row holds the request's prompt, and `token` follows it."""
+        self.request, self.current, self._followed = request, token, {}
 
-    def show_prompt(self, index: int, drafter: Drafter, on_tokens: Callable[[int], None]) -> bool:
+    def show_prompt(self, index: int, drafter: Drafter) -> bool:
         """Whether the drafter did not know the prompt, and now does."""
         if self.request is None or index in self._followed:
             return False
-        drafter.follow(self.row, self.request.id, self.request.prompt, 0, on_tokens)
+        drafter.follow(self.row, self.request.id, self.request.prompt, 0)
         self._followed[index] = len(self.request.prompt)
         return True
 

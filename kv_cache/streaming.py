@@ -22,7 +22,7 @@ class StreamingKVCache(KVCache):
     exactly the token `window` before it; a block evicts what it needs before it attends.
 
     Keys keep the rotation of their absolute position, or, with `rotate_on_read`, are stored un-rotated and
-    rotated at every read by their place *in the cache*, as StreamingLLM does (section 3.2): no query or key
+    rotated at every read by their position *in the cache*, as StreamingLLM does (section 3.2): no query or key
     then sits beyond `budget`, so a model whose trained context is short can follow a text of any length.
     Errors: ConfigError if the budget leaves no room for a window.
     """
@@ -66,11 +66,11 @@ class StreamingKVCache(KVCache):
         in_window = self.positions >= self.n_sink
         oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
 
-        def place(p: Tensor) -> Tensor:
-            """The window follows the sinks without a gap; an empty slot's place means nothing."""
+        def in_cache(p: Tensor) -> Tensor:
+            """The window follows the sinks without a gap; an empty slot's position means nothing."""
             return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
 
-        return place(positions), place(self.positions)
+        return in_cache(positions), in_cache(self.positions)
 
     def retained_positions(self, length: int) -> Tensor:
         sinks = torch.arange(min(self.n_sink, length))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,10 +29,8 @@ class Guesses(SavedText):
         self.seed = torch.tensor(seed)
         self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
-        super().follow(row, request, text, known, on_tokens)
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
+        super().follow(row, request, text, known)
         self.requests[row] = request
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:

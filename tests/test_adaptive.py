@@ -200,7 +200,7 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
     follow = own.follow
 
     def watched(*args: Any) -> None:
-        if now[0] == "no phase":
+        if args[3] == 0:  # a prompt
             admitted.append(now[0])
         follow(*args)
 

@@ -12,7 +12,7 @@ from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SavedText, SelfSpeculation, generate
-from engine.requests import Unwatched
+from engine.requests import Progress
 from engine.runner import finite_rows
 from kv_cache import FullKVCache, StreamingKVCache
 
@@ -81,22 +81,31 @@ def test_any_drafts_give_the_same_tokens(model, prompts, answers, kind):
         assert len({row.accepted for row in out.stats.rows}) > 1, "the rows were meant to differ"
 
 
+@pytest.mark.parametrize("samplings", [None, [SamplingParams(3.0, seed=2), SamplingParams(5.0, top_k=9, seed=1)]])
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 @pytest.mark.parametrize("stop_at", range(7))
-def test_stop_at_every_index_of_a_block(gamma, stop_at):
-    """Two rows whose stop token or limit falls on every place of an accepted block, at the context's edge."""
+def test_stop_at_every_index_of_a_block(gamma, stop_at, samplings):
+    """Two rows whose stop token or limit falls on every index of an accepted block, at the context's edge."""
     model = WitnessModel()
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
-    futures = [continue_plainly(p, 12) for p in prompts]
+    each = samplings or [SamplingParams()] * 2
+    futures = [continue_plainly(p, 12, s, i) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+    stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
     for limit in range(1, gamma + 3):
         room = max(map(len, prompts)) + limit + gamma + 1
-        cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
-        stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
-        drafter = SelfSpeculation(
-            ModelRunner(model, cache), FullKVCache(model.config, 2, room, dtype=torch.int64), gamma
-        )
-        out = generate(ModelRunner(model, cache), prompts, max_new_tokens=limit, drafter=drafter, stop_tokens=stops)
-        assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
+        runner = ModelRunner(model, FullKVCache(model.config, 2, room, dtype=torch.int64))
+        own_cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
+        for drafter in (SelfSpeculation(runner, own_cache, gamma), SavedText(runner, dict(enumerate(futures)), gamma)):
+            out = generate(
+                runner,
+                prompts,
+                max_new_tokens=limit,
+                drafter=drafter,
+                sampling=samplings,
+                verification="coupled" if samplings else "greedy",
+                stop_tokens=stops,
+            )
+            assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["upto", "ragged"])
@@ -205,29 +214,7 @@ def test_the_room_needed_is_exact(model):
                 generate(runner, [prompt], max_new_tokens=n_new, drafter=drafter)
 
 
-def test_drafters_refuse_what_cannot_work(model):
-    runner = ModelRunner(model, full_cache(model, 2))
-    streaming = StreamingKVCache(TINY, 2, 6, 2, dtype=torch.float64)
-    for cache, gamma, message in (
-        (streaming, -1, "gamma is negative"),
-        (streaming, 4, "smaller than one verification block"),
-        (full_cache(model, 3), 3, "another number of rows"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            SelfSpeculation(runner, cache, gamma)
-
-
-@pytest.mark.parametrize("config", [replace(TINY, sliding_window=6), replace(TINY, n_kv_head=1)])
-def test_other_shapes_decode_the_same(config):
-    model = tiny_model(config)
-    prompts = random_prompts([20, 3])
-    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=7)
-    drafter = SelfSpeculation(runner, StreamingKVCache(config, 2, 9, 2, dtype=torch.float64), 3)
-    out = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
-    assert out.tokens == [continue_by_recomputing(model, p, 10) for p in prompts]
-
-
-class CountPrefill(Unwatched):
+class CountPrefill(Progress):
     """Counts prompt tokens that are run."""
 
     tokens = 0
@@ -274,8 +261,16 @@ def test_an_interrupted_run_leaves_no_row_that_is_wrongly_trusted(model, prompts
     assert generate(runner, three, max_new_tokens=N_NEW).tokens == expected(answers[:3])
 
 
-def test_a_drafter_of_another_runner_or_with_too_short_a_cache_is_refused(model, prompts):
+def test_drafters_refuse_what_cannot_work(model, prompts):
     one, two = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
+    streaming = StreamingKVCache(TINY, 2, 6, 2, dtype=torch.float64)
+    for cache, gamma, message in (
+        (streaming, -1, "gamma is negative"),
+        (streaming, 4, "smaller than one verification block"),
+        (full_cache(model, 3), 3, "another number of rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SelfSpeculation(one, cache, gamma)
     with pytest.raises(ConfigError, match="another runner"):
         generate(two, prompts, max_new_tokens=4, drafter=SelfSpeculation(one, full_cache(model, 2), 3))
     longest = max(LENGTHS) + 4 + 3 + 1

@@ -45,7 +45,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
         for row, prompt in enumerate(random_prompts(LENGTHS)):
             runner.prefill_row(row, prompt)
             drafter.follow(row, row, prompt, 0)
-        batch = Batch(3, Filters.of(SAMPLINGS), "cpu")
+        batch = Batch(3, Filters.of(SAMPLINGS))
         batch.set_rows(SAMPLINGS, range(3))
         batch.set_state(LENGTHS, [5, 6, 7])
         round_ = Round(runner, batch, drafter, 3, mode)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from guesses import Guesses
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
-from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, generate
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import StreamingKVCache
 
 LENGTHS = [5, 17, 1, 30, 9]
 N_NEW = 14
@@ -130,60 +129,8 @@ def test_gamma_zero_is_plain_decoding(model, prompts, mode):
     assert all(output == outputs[0] for output in outputs)
 
 
-@pytest.mark.parametrize("mode", ["coupled", "rejection"])
-def test_a_draft_equal_to_the_target_is_always_accepted(model, prompts, mode):
-    runner = ModelRunner(model, full_cache(model, 3))
-    drafter = SelfSpeculation(runner, full_cache(model, 3), gamma=4)
-    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=SAMPLINGS, verification=mode)
-    assert out.stats.counts.acceptance_rate == 1.0
-
-
-def test_greedy_rows_stay_greedy_beside_sampled_ones(model, prompts):
-    """In rejection mode a request at temperature 0 still gets exactly the greedy tokens."""
-    greedy = continue_by_recomputing(model, prompts[3], N_NEW)
-    for slots in (1, 3):
-        runner = ModelRunner(model, full_cache(model, slots))
-        for drafter in (None, streaming(runner, 3), NGram(runner, 3)):
-            out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=SAMPLINGS)
-            assert out.tokens[3] == greedy
-
-
-@pytest.mark.parametrize("gamma", [1, 2, 4])
-@pytest.mark.parametrize("stop_at", range(6))
-def test_sampled_stop_at_every_index_of_a_block(gamma, stop_at):
-    """Two rows whose stop token or limit falls on every place of an accepted block, at the cache's edge."""
-    model = WitnessModel()
-    prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
-    samplings = [SamplingParams(temperature=3.0, seed=stop_at), SamplingParams(temperature=5.0, top_k=9, seed=1)]
-    futures = [continue_plainly(p, 12, s, i) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
-    stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
-    for limit in range(1, gamma + 3):
-        room = max(map(len, prompts)) + limit + gamma + 1
-        runner = ModelRunner(model, FullKVCache(model.config, 2, room, dtype=torch.int64))
-        own_cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
-        for drafter in (SelfSpeculation(runner, own_cache, gamma), SavedText(runner, dict(enumerate(futures)), gamma)):
-            out = generate(
-                runner,
-                prompts,
-                max_new_tokens=limit,
-                drafter=drafter,
-                sampling=samplings,
-                verification="coupled",
-                stop_tokens=stops,
-            )
-            assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
-            for tokens, row in zip(out.tokens, out.stats.rows, strict=True):
-                assert len(tokens) == 1 + row.accepted + row.added
-
-
-def test_greedy_requests_may_share_an_id(model):
+@pytest.mark.parametrize("samplings", [None, [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2)]])
+def test_one_id_may_be_that_of_greedy_requests_or_of_other_seeds(model, samplings):
     runner = ModelRunner(model, full_cache(model, 2))
-    out = generate(runner, [[1, 2], [3]], max_new_tokens=4, request_ids=[0, 0])
-    assert all(len(row) == 4 for row in out.tokens)
-
-
-def test_one_id_under_two_seeds_is_two_requests(model):
-    runner = ModelRunner(model, full_cache(model, 2))
-    samplings = [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2)]
     out = generate(runner, [[1, 2], [3]], max_new_tokens=4, sampling=samplings, request_ids=[0, 0])
     assert all(len(row) == 4 for row in out.tokens)

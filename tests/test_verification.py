@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_tools import chi_square_p_value
 
-from engine.modes import Coupled, Drafts, Rejection, Rows
-from engine.sampling import SamplingParams, logits_to_probs
+from engine.batch import Batch
+from engine.modes import Coupled, Drafts, Rejection
+from engine.sampling import Filters, SamplingParams, logits_to_probs
 from engine.verification import verify_coupled, verify_greedy, verify_rejection
 
 PAIRS = int(os.environ.get("LAW_PAIRS", "3000"))
@@ -153,8 +154,10 @@ def test_narrow_chi_square_with_the_engines_own_noise(gamma, params, record_prop
     ranks = torch.arange(vocab, dtype=torch.float64)
     target_logits = math.log(0.65) * torch.stack([ranks, ranks.roll(3), ranks.flip(0)])[: gamma + 1]
     draft_logits = target_logits.flip(-1)
-    rows = Rows.of([params] * n_rows, range(n_rows), "cpu")
-    decision = Rejection(rows, torch.arange(n_rows) % 5 + 10)
+    batch = Batch(n_rows, Filters.of([params]))
+    batch.set_rows([params] * n_rows, range(n_rows))
+    batch.set_state([row % 5 + 10 for row in range(n_rows)], [0] * n_rows)
+    decision = Rejection(batch)
     drawn = [decision.draw(draft_logits[i].expand(n_rows, -1), i) for i in range(gamma)]
     drafts = Drafts(torch.stack([token for token, _ in drawn], 1), torch.stack([law for _, law in drawn], 1))
     verdict = decision.verify(drafts, target_logits.expand(n_rows, -1, -1))
@@ -234,11 +237,12 @@ def test_greedy_rows_are_verified_as_greedy_in_every_mode():
     logits = torch.randint(4, (300, 4, 5), generator=generator).double()
     drafts = torch.where(torch.rand(300, 3, generator=generator) < 0.7, logits[:, :3].argmax(-1), 2)
     params = [SamplingParams(0.0 if row % 3 else 0.9, seed=5) for row in range(300)]
-    rows, at_zero = Rows.of(params, range(300), "cpu"), torch.tensor([p.greedy for p in params])
+    batch, at_zero = Batch(300, Filters.of(params)), torch.tensor([p.greedy for p in params])
+    batch.set_rows(params, range(300))
+    batch.set_state(range(300), [0] * 300)
     wanted = verify_greedy(drafts, logits)
     laws = torch.nn.functional.one_hot(drafts, 5).double()
-    lengths = torch.arange(300)
-    for decision in (Rejection(rows, lengths), Coupled(rows, lengths, 3, 5, torch.float64)):
+    for decision in (Rejection(batch), Coupled(batch, 3, 5, torch.float64)):
         for probs in (laws, None):
             verdict = decision.verify(Drafts(drafts, probs), logits)
             for given_, wanted_ in zip(verdict, wanted, strict=True):

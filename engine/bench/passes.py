@@ -21,7 +21,7 @@ from engine.cost_model.measure import interleaved_rounds, measure_costs
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Interleaved, Pacing
-from engine.requests import Request
+from engine.requests import Progress, Request
 from engine.timing import PhaseTimer, synchronize
 
 
@@ -173,7 +173,7 @@ def decode(
 
 
 @dataclass(frozen=True)
-class _DecodeProgress:
+class _DecodeProgress(Progress):
     bar: tqdm
     session: Session
     phase: str

@@ -38,13 +38,10 @@ class Drafter(Protocol):
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
         ...
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         """The target's row holds `text`, of which this drafter has followed the first `known` tokens.
 
-        With 0 the text is a prompt, the row that of another request: the one with that id. More: rounds went by
-        without this drafter. `on_tokens` is given the numbers of tokens that a draft model runs of it.
+        With 0 the text is the prompt of another request, the one with that id. More: rounds went by without it.
         """
         ...
 

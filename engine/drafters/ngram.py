@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,7 +23,7 @@ class NGram(TextDrafter):
     """Proposes what followed the last tokens when they stood in the row before (Saxena, "Prompt Lookup
     Decoding", 2023).
 
-    Of all earlier places that end like the row does, the one with the longest match wins, `max_ngram`
+    Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram`
     tokens at most; among those the one with the most tokens behind it, up to gamma; then the latest.
     A row in which fewer than `min_ngram` tokens match gets no draft.
     Errors: ConfigError if gamma is negative or not 1 <= min_ngram <= max_ngram.
@@ -43,29 +43,27 @@ class NGram(TextDrafter):
         shape = (runner.cache.max_batch, runner.cache.capacity)
         self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         text, lengths = self._text[:, : batch.extent(gamma)], batch.lengths
         text.scatter_(1, lengths[:, None], batch.current[:, None])
-        place, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.min_ngram)
+        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.min_ngram)
         ahead = torch.arange(1, gamma + 1, device=text.device)
-        tokens = text.gather(1, (place[:, None] + ahead).clamp(max=text.shape[1] - 1))
+        tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
         text.scatter_(1, lengths[:, None] + ahead, tokens)
         return tokens, n_tokens
 
 
 def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ngram: int) -> tuple[Tensor, Tensor]:
-    """Where each row's last tokens stood before, and how many tokens to copy from behind that place.
+    """Where each row's last tokens stood before, and how many tokens to copy from behind it.
 
     Args:
         text: `[B, C]` int64; row b is known up to and including position `lengths[b]`.
 
-    Returns: `place [B]`, the position of the match's last token, and `n_tokens [B]`, 0 .. gamma; 0 without
+    Returns: `match [B]`, the position of the match's last token, and `n_tokens [B]`, 0 .. gamma; 0 without
         a match. Both int64.
     """
     position = torch.arange(text.shape[1], device=text.device)
@@ -80,9 +78,9 @@ def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ng
         matched += matches
     available = (last - position).clamp(min=0, max=gamma)
     rank = (matched * (gamma + 1) + available) * text.shape[1] + position
-    place = rank.masked_fill(matched < min_ngram, -1).argmax(dim=1, keepdim=True)
-    found = matched.gather(1, place) >= min_ngram
-    return place.squeeze(1), (available.gather(1, place) * found).squeeze(1)
+    match = rank.masked_fill(matched < min_ngram, -1).argmax(dim=1, keepdim=True)
+    found = matched.gather(1, match) >= min_ngram
+    return match.squeeze(1), (available.gather(1, match) * found).squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)

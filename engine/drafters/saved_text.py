@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,9 +35,7 @@ class SavedText(TextDrafter):
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._end = torch.zeros_like(self._start)
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         if known == 0:
             saved = self._texts.get(request, ())
             self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)

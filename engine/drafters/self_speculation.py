@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -71,9 +71,7 @@ class SelfSpeculation:
         check_target("SelfSpeculation", self._target.cache, target.cache)
         check_room("SelfSpeculation", self.cache, length)
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         queries = None
         if self.cache.n_observed and len(text) > self.cache.capacity:
             queries = self._target.last_queries(row, text, self.cache.n_observed)

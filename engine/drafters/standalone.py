@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -74,12 +74,10 @@ class StandaloneDraft:
             check_room("StandaloneDraft", self._runner.cache, length)
         self._vocab_size = target.vocab_size
 
-    def follow(
-        self, row: int, request: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
-    ) -> None:
+    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
         if known == 0:
-            self._runner.fill_row(row, own_ids, on_tokens)
+            self._runner.fill_row(row, own_ids)
         else:  # the last known token once more: it may never have been run (see `propose`)
             self._runner.extend_row(row, own_ids, max(0, known - 1))
         self._previous[row] = text[-1]
