@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import convert_hf_checkpoint
+from common import cli
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints import loading as checkpoint
@@ -410,11 +410,10 @@ def test_unknown_load_format(converted: Path) -> None:
         load_model(converted, load_format="gguf")
 
 
-def test_command_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(source: Path, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     arguments = ["--checkpoint_dir", str(source), "--out_dir", str(out_dir), "--drop_layers", "0-1"]
-    monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", *arguments])
-    convert_hf_checkpoint.main()
+    convert_hf_checkpoint.main(cli.read(convert_hf_checkpoint.Flags, arguments))
     assert load_model(out_dir).config.n_layer == 1
     assert {path.name for path in out_dir.iterdir()} == {
         "model.pth",
@@ -424,8 +423,7 @@ def test_command_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-def test_a_file_in_the_folders_place_is_told_of_its_folder(tmp_path, monkeypatch):
+def test_a_file_in_the_folders_place_is_told_of_its_folder(tmp_path):
     (tmp_path / "smol.gguf").touch()
-    monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", "--checkpoint_dir", str(tmp_path / "smol.gguf")])
     with pytest.raises(ConfigError, match=f"use --checkpoint_dir {tmp_path}$"):
-        convert_hf_checkpoint.main()
+        convert_hf_checkpoint.main(convert_hf_checkpoint.Flags(checkpoint_dir=tmp_path / "smol.gguf"))
