@@ -483,7 +483,7 @@ def test_the_script_certifies_a_target_in_few_bits(paths, tmp_path, monkeypatch,
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_the_script_ends_with_code_1_where_the_certificate_fails(paths, tmp_path, monkeypatch, capsys, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
-    monkeypatch.setattr("engine.bench.setup.ModelRunner", Faulty)
+    monkeypatch.setattr("engine.bench.session.ModelRunner", Faulty)
     arguments = paths | SIZES | {"--dtype": "bfloat16", "--temperature": temperature}
     assert run_here(arguments, tmp_path, monkeypatch) == 1
     *lines, last = capsys.readouterr().out.splitlines()
@@ -501,12 +501,16 @@ BAD_INPUT = {
     "no rows": ({"--B": 0}, ("--B", ">= 1")),
     "nothing speculative": ({"--gamma": 0}, ("--gamma", ">= 1")),
     "prompts too short to differ": ({"--prefix_len": 3}, ("--prefix_len", "seen:     3", ">= 4")),
-    "longer than the context": ({"--tokens": 600}, ("60 + 200 + 3 + 1 = 264", "<= 256", "--tokens / --B", "by 8")),
+    "longer than the context": (
+        {"--tokens": 600},
+        ("60 + 200 + 3 + 1 = 264", "<= 256", "--tokens / --B", "--prefix_len 52 or less"),
+    ),
     "unknown dtype": ({"--dtype": "float7"}, ("--dtype", "float7", "bfloat16")),
     "unknown draft dtype": ({"--draft_dtype": "int3"}, ("--draft_dtype", "int3", "same")),
     "unknown device": ({"--device": "tpu"}, ("--device", "tpu")),
     "negative temperature": ({"--temperature": -1}, ("--temperature", "-1")),
     "negative seed": ({"--seed": -1, "--temperature": 1}, ("--seed", "-1")),
+    "a seed that nothing is drawn by": ({"--seed": 3}, ("--seed", "3 at temperature 0")),
     "budget without a window": ({"--streamingllm_budget": 4}, ("--draft_budget", "budget 4, n_sink 4")),
     "longer than the text": ({"--prefix_len": 190, "--tokens": 9}, ("3 distinct prompts of 222",)),
     "records in a missing folder": ({"--output": "missing/records.jsonl"}, ("--output", "missing")),
