@@ -55,10 +55,9 @@ class Flags:
     FLAGS: ClassVar[dict[str, str]] = {"gen_len": "--tokens / --B or --calibration_positions"}
 
     target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
     draft: Draft = field(default_factory=Draft)
     output: Output = field(default_factory=Output)
-    dataset: str = "auto"
-    """what rows are cut from: default, pg19, or one's own texts, as for the benchmarks"""
     tokens: int = 2000
     """tokens to certify, over all rows"""
     B: int = 8
@@ -105,7 +104,7 @@ class Flags:
         chosen = {name: getattr(self, name) for name in ("gamma", "draft_policy", "draft_budget")}
         return RunConfig(
             target=self.target,
-            text=Text(self.dataset),
+            text=self.text,
             sizes=Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced)),
             sampling=Sampling(self.temperature, seed=self.seed, verification=mode),
             output=self.output,
