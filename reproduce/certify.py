@@ -32,6 +32,7 @@ import common.startup
 
 from tyro.conf import arg
 
+import engine
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
@@ -42,8 +43,6 @@ from engine.bench.draft_flags import ALIASES, draft_flags
 from kv_cache.policy import BudgetedPolicy, policies
 
 if TYPE_CHECKING:
-    from engine import GenerateOutput
-    from engine.bench.session import Session
     from engine.evaluation.certificate import Calibration, Certificate
 
 BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
@@ -113,7 +112,11 @@ class Flags:
 
 
 def make_record(
-    session: Session, output: GenerateOutput, calibration: Calibration, result: Certificate, strict: Certificate | None
+    session: engine.Session,
+    output: engine.GenerateOutput,
+    calibration: Calibration,
+    result: Certificate,
+    strict: Certificate | None,
 ) -> dict[str, Any]:
     from engine.bench.record import distinct_4gram_fraction, settings_record
 
@@ -179,10 +182,9 @@ def main(flags: Flags) -> None:
 
     from engine.bench.data import make_prompts
     from engine.bench.passes import decode
-    from engine.bench.session import Session
     from engine.evaluation.certificate import calibrate, certify, replay
 
-    session = Session.open(flags.config())
+    session = engine.Session.open(flags.config())
     assert session.tokenizer is not None
     length = flags.prefix_len + flags.n_forced
     texts = make_prompts(session.books(), session.tokenizer, n_prompts=flags.B, prefix_len=length)

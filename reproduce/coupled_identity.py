@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,6 +21,7 @@ import common.startup
 
 from tyro.conf import arg
 
+import engine
 from common import cli
 from common.errors import ConfigError, UserError, flag, require_at_least
 from common.jsonl import append_or_put_off, publish
@@ -32,9 +33,6 @@ from engine.drafters.ngram import NGramConfig
 from engine.drafters.saved_text import OracleConfig
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
-
-if TYPE_CHECKING:
-    from engine.bench.session import Session
 
 SHORTER_BY = 37  # tokens, from each row to the next
 MAX_GAMMA, N_SINK, SEED = 5, 4, 7
@@ -129,7 +127,7 @@ def ways(n_prompts: int, n_rows: int, budgets: Sequence[int]) -> list[Way]:
     ]
 
 
-def run_way(session: Session, way: Way, baseline: list[list[int]]) -> dict[str, Any]:
+def run_way(session: engine.Session, way: Way, baseline: list[list[int]]) -> dict[str, Any]:
     """Decode that way; the record of how it compares with the baseline."""
     from engine.bench.record import identical_rows, rounded, tokens_sha256
 
@@ -162,9 +160,7 @@ def run_way(session: Session, way: Way, baseline: list[list[int]]) -> dict[str, 
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.session import Session
-
-    session = Session.open(flags.config())
+    session = engine.Session.open(flags.config())
     prompts = [prompt[: max(2, len(prompt) - SHORTER_BY * row)] for row, prompt in enumerate(session.prompts)]
     session = session.variant(prompts=prompts)
     say("plain decoding")
