@@ -27,7 +27,6 @@ from models.checkpoints.manifest import (
 )
 from models.checkpoints.side_files import CONFIG, SIDE_FILES, WEIGHTS
 from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
-from models.config import ModelConfig
 from models.names import parse_layers
 
 if TYPE_CHECKING:
@@ -42,11 +41,8 @@ class Flags:
     """folder for model.pth"""
     drop_layers: Annotated[str, arg(help_behavior_hint="(default: none)")] = ""
     """layers to leave out, such as 3,7,13-15"""
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        arg(help_behavior_hint="(default: the dtype of the source, float32 for GGUF)"),
-    ] = None
-    """dtype of model.pth"""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help_behavior_hint="(default: own)")] = None
+    """dtype of the converted weights; a GGUF's own is float32"""
     force: bool = False
     """convert again even if model.pth is up to date; also weights that were saved again beside their config.json"""
 
@@ -89,7 +85,7 @@ def convert(
     )
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)
-    hf_config = _shallower(source.hf_config, config, layers_to_drop)
+    hf_config = _shallower(source.hf_config, config.n_layer, layers_to_drop)
     recipe = {
         "files": {path.name: remembered_sha256(path) for path in source.files},
         "side_files": {name: remembered_sha256(checkpoint_dir / name) for name in source.side_files},
@@ -134,11 +130,9 @@ def _require_no_source(out_dir: Path) -> None:
         )
 
 
-def _shallower(hf_config: dict[str, Any], config: ModelConfig, dropped: tuple[int, ...]) -> dict[str, Any]:
+def _shallower(hf_config: dict[str, Any], n_layer: int, dropped: tuple[int, ...]) -> dict[str, Any]:
     """The config.json of the model without the dropped layers."""
-    if not dropped:
-        return hf_config
-    changed = {**hf_config, "num_hidden_layers": config.n_layer}
+    changed = {**hf_config, "num_hidden_layers": n_layer}
     if "layer_types" in changed:
         changed["layer_types"] = [kind for i, kind in enumerate(changed["layer_types"]) if i not in dropped]
     return changed
@@ -152,11 +146,8 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
         check_files(out_dir, names)
     except CheckpointError:
         return False
-    return (
-        manifest.get("converted_from") == recipe
-        and {WEIGHTS, CONFIG} <= manifest["files"].keys()
-        and find_tokenizer(out_dir) is not None
-    )
+    whole = {WEIGHTS, CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
+    return whole and manifest.get("converted_from") == recipe
 
 
 def _require_space(out_dir: Path, n_bytes: int) -> None:
