@@ -120,7 +120,7 @@ def main(flags: Flags) -> None:
             "no bug is described like that",
             where=flag("only"),
             seen=flags.only,
-            required="a word of a description in tests/mutant_table.py",
+            required="a word of a description in tests/mutant_table",
             fix=f"leave out {flag('only')}",
         )
     without = try_without(mutants)
