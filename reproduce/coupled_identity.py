@@ -135,7 +135,7 @@ def run_way(session: engine.Session, way: Way, baseline: list[list[int]]) -> dic
     session = session.variant(draft=way.draft, prompts=[prompts[i] for i in way.order])
     if way.n_rows != session.plan.n_rows:
         session = session.narrowed(way.n_rows, session.plan.capacity)
-    out = session.generate(session.drafter(baseline) if way.draft else None, request_ids=way.order)
+    out = session.generate(session.drafter(texts=baseline) if way.draft else None, request_ids=way.order)
     tokens = [out.tokens[way.order.index(i)] for i in range(len(way.order))]
     counts = out.stats.counts
     return rounded(
