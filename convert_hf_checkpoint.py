@@ -6,19 +6,16 @@ import common.startup
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from engine.bench.arguments import Parser
-from tqdm import tqdm
+from tyro.conf import arg
 
-from common.errors import CheckpointError, ConfigError
-from common.exit import exit_on_user_error
-from models.checkpoints.convert import match_tensors, output_bytes, read_stacked
+from common import cli
+from common.errors import CheckpointError, ConfigError, flag
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.file_sums import remembered_sha256
-from models.checkpoints.loading import WEIGHTS, drop_layers, save_checkpoint
 from models.checkpoints.manifest import (
     MANIFEST,
     atomic_path,
@@ -28,14 +25,26 @@ from models.checkpoints.manifest import (
     update_manifest,
     write_text,
 )
-from models.checkpoints.side_files import CONFIG, SIDE_FILES
-from models.checkpoints.source import Source
-from models.checkpoints.source_weights import open_source
+from models.checkpoints.side_files import CONFIG, SIDE_FILES, WEIGHTS
 from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
-from models.config import ModelConfig
 from models.names import parse_layers
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from models.checkpoints.source import Source
+
+
+@dataclass(frozen=True)
+class Flags:
+    checkpoint_dir: Path = DEFAULT_CHECKPOINT
+    """folder of the download"""
+    out_dir: Annotated[Path | None, arg(help_behavior_hint="(default: --checkpoint_dir)")] = None
+    """folder for model.pth"""
+    drop_layers: Annotated[str, arg(help_behavior_hint="(default: none)")] = ""
+    """layers to leave out, such as 3,7,13-15"""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help_behavior_hint="(default: own)")] = None
+    """dtype of the converted weights; a GGUF's own is float32"""
+    force: bool = False
+    """convert again even if model.pth is up to date; also weights that were saved again beside their config.json"""
 
 
 def convert(
@@ -53,13 +62,20 @@ def convert(
     also takes config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights
     nothing stays; what no conversion wrote is never touched.
     """
+    import torch
+    from tqdm import tqdm
+
+    from models.checkpoints.convert import match_tensors, output_bytes, read_stacked
+    from models.checkpoints.loading import drop_layers, save_checkpoint
+    from models.checkpoints.source_weights import open_source
+
     if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
         raise ConfigError(
             "a shallower model would overwrite its own source",
-            where="--out_dir",
+            where=flag("out_dir"),
             seen=out_dir,
-            required="another folder than --checkpoint_dir",
-            fix="add --out_dir FOLDER",
+            required=f"another folder than {flag('checkpoint_dir')}",
+            fix=f"add {flag('out_dir')} FOLDER",
         )
     if out_dir.resolve() != checkpoint_dir.resolve():
         _require_no_source(out_dir)
@@ -69,7 +85,7 @@ def convert(
     )
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)
-    hf_config = _shallower(source.hf_config, config, layers_to_drop)
+    hf_config = _shallower(source.hf_config, config.n_layer, layers_to_drop)
     recipe = {
         "files": {path.name: remembered_sha256(path) for path in source.files},
         "side_files": {name: remembered_sha256(checkpoint_dir / name) for name in source.side_files},
@@ -80,7 +96,7 @@ def convert(
     if not force and _is_converted(out_dir, recipe):
         print(f"{out_dir / WEIGHTS} is up to date (--force converts again)")
         return out_dir / WEIGHTS
-    target = DTYPES[dtype] if dtype else None
+    target = getattr(torch, dtype) if dtype else None
     _require_space(out_dir, output_bytes(matched.values(), target))
 
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
@@ -107,18 +123,16 @@ def _require_no_source(out_dir: Path) -> None:
     if found:
         raise CheckpointError(
             "the folder holds another checkpoint",
-            where=f"--out_dir {out_dir}",
+            where=f"{flag('out_dir')} {out_dir}",
             seen=", ".join(sorted(found)[:4]),
             required="a new folder, or one of an earlier conversion",
-            fix="choose another folder with --out_dir",
+            fix=f"choose another folder with {flag('out_dir')}",
         )
 
 
-def _shallower(hf_config: dict[str, Any], config: ModelConfig, dropped: tuple[int, ...]) -> dict[str, Any]:
+def _shallower(hf_config: dict[str, Any], n_layer: int, dropped: tuple[int, ...]) -> dict[str, Any]:
     """The config.json of the model without the dropped layers."""
-    if not dropped:
-        return hf_config
-    changed = {**hf_config, "num_hidden_layers": config.n_layer}
+    changed = {**hf_config, "num_hidden_layers": n_layer}
     if "layer_types" in changed:
         changed["layer_types"] = [kind for i, kind in enumerate(changed["layer_types"]) if i not in dropped]
     return changed
@@ -132,11 +146,8 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
         check_files(out_dir, names)
     except CheckpointError:
         return False
-    return (
-        manifest.get("converted_from") == recipe
-        and {WEIGHTS, CONFIG} <= manifest["files"].keys()
-        and find_tokenizer(out_dir) is not None
-    )
+    whole = {WEIGHTS, CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
+    return whole and manifest.get("converted_from") == recipe
 
 
 def _require_space(out_dir: Path, n_bytes: int) -> None:
@@ -149,7 +160,7 @@ def _require_space(out_dir: Path, n_bytes: int) -> None:
             where=str(out_dir),
             seen=f"{free / 2**20:.0f} MiB free",
             required=f"{needed / 2**20:.0f} MiB",
-            fix="free some space, or convert to another disk with --out_dir",
+            fix=f"free some space, or convert to another disk with {flag('out_dir')}",
         )
 
 
@@ -178,32 +189,19 @@ def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_co
     return list(made)
 
 
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--checkpoint_dir", type=Path, default=DEFAULT_CHECKPOINT, help="folder of the download")
-    parser.add_argument("--out_dir", type=Path, help="folder for model.pth (default: --checkpoint_dir)")
-    parser.add_argument("--drop_layers", default="", help="layers to leave out, such as 3,7,13-15")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the source, float32 for GGUF")
-    force = "convert again even if model.pth is up to date; also weights that were saved again beside their config.json"
-    parser.add_argument("--force", action="store_true", help=force)
-    args = parser.parse_args()
-    if args.checkpoint_dir.is_file():
+def main(flags: Flags) -> None:
+    folder = flags.checkpoint_dir
+    if folder.is_file():
         raise ConfigError(
             "a file is no checkpoint folder",
-            where="--checkpoint_dir",
-            seen=args.checkpoint_dir,
+            where=flag("checkpoint_dir"),
+            seen=folder,
             required="the folder that it is in, with its configuration and its tokenizer",
-            fix=f"use --checkpoint_dir {args.checkpoint_dir.parent}",
+            fix=f"use {flag('checkpoint_dir')} {folder.parent}",
         )
-    layers = parse_layers(args.drop_layers) if args.drop_layers else []
-    convert(
-        args.checkpoint_dir,
-        args.out_dir or args.checkpoint_dir,
-        layers_to_drop=tuple(layers),
-        dtype=args.dtype,
-        force=args.force,
-    )
+    layers = tuple(parse_layers(flags.drop_layers)) if flags.drop_layers else ()
+    convert(folder, flags.out_dir or folder, layers_to_drop=layers, dtype=flags.dtype, force=flags.force)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

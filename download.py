@@ -4,31 +4,64 @@ from __future__ import annotations
 
 import common.startup
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from engine.bench.arguments import Parser
+from tyro.conf import arg
 
+from common import cli
 from common.checkout import ROOT
-from common.exit import exit_on_user_error
+from common.errors import ConfigError, flag
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.download_default import download_default
-from models.checkpoints.download_hub import download_repo
 
 
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--repo_id", help="such as meta-llama/Meta-Llama-3.1-8B (default: the built-in model)")
-    parser.add_argument("--hf_token", help="for gated repositories (default: the token of `hf auth login`)")
-    parser.add_argument("--out_dir", type=Path, help="default: checkpoints/REPO_ID in this repository")
-    args = parser.parse_args()
-    if args.repo_id:
-        out_dir = args.out_dir or ROOT / "checkpoints" / args.repo_id
-        download_repo(args.repo_id, out_dir, token=args.hf_token)
+@dataclass(frozen=True)
+class Flags:
+    repo_id: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
+    """such as meta-llama/Meta-Llama-3.1-8B"""
+    hf_token: Annotated[str | None, arg(help_behavior_hint="(default: the token of `hf auth login`)")] = None
+    """for gated repositories"""
+    out_dir: Annotated[Path | None, arg(help_behavior_hint="(default: checkpoints/REPO_ID in this repository)")] = None
+    """folder of the checkpoint"""
+
+    def check(self) -> None:
+        """Raise ConfigError, which repeats no token, for one that cannot be sent or is not asked for."""
+        if self.hf_token is None:
+            return
+        if self.repo_id is None:
+            raise ConfigError(
+                "the built-in model needs no token",
+                where=flag("hf_token"),
+                seen=f"given, without {flag('repo_id')}",
+                required=f"a repository of the Hub, {flag('repo_id')}",
+                fix=f"name one, or leave out {flag('hf_token')}",
+            )
+        if not re.fullmatch("[!-~]+", self.hf_token):
+            raise ConfigError(
+                "the token cannot be sent",
+                where=flag("hf_token"),
+                seen="nothing, or blanks or characters outside ASCII in it",
+                required="the token as its page on the Hub shows it",
+                fix="copy it again",
+            )
+
+
+def main(flags: Flags) -> None:
+    flags.check()
+    if flags.repo_id is not None:
+        from models.checkpoints.download_hub import download_repo
+
+        out_dir = flags.out_dir or ROOT / "checkpoints" / flags.repo_id
+        download_repo(flags.repo_id, out_dir, token=flags.hf_token)
     else:
-        out_dir = args.out_dir or DEFAULT_CHECKPOINT
+        from models.checkpoints.download_default import download_default
+
+        out_dir = flags.out_dir or DEFAULT_CHECKPOINT
         download_default(out_dir)
     print(f"next: python convert_hf_checkpoint.py --checkpoint_dir {out_dir}")
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -6,17 +6,18 @@ from common.startup import import_from_now_on
 
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
 
 from common.checkout import ROOT
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from common.exit import exit_on_user_error
 
 Config = TypeVar("Config")
@@ -62,7 +63,19 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
         raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
     if unknown:
         raise _unreadable(prog, _without_values(unknown), "flags of this program", _meant(kind, unknown))
+    if empty := list(_emptied(config)):
+        raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config
+
+
+def _emptied(config: Any) -> Iterator[str]:
+    """Lists that were given without a value, though none is not what they are by default."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if is_dataclass(value):
+            yield from _emptied(value)
+        elif value == () != one.default:
+            yield flag(one.name)
 
 
 def _program() -> str:

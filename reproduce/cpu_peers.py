@@ -8,162 +8,159 @@ figure is the median time between two of its tokens. --schemes adds our own mode
 which as another model may write another text. Needs requirements-dev.txt.
 """
 
-import argparse
+from __future__ import annotations
+
 import copy
-import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
+from typing import Annotated, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
 import torch
-from engine.bench.setup import Setup, prepare
+from tyro.conf import arg
 
-from common.exit import exit_on_user_error
+import engine
+from common import cli
+from common.errors import require_at_least
 from common.jsonl import publish
 from common.provenance import provenance
-from engine import generate
-from engine.bench import arguments
-from engine.bench import passes as benchmark
-from engine.bench import record as report
-from engine.runner import ModelRunner
+from common.say import dtype_name
+from engine.bench.config import Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.quantize import SCHEMES
+from models.names import Scheme
 
-Turn = Callable[[], tuple[list[float], list[int]]]
-
-
-class Clock:
-    """A stopping criterion of transformers that never stops, and notes the time of every step."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-    def steps_ms(self) -> list[float]:
-        return [1e3 * (b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
+# Milliseconds between tokens, and the tokens of the first row.
+Turns = Iterator[tuple[list[float], list[int]]]
 
 
-def transformers_turn(model, cache, setup: Setup, n_tokens: int) -> Turn:
-    """A turn of `generate` over `cache`, which holds the KV of every token but the last."""
-    state = {"tokens": torch.tensor(setup.prompts)}
+@dataclass(frozen=True)
+class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"gen_len": "--turns x --tokens_per_turn"}
 
-    def turn() -> tuple[list[float], list[int]]:
-        clock, tokens = Clock(), state["tokens"]
-        out = model.generate(
+    B: int = 8
+    """rows decoded together"""
+    prefix_len: int = 7500
+    """prompt tokens per row"""
+    turns: int = 4
+    """interleaved turns of every peer"""
+    tokens_per_turn: int = 6
+    """new tokens of a row"""
+    schemes: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()
+    """also our model so quantised"""
+    output: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """append the JSON record to this file"""
+
+
+class StepTimes(list[float]):
+    """A stopping criterion of transformers that never stops, and notes when each token was there."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        self.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def transformers_turns(model: Any, cache: Any, prompts: Sequence[Sequence[int]], n_tokens: int) -> Turns:
+    """Turns of `generate` over `cache`, which holds the KV of every token but the last."""
+    tokens = torch.tensor(prompts)
+    while True:
+        times = StepTimes()
+        longer = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             past_key_values=cache,
             max_new_tokens=n_tokens,
             do_sample=False,
             eos_token_id=None,
-            stopping_criteria=[clock],
+            stopping_criteria=[times],
         )
-        state["tokens"] = out
-        return clock.steps_ms(), out[0, tokens.shape[1] :].tolist()
-
-    return turn
+        yield [1e3 * (after - before) for before, after in pairwise(times)], longer[0, tokens.shape[1] :].tolist()
+        tokens = longer
 
 
-def foretoken_turn(setup: Setup, n_tokens: int) -> Turn:
+def foretoken_turns(runner: engine.ModelRunner, prompts: Sequence[Sequence[int]], n_tokens: int) -> Turns:
     """Ours: the same tokens from the rows' own KV, and like the peers with more context every turn."""
-    state = {"done": 0}
-
-    def turn() -> tuple[list[float], list[int]]:
-        out = generate(setup.runner, setup.prompts, max_new_tokens=state["done"] + n_tokens)
-        new = slice(state["done"], state["done"] + n_tokens)
-        state["done"] += n_tokens
-        return [1e3 * r.seconds for r in out.stats.rounds][new], out.tokens[0][new]
-
-    return turn
+    for done in count(0, n_tokens):
+        out = engine.generate(runner, prompts, max_new_tokens=done + n_tokens)
+        new = slice(done, done + n_tokens)
+        yield [1e3 * round_.seconds for round_ in out.stats.rounds][new], out.tokens[0][new]
 
 
-def quantised(setup: Setup, scheme: str) -> Setup:
+def quantised(session: engine.Session, scheme: Scheme) -> engine.ModelRunner:
     """Our model with weights in that scheme over a copy of the same KV: another model, so its tokens may differ."""
-    model = setup.target.load("cpu", setup.dtype, setup.args.attention, quantize=scheme)
-    cache = copy.copy(setup.runner.cache)
-    for name, held in vars(cache).items():
-        if isinstance(held, torch.Tensor):
-            setattr(cache, name, held.clone())
-    cache.notes = {row: dataclasses.replace(note, model=model) for row, note in cache.notes.items()}
-    return dataclasses.replace(setup, runner=ModelRunner(model, cache))
+    from engine.drafters.self_speculation import SelfConfig
+
+    model = session.variant(draft=SelfConfig(draft_dtype="same", draft_weights=scheme)).draft_model
+    assert model is not None
+    # The notes of what is prefilled name the model.
+    cache = copy.deepcopy(session.runner.cache, {id(session.runner.model): model})
+    return engine.ModelRunner(model, cache)
 
 
-def fill(cache, setup: Setup) -> None:
-    """Copy the prefilled prompts, less their last token, into a transformers cache."""
-    kept = setup.args.prefix_len - 1
-    ours = setup.runner.cache
-    for layer in range(setup.runner.model.config.n_layer):
+def filled(cache: Any, session: engine.Session) -> Any:
+    """A transformers cache with the KV of the prefilled prompts, less their last token."""
+    kept, ours = session.plan.prefix_len - 1, session.runner.cache
+    for layer in range(session.runner.model.config.n_layer):
         cache.update(ours.keys[layer][:, :, :kept].contiguous(), ours.values[layer][:, :, :kept].contiguous(), layer)
+    return cache
 
 
-def main() -> None:
-    parser = arguments.Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--B", type=int, default=8, help="rows decoded together")
-    parser.add_argument("--prefix_len", type=int, default=7500, help="prompt tokens per row")
-    parser.add_argument("--turns", type=int, default=4, help="interleaved turns of every peer")
-    parser.add_argument("--tokens_per_turn", type=int, default=6)
-    parser.add_argument("--schemes", nargs="*", default=[], choices=SCHEMES, help="also our model so quantised")
-    parser.add_argument("--output", help="append the JSON record to this file")
-    ours = parser.parse_args()
-    common = argparse.ArgumentParser()
-    arguments.add_common_arguments(common)
-    args = common.parse_args(["--device", "cpu", "--dtype", "float32"], namespace=ours)
-    args.gen_len = args.turns * args.tokens_per_turn
+def main(flags: Flags) -> None:
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers import __version__ as transformers_version
 
-    setup = prepare(args)
-    prefill_seconds = benchmark.prefill(setup)
+    from engine.bench.passes import prefill
+    from engine.bench.record import rounded
+    from models.quantize import check_scheme
+
+    require_at_least("turns", flags.turns, 1)
+    require_at_least("tokens_per_turn", flags.tokens_per_turn, 2)  # what is measured is the time between two
+    for scheme in flags.schemes:
+        check_scheme(scheme, "cpu")
+    sizes = Sizes(flags.B, flags.prefix_len, flags.turns * flags.tokens_per_turn)
+    target, output = Target(device="cpu", dtype="float32"), Output(flags.output)
+    session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=output))
+    prefill_seconds = prefill(session)
     gguf = next(DEFAULT_CHECKPOINT.glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=setup.dtype, attn_implementation="sdpa"
+        gguf.parent, gguf_file=gguf.name, dtype=session.plan.dtype, attn_implementation="sdpa"
     )
-    dynamic = DynamicCache(config=model.config)
-    static = StaticCache(config=model.config, max_cache_len=args.prefix_len + args.gen_len + 1)
+    prompts, n_tokens = session.prompts, flags.tokens_per_turn
     with torch.inference_mode():
-        fill(dynamic, setup)
-        fill(static, setup)
+        static = StaticCache(config=model.config, max_cache_len=flags.prefix_len + session.plan.gen_len + 1)
+        dynamic = DynamicCache(config=model.config)
+        own_models = {f"foretoken, {scheme}": quantised(session, scheme) for scheme in flags.schemes}
         peers = {
-            "foretoken": foretoken_turn(setup, args.tokens_per_turn),
-            "transformers, static cache, sdpa": transformers_turn(model, static, setup, args.tokens_per_turn),
-            "transformers, default cache": transformers_turn(model, dynamic, setup, args.tokens_per_turn),
+            "foretoken": foretoken_turns(session.runner, prompts, n_tokens),
+            "transformers, static cache, sdpa": transformers_turns(model, filled(static, session), prompts, n_tokens),
+            "transformers, default cache": transformers_turns(model, filled(dynamic, session), prompts, n_tokens),
+            **{name: foretoken_turns(runner, prompts, n_tokens) for name, runner in own_models.items()},
         }
-        for scheme in args.schemes:
-            peers[f"foretoken, {scheme}"] = foretoken_turn(quantised(setup, scheme), args.tokens_per_turn)
-        steps: dict[str, list[float]] = {name: [] for name in peers}
-        tokens: dict[str, list[int]] = {name: [] for name in peers}
-        for _ in range(args.turns):
-            for name, turn in peers.items():
-                times, new = turn()
-                steps[name] += times
-                tokens[name] += new
-    own_models = [f"foretoken, {scheme}" for scheme in args.schemes]
-    medians = {name: median(times) for name, times in steps.items()}
+        seen = [{name: next(turns) for name, turns in peers.items()} for _ in range(flags.turns)]
+    medians = {name: median(ms for turn in seen for ms in turn[name][0]) for name in peers}
+    texts = {str([turn[name][1] for turn in seen]) for name in peers if name not in own_models}
     record = {
         "benchmark": "cpu_peers",
-        "model": setup.name,
-        "B": args.B,
-        "prefix_len": args.prefix_len,
-        "dtype": args.dtype,
+        "model": session.name,
+        "B": flags.B,
+        "prefix_len": flags.prefix_len,
+        "dtype": dtype_name(session.plan.dtype),
         "prefill_seconds": prefill_seconds,
         **{f"step_ms: {name}": value for name, value in medians.items()},
         **{f"slower than foretoken: {name}": value / medians["foretoken"] for name, value in medians.items()},
-        "same_tokens_row_0": len({tuple(row) for name, row in tokens.items() if name not in own_models}) == 1,
+        "same_tokens_row_0": len(texts) == 1,
         "transformers_version": transformers_version,
         **provenance(),
     }
-    record = report.rounded(record)
-    publish(args.output, record)
+    publish(flags.output, rounded(record))
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

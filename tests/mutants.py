@@ -6,7 +6,8 @@ Prints a table "bug -> killed by" and, last, one JSON object. Exit code 1 if a b
 fail without one, or if a bug no longer fits the source.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 import re
 import shutil
@@ -18,23 +19,34 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from engine.bench.arguments import Parser
 from mutant_table import MUTANTS, Mutant
+from tyro.conf import arg
 
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
+from common import cli
+from common.checkout import ROOT
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("common", "kv_cache", "models", "engine", "tests", "reproduce", "pyproject.toml")
 SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Flags:
+    only: Annotated[str | None, arg(help_behavior_hint="(default: all)")] = None
+    """only bugs whose description has this word"""
+    jobs: int = os.cpu_count() or 1
+    """bugs tried at a time"""
+    output: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """append the JSON record to this file"""
 
 
 @dataclass(frozen=True)
@@ -99,21 +111,17 @@ def try_without(mutants: Sequence[Mutant]) -> Result:
         return run_tests(tuple(tests), copy_sources(Path(folder)))
 
 
-def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="only bugs whose description has this word")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="bugs tried at a time")
-    parser.add_argument("--output", help="append the JSON record to this file")
-    args = parser.parse_args()
-    require_appendable(args.output)
-    mutants = [mutant for mutant in MUTANTS if not args.only or args.only in mutant.bug]
+def main(flags: Flags) -> None:
+    require_at_least("jobs", flags.jobs, 1)
+    require_appendable(flags.output)
+    mutants = [mutant for mutant in MUTANTS if not flags.only or flags.only in mutant.bug]
     if not mutants:
         raise ConfigError(
             "no bug is described like that",
-            where="--only",
-            seen=args.only,
-            required="a word of a description in tests/mutant_table/",
-            fix="leave out --only",
+            where=flag("only"),
+            seen=flags.only,
+            required="a word of a description in tests/mutant_table",
+            fix=f"leave out {flag('only')}",
         )
     without = try_without(mutants)
     if without.killed_by or without.broken:
@@ -121,7 +129,7 @@ def main() -> None:
         sys.exit(1)
     say(f"without a bug: all tests pass, {without.seconds:.0f} s")
     lines, bugs = ["| bug | in | killed by | s |", "|---|---|---|---|"], []
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(flags.jobs) as pool:
         for mutant, result in zip(mutants, pool.map(try_mutant, mutants), strict=True):
             killed_by = result.killed_by or result.broken or "SURVIVES"
             say(f"{mutant.bug}: {killed_by}")
@@ -129,9 +137,9 @@ def main() -> None:
             bugs.append({"bug": mutant.bug, "file": mutant.file, "killed_by": result.killed_by})
     survivors = sum(bug["killed_by"] is None for bug in bugs)
     record = {"benchmark": "mutants", "killed": len(bugs) - survivors, "of": len(bugs), "bugs": bugs, **provenance()}
-    publish(args.output, record, *lines, f"\n{record['killed']} of {record['of']} bugs killed\n")
+    publish(flags.output, record, *lines, f"\n{record['killed']} of {record['of']} bugs killed\n")
     sys.exit(1 if survivors else 0)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

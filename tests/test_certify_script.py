@@ -100,7 +100,7 @@ def test_a_target_in_few_bits_is_certified(certified):
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_a_certificate_that_fails_ends_with_code_1(certified, tmp_path, monkeypatch, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
-    monkeypatch.setattr("engine.bench.setup.ModelRunner", Faulty)
+    monkeypatch.setattr("engine.bench.session.ModelRunner", Faulty)
     code, record, lines, _ = certified({"--dtype": "bfloat16", "--temperature": temperature})
     assert code == 1 and any(line.endswith("FAILS") for line in lines)
     assert record["holds"] is False and record["flips_outside_near_ties"] > 0
@@ -112,7 +112,10 @@ BAD_INPUT = {
     "nothing to calibrate with": ({"--calibration_positions": 0}, ("--calibration_positions", ">= 1")),
     "nothing speculative": ({"--gamma": 0}, ("--gamma", ">= 1")),
     "prompts too short to differ": ({"--prefix_len": 3}, ("--prefix_len", "seen:     3", ">= 4")),
-    "longer than the context": ({"--tokens": 600}, ("60 + 200 + 3 + 1 = 264", "<= 256", "--tokens / --B", "by 8")),
+    "longer than the context": (
+        {"--tokens": 600},
+        ("60 + 200 + 3 + 1 = 264", "<= 256", "--tokens / --B", "--prefix_len 52 or less"),
+    ),
     "longer than the text": ({"--prefix_len": 190, "--tokens": 9}, ("3 distinct prompts of 222",)),
     "random weights": ({"--load_format": "dummy"}, ("--load_format", "dummy", "a trained model")),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 import download
-from common.errors import CheckpointError
+from common import cli
+from common.errors import CheckpointError, ConfigError
 from models.checkpoints import download_default as default
 from models.checkpoints.download_hub import download_repo, select_files
 from models.checkpoints.manifest import check_files, read_manifest
@@ -216,7 +216,13 @@ def test_wrong_bytes_are_refused(tmp_path, pip, content):
 def test_command_line_says_what_comes_next(tmp_path, monkeypatch, capsys):
     FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}"})
     arguments = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
-    monkeypatch.setattr(sys, "argv", ["download.py", *arguments])
-    download.main()
+    download.main(cli.read(download.Flags, arguments))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir {tmp_path / 'm'}"
+
+
+@pytest.mark.parametrize("repo_id, token", [(None, "hf_secret"), ("owner/name", "hf_secret\n"), ("owner/name", "")])
+def test_a_token_without_use_is_refused_and_not_repeated(repo_id: str | None, token: str) -> None:
+    with pytest.raises(ConfigError, match=r"where: +--hf_token\n") as caught:
+        download.main(download.Flags(repo_id=repo_id, hf_token=token))
+    assert "hf_secret" not in str(caught.value)

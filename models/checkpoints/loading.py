@@ -16,7 +16,7 @@ from models.checkpoints.archive import check_archive
 from models.checkpoints.convert import is_finite, source_parts
 from models.checkpoints.manifest import atomic_path, check_files, read_manifest
 from models.checkpoints.mapped_file import copy_out
-from models.checkpoints.side_files import CONFIG
+from models.checkpoints.side_files import CONFIG, WEIGHTS
 from models.checkpoints.source import DTYPES
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig
@@ -27,7 +27,6 @@ from models.pointwise_cpp import pointwise_beside
 from models.quantize import check_scheme, quantize_head, quantize_linears
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
-WEIGHTS = "model.pth"
 LOAD_FORMATS = ("pth", "dummy")
 DUMMY_STD = 0.02
 

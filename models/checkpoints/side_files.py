@@ -10,7 +10,7 @@ from models.checkpoints.file_sums import remembered_sha256
 from models.checkpoints.manifest import check_files, read_manifest
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 
-CONFIG = "config.json"
+WEIGHTS, CONFIG = "model.pth", "config.json"
 SIDE_FILES = (CONFIG, *TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
