@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from difflib import get_close_matches
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,10 +92,10 @@ def _meant(kind: type, unknown: Sequence[str]) -> str:
 
 
 def _first_paragraph(boxed: str) -> str:
-    """Of a message in a frame, what it says before its first ruled line."""
-    lines = [line.strip("│ \n") for line in boxed.splitlines()[1:]]
-    end = next((at for at, line in enumerate(lines) if line and not line.strip("─╰╯ ")), len(lines))
-    return " ".join(line for line in lines[:end] if line)
+    """Of a message below a title, in a frame or, where a terminal has no characters for that, between ruled lines."""
+    lines = [line.strip("│ ") for line in boxed.splitlines()[1:]]
+    text = [line if line.strip("╰╯─-") else "" for line in lines]
+    return " ".join(takewhile(bool, dropwhile(operator.not_, text)))
 
 
 def _unreadable(prog: str, seen: str, required: str, fix: str = "see --help") -> ConfigError:
