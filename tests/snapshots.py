@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import io
 import json
 import os
 import re
-import runpy
 import shlex
 import sys
 import tempfile
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -34,12 +31,11 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from programs import COST_MODEL, ROOT, Ended, run
 from tyro.conf import Positional
 from workspace import make_workspace
 
-ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(__file__).resolve().parent / "snapshots"
-COST_MODEL = "python -m engine.cost_model"
 PROGRAMS = (
     *("download.py", "convert_hf_checkpoint.py", COST_MODEL),
     *(f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec")),
@@ -52,46 +48,6 @@ ERROR = re.compile(
 )
 # Files that command lines name to be written to.
 WRITTEN = (Path("out.jsonl"), Path("rows.jsonl"))
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended: its exit code, what it printed, and what it said on stderr."""
-
-    code: object
-    out: str
-    err: str
-
-
-def run(program: str, arguments: Sequence[str]) -> Ended:
-    """Run a program in this process and the working directory, as if there were neither a GPU nor a network."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with (
-        mock.patch.object(sys, "argv", [program, *arguments]),
-        mock.patch.object(sys, "path", list(sys.path)),
-        mock.patch("torch.cuda.is_available", lambda: False),
-        mock.patch("torch.cuda.device_count", lambda: 0),
-        mock.patch("huggingface_hub.snapshot_download", _unreachable),
-        mock.patch("huggingface_hub.HfApi.model_info", _unreachable),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        warnings.catch_warnings(action="ignore"),
-    ):
-        try:
-            if program == COST_MODEL:
-                runpy.run_module("engine.cost_model", run_name="__main__")
-            else:
-                runpy.run_path(str(ROOT / program), run_name="__main__")
-        except SystemExit as ending:
-            code = ending.code or 0
-        except Exception as error:  # a bug, whose traceback would be printed
-            code = 1
-            err.write(f"{type(error).__name__}: {error}")
-    return Ended(code, out.getvalue(), err.getvalue())
-
-
-def _unreachable(*args: object, **kwargs: object) -> NoReturn:
-    raise OSError("no network")
 
 
 class _FlagsSeen(BaseException):
