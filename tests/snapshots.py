@@ -125,8 +125,17 @@ def _keys(record: dict[str, Any]) -> Iterator[str]:
 
 
 def errors_of(program: str, commands: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What each command line is told, and its exit code; some that might be refused are not."""
-    return {command: _told(_run_line(program, command)) for command in commands}
+    """What each command line is told, and its exit code; some that might be refused are not.
+
+    And whether that is after something was loaded, and which files it leaves.
+    """
+    found = {}
+    for command in commands:
+        ended = _run_line(program, command)
+        late = {"loaded": True} if "loading " in ended.err else {}
+        left = {"left": list(map(str, filter(Path.exists, WRITTEN)))} if any(map(Path.exists, WRITTEN)) else {}
+        found[command] = _told(ended) | (late | left if ended.code else {})
+    return found
 
 
 def _run_line(program: str, command: str) -> Ended:
