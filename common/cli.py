@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import operator
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -85,8 +86,10 @@ def _without_values(unknown: Sequence[str]) -> str:
 
 
 def _meant(kind: type, unknown: Sequence[str]) -> str:
-    parser = tyro.extras.get_parser(kind, config=STYLE, use_underscores=True)
-    known = [name for action in parser._actions for name in action.option_strings]
+    told = io.StringIO()
+    with redirect_stdout(told), suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], config=STYLE, use_underscores=True, console_outputs=True)
+    known = re.findall(r"(?<!\S)--\w+", told.getvalue())
     near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
     return f"perhaps you meant {' and '.join(near)}; see --help" if near else "see --help"
 

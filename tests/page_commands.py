@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine.bench.arguments import Parser
 from torch.distributed.run import get_args_parser
 
-from engine.bench.arguments import Parser
 from engine.bench.plan import Plan
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.presets import PRESETS

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine.bench.arguments import Parser
 from tiny import continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]

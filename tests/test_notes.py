@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 
 from engine.bench.notes import FEW_ROUNDS, notes
-from engine.bench.settings import DraftSettings
+from engine.bench.resolved import ResolvedDraft
+from engine.drafters.self_speculation import SelfConfig
+from kv_cache.policy import BudgetedPolicy
+from kv_cache.snapkv import SnapKV
+from kv_cache.streaming import Streaming
 
-AUTO = DraftSettings("self", gamma=6, auto_gamma=True, policy="streaming", capacity=512, n_sink=4)
+
+def self_draft(
+    gamma: int, policy: BudgetedPolicy, auto_gamma: bool = True, budgets: tuple[int, ...] = ()
+) -> ResolvedDraft:
+    return ResolvedDraft(SelfConfig(policy=policy), gamma, auto_gamma, policy.budget, budgets)
+
+
+AUTO, NARROW = self_draft(6, Streaming()), self_draft(3, Streaming(8))
 
 
 def record(*rounds_by_gamma: tuple[int, int], speedup: float | None = 1.2, gen_len: int = 64) -> dict[str, Any]:
@@ -31,7 +42,7 @@ def beside(waiting: float, stolen: float = 0.0, contended: bool | None = False) 
 
 def test_a_run_with_a_result_says_nothing():
     assert notes(record((3, 20)), AUTO) == notes(record((0, 60), (3, 1)), AUTO) == []
-    assert notes(record((3, 20)), DraftSettings("self", gamma=3, capacity=512)) == []
+    assert notes(record((3, 20)), self_draft(3, Streaming(), auto_gamma=False)) == []
     plain_decoding = {"gen_len": 64, "choices": None, "speedup": None, "steady_rounds": 63, "contention": {}}
     assert notes(plain_decoding, None) == []
 
@@ -54,12 +65,11 @@ def test_a_speedup_of_plain_steps_or_of_few_rounds_is_noise():
 def test_drafts_of_no_tokens_are_asked_for():
     """With --gamma 0 the ratio is what the draft's cache costs."""
     for budgets in ((), (128, 512)):
-        assert notes(record((0, 63)), DraftSettings("self", gamma=0, capacity=512, budgets=budgets)) == []
+        assert notes(record((0, 63)), self_draft(0, Streaming(), False, budgets)) == []
 
 
 def test_one_token_is_not_decoded():
-    narrow = DraftSettings("self", 3, True, "streaming", 8, n_sink=4)
-    for draft in (AUTO, narrow):  # nothing was chosen, from however few
+    for draft in (AUTO, NARROW):  # nothing was chosen, from however few
         (said,) = notes(record(speedup=None, gen_len=1), draft)
         assert "--gen_len 2" in said
 
@@ -67,16 +77,15 @@ def test_one_token_is_not_decoded():
 @pytest.mark.parametrize(
     "draft,says",
     [
-        (DraftSettings("self", 3, True, "streaming", 8, n_sink=4), "up to 3, not 6: a budget of 8 has room for 4 "),
-        (DraftSettings("self", 3, True, "streaming", 64, (8, 64), n_sink=4), "a budget of 8 has room for 4 "),
-        (DraftSettings("self", 4, True, "snapkv", 512, window=5), "--snapkv_window has room for 5 "),
+        (NARROW, "up to 3, not 6: streaming with a budget of 8 has room for 4 "),
+        (self_draft(3, Streaming(64), budgets=(8, 64)), "a budget of 8 has room for 4 "),
+        (self_draft(4, SnapKV(snapkv_window=5)), "snapkv with a budget of 512 has room for 5 "),
     ],
 )
 def test_a_gamma_that_was_chosen_among_few_says_why(draft, says):
     (said,) = notes(record((2, 20)), draft)
     assert says in said
-    fixed = DraftSettings("self", 3, False, "streaming", 8, n_sink=4)
-    assert notes(record((2, 20)), fixed) == []
+    assert notes(record((2, 20)), self_draft(3, Streaming(8), auto_gamma=False)) == []
 
 
 def test_a_busy_machine_is_named_with_the_passes_that_it_disturbed():
