@@ -46,14 +46,14 @@ class Ended:
         return self.err[self.err.index("error: ") :]
 
 
-def run(program: str, arguments: Sequence[str]) -> Ended:
-    """Run a program in this process and the working directory, as if there were neither a GPU nor a network."""
+def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
+    """Run a program in this process and the working directory, as if there were so many GPUs and no network."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", [program, *arguments]),
         mock.patch.object(sys, "path", list(sys.path)),
-        mock.patch("torch.cuda.is_available", lambda: False),
-        mock.patch("torch.cuda.device_count", lambda: 0),
+        mock.patch("torch.cuda.is_available", lambda: n_gpus > 0),
+        mock.patch("torch.cuda.device_count", lambda: n_gpus),
         mock.patch("huggingface_hub.snapshot_download", _unreachable),
         mock.patch("huggingface_hub.HfApi.model_info", _unreachable),
         contextlib.redirect_stdout(out),
