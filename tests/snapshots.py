@@ -143,8 +143,16 @@ def _run_line(program: str, command: str) -> Ended:
     environment = dict(word.split("=", 1) for word in takewhile(re.compile(r"[A-Z_]+=").match, words))
     for path in WRITTEN:
         path.unlink(missing_ok=True)
-    with mock.patch.dict(os.environ, environment):
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch("huggingface_hub.snapshot_download", _unreachable),
+        mock.patch("huggingface_hub.HfApi.model_info", _unreachable),
+    ):
         return run(program, words[len(environment) :])
+
+
+def _unreachable(*args: object, **kwargs: object) -> NoReturn:
+    raise OSError("no network")
 
 
 def _told(ended: Ended) -> dict[str, Any]:
