@@ -28,12 +28,13 @@ STYLE = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it.
+    """Read a `kind` from the command line and run `main` with it; --help begins with the text of `main`'s file.
 
     `kind.FLAGS`, where it has that, is what it calls fields of a run that have another name elsewhere. `end` turns
     what a user can cause into an exit code, such as `exit_on_user_error`.
     """
-    end(lambda: main(read(kind)), getattr(kind, "FLAGS", {}))
+    description = sys.modules[main.__module__].__doc__
+    end(lambda: main(read(kind, description=description)), getattr(kind, "FLAGS", {}))
 
 
 def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
@@ -41,7 +42,9 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
     run(main, kind, exit_on_user_error)
 
 
-def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+def read(
+    kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None, description: str | None = None
+) -> Config:
     """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
     prog = prog or _program()
     import_from_now_on()
@@ -52,7 +55,7 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
                 kind,
                 args=argv,
                 prog=prog,
-                description=_description(kind),
+                description=(description or kind.__doc__ or "").strip(),
                 config=STYLE,
                 use_underscores=True,
                 console_outputs=True,
@@ -72,11 +75,6 @@ def _program() -> str:
     if path.name == "__main__.py":
         return f"python -m {'.'.join(path.parent.relative_to(ROOT).parts)}"
     return path.name
-
-
-def _description(kind: type) -> str:
-    """The text of the file that the configuration is for, which is the program's."""
-    return (sys.modules[kind.__module__].__doc__ or kind.__doc__ or "").strip()
 
 
 def _without_values(unknown: Sequence[str]) -> str:

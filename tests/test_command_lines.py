@@ -159,5 +159,7 @@ def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
+        own = (ROOT / program).read_text().splitlines()[0].strip('"')
+        assert own[:50] in done.stdout
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5, seconds
