@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from common.startup import import_from_now_on
+
 import io
 import operator
 import re
@@ -19,7 +21,6 @@ from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
 from common.checkout import ROOT
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
-from common.startup import import_from_now_on
 
 Config = TypeVar("Config")
 Main = Callable[[], None]
@@ -28,13 +29,12 @@ STYLE = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it; --help begins with the text of `main`'s file.
+    """Read a `kind` from the command line and run `main` with it.
 
     `kind.FLAGS`, where it has that, is what it calls fields of a run that have another name elsewhere. `end` turns
     what a user can cause into an exit code, such as `exit_on_user_error`.
     """
-    description = sys.modules[main.__module__].__doc__
-    end(lambda: main(read(kind, description=description)), getattr(kind, "FLAGS", {}))
+    end(lambda: main(read(kind)), getattr(kind, "FLAGS", {}))
 
 
 def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
@@ -42,9 +42,7 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
     run(main, kind, exit_on_user_error)
 
 
-def read(
-    kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None, description: str | None = None
-) -> Config:
+def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
     prog = prog or _program()
     import_from_now_on()
@@ -55,7 +53,7 @@ def read(
                 kind,
                 args=argv,
                 prog=prog,
-                description=(description or kind.__doc__ or "").strip(),
+                description=_description(),
                 config=STYLE,
                 use_underscores=True,
                 console_outputs=True,
@@ -75,6 +73,11 @@ def _program() -> str:
     if path.name == "__main__.py":
         return f"python -m {'.'.join(path.parent.relative_to(ROOT).parts)}"
     return path.name
+
+
+def _description() -> str:
+    """What the program's own file says of it."""
+    return (sys.modules["__main__"].__doc__ or "").strip()
 
 
 def _without_values(unknown: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupts
 
-from engine.bench.arguments import Parser
 from mutant_table import MUTANTS, Mutant
 
 from common.errors import ConfigError
@@ -30,6 +30,7 @@ from common.exit import exit_on_user_error
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
+from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("common", "kv_cache", "models", "engine", "tests", "reproduce", "pyproject.toml")

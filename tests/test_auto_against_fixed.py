@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 import pytest
-from engine.bench.settings import DraftSettings
 
 from common.errors import ConfigError
+from engine.bench.settings import DraftSettings
 from reproduce import cost_model_error, gamma_cell
 from reproduce.pages.measured_tables import choosing_section
 from reproduce.paper import auto_against_fixed, reproduction

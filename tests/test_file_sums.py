@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.bench.arguments import Parser, add_common_arguments
-from engine.bench.settings import GREEDY
 from test_checkpoint import hf_weights, write_side_files, write_weights
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
+from engine.bench.arguments import Parser, add_common_arguments
 from engine.bench.plan import resolve
+from engine.bench.settings import GREEDY
 from models.checkpoints import file_sums, manifest
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 

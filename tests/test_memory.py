@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.bench.settings import DraftSettings, Sampling
 from fake_cuda_linear import cuda_linears
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
@@ -30,6 +29,7 @@ from engine.bench.memory import (
     require_memory,
 )
 from engine.bench.plan import _captured_rows
+from engine.bench.settings import DraftSettings, Sampling
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice, Fixed, InTurn
 from engine.sampling import SamplingParams

@@ -11,8 +11,8 @@ from hf_tiny import N_TOKENS
 from page_commands import Planner, blocks
 from programs import ROOT, Ended
 from programs import run as run_program
-from test_data import write_pg19
 from rank_jobs import Models, on_two_ranks, results
+from test_data import write_pg19
 
 from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
 from engine.noise import in_passes

@@ -47,4 +47,4 @@ def _room(draft: ResolvedDraft) -> str:
     """What holds a round's tokens, and how many."""
     smallest = draft.of_capacity(min(draft.budgets or (draft.capacity,))).policy
     assert isinstance(smallest, BudgetedPolicy)
-    return f"{smallest.name} with a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
+    return f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
