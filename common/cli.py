@@ -5,11 +5,14 @@ from __future__ import annotations
 from common.startup import import_from_now_on
 
 import io
+import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,17 +100,19 @@ def _without_values(unknown: Sequence[str]) -> str:
 
 
 def _meant(kind: type, unknown: Sequence[str]) -> str:
-    parser = tyro.extras.get_parser(kind, config=STYLE, use_underscores=True)
-    known = [name for action in parser._actions for name in action.option_strings]
+    told = io.StringIO()
+    with redirect_stdout(told), suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], config=STYLE, use_underscores=True, console_outputs=True)
+    known = re.findall(r"(?<!\S)--\w+", told.getvalue())
     near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
     return f"perhaps you meant {' and '.join(near)}; see --help" if near else "see --help"
 
 
 def _first_paragraph(boxed: str) -> str:
-    """Of a message in a frame, what it says before its first ruled line."""
-    lines = [line.strip("│ \n") for line in boxed.splitlines()[1:]]
-    end = next((at for at, line in enumerate(lines) if line and not line.strip("─╰╯ ")), len(lines))
-    return " ".join(line for line in lines[:end] if line)
+    """Of a message below a title, in a frame or, where a terminal has no characters for that, between ruled lines."""
+    lines = [line.strip("│ ") for line in boxed.splitlines()[1:]]
+    text = [line if line.strip("╰╯─-") else "" for line in lines]
+    return " ".join(takewhile(bool, dropwhile(operator.not_, text)))
 
 
 def _unreadable(prog: str, seen: str, required: str, fix: str = "see --help") -> ConfigError:

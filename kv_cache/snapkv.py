@@ -128,7 +128,8 @@ class SnapKV(BudgetedPolicy):
         return self.snapkv_window
 
     def check(self) -> None:
-        check_snapkv(self.budget, self.snapkv_window)
+        if self.draft_budget != "auto":
+            check_snapkv(self.budget, self.snapkv_window)
 
     def new_cache(
         self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype

@@ -114,7 +114,8 @@ class Streaming(BudgetedPolicy):
         return self.draft_positions == "cache"
 
     def check(self) -> None:
-        check_budget(self.budget, self.n_sink)
+        if self.draft_budget != "auto":
+            check_budget(self.budget, self.n_sink)
 
     def for_context(self, trained: int, length: int) -> Streaming:
         if self.draft_positions != "auto":

@@ -49,6 +49,17 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
         append_record(config.getoption("evidence"), record | provenance())
 
 
+@pytest.fixture
+def call(checkpoint: Path, books: Path):
+    """Runs a program in this process on the checkpoint and the books: `call(program, flags)`."""
+    from programs import Ended, run
+
+    def call(program: str, flags: str) -> Ended:
+        return run(program, ["--model", str(checkpoint / "model.pth"), "--dataset", str(books), *flags.split()])
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted random Llama, one token a byte; every seventh token ends a row where ends are asked for."""

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine.bench.arguments import Parser
+from programs import COST_MODEL, ROOT, run
 from torch.distributed.run import get_args_parser
 
+from common import cli
+from common.exit import exit_on_user_error
+from engine.bench.config import DEFAULT_MODEL
 from engine.bench.plan import Plan
 from models.checkpoints.default_model import DEFAULT_NAME
+from models.checkpoints.model_source import ModelSource, find_model
 from models.presets import PRESETS
 from reproduce.sweeping.cells import Cell
 
-ROOT = Path(__file__).resolve().parents[1]
 BASH = shutil.which("bash") or "bash"
 # The languages of fenced blocks without commands; tests run the Python.
 NO_COMMANDS = ("text", "python")
@@ -114,11 +112,34 @@ def is_published(flags: Sequence[str]) -> bool:
     return any(name in flag for name in PRESETS for flag in flags)
 
 
+def started(words: Sequence[str]) -> tuple[str, list[str], int, int] | None:
+    """The program of ours that a command starts, its flags, on how many machines, and in how many processes on each."""
+    launcher, *rest = words
+    if launcher == "torchrun":
+        job = get_args_parser().parse_args(rest)
+        program, flags, n_nodes, n_local = job.training_script, job.training_script_args, job.nnodes, job.nproc_per_node
+        return program, _given(flags), int(n_nodes.partition(":")[0]), int(n_local)
+    if launcher in ("pip", "mkdir"):
+        return None
+    assert launcher == "python", words
+    if rest[0] == "-m" and f"python -m {rest[1]}" != COST_MODEL:
+        assert importlib.util.find_spec(rest[1]), words
+        return None
+    program, flags = (COST_MODEL, rest[2:]) if rest[0] == "-m" else (rest[0], rest[1:])
+    return None if program == "-c" else (program, _given(flags), 1, 1)
+
+
+def _given(flags: Sequence[str]) -> list[str]:
+    return [flag for flag in flags if flag not in MADE_UP]
+
+
 class Reached(BaseException):
     """A program has come as far as it is followed, and nothing has started. No handler of errors catches it."""
 
-    def __init__(self, plan: Plan | None = None, cells: Sequence[Cell] = ()) -> None:
-        self.plan, self.cells = plan, cells
+    def __init__(
+        self, plan: Plan | None = None, cells: Sequence[Cell] = (), fields: dict[str, Any] | None = None
+    ) -> None:
+        self.plan, self.cells, self.fields = plan, cells, fields or {}
 
 
 @dataclass
@@ -152,35 +173,17 @@ class Planner:
         program, *rest = words
         if program == "pip":
             assert rest[:2] == ["install", "-r"] and (ROOT / rest[2]).is_file(), words
+        job = started(words)
+        if job is None:
             return []
-        if program == "mkdir":
-            return []
-        if program == "torchrun":
-            job = get_args_parser().parse_args(rest)
-            n_nodes = int(job.nnodes.partition(":")[0])
-            return self.plans(job.training_script, job.training_script_args, n_nodes, int(job.nproc_per_node))
-        assert program == "python", words
-        if rest[0] == "-c":
-            return []
-        if rest[0] != "-m":
-            return self.plans(rest[0], rest[1:])
-        script = f"{rest[1].replace('.', '/')}.py"
-        if (ROOT / script).is_file():
-            return self.plans(script, rest[2:])
-        assert importlib.util.find_spec(rest[1]), words
-        return []
-
-    def plans(self, program: str, flags: Sequence[str], n_nodes: int = 1, n_local: int = 1) -> list[Plan]:
-        flags = [flag for flag in flags if flag not in MADE_UP]
-        reached = self.follow(program, flags, n_nodes, n_local)
-        started = [plan for cell in reached.cells for plan in self.check(["python", *cell.argv()])]
-        return started + ([reached.plan] if reached.plan else [])
+        reached = self.follow(*job)
+        of_cells = [plan for cell in reached.cells for plan in self.check(["python", *cell.argv()])]
+        return of_cells + ([reached.plan] if reached.plan else [])
 
     def follow(self, program: str, flags: Sequence[str], n_nodes: int = 1, n_local: int = 1) -> Reached:
         """A published model runs on GPUs, where there are any; the built-in one on a CPU."""
         n_gpus = (n_local if self.n_gpus is None else self.n_gpus) if is_published(flags) else 0
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": n_nodes * n_local, "LOCAL_WORLD_SIZE": n_local}
-        built_in = self.folder / "checkpoints" / DEFAULT_NAME
 
         def reach(plan: Plan) -> None:
             raise Reached(plan)
@@ -188,41 +191,61 @@ class Planner:
         def reach_cells(cells: Sequence[Cell], *args: Any, **kwargs: Any) -> None:
             raise Reached(cells=cells)
 
-        parse_args = Parser.parse_args
-
-        def read(parser: Parser, *args: Any) -> None:
-            parse_args(parser, *args)
-            raise Reached
-
-        said = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        with pytest.MonkeyPatch.context() as patch:
             for name, value in ranks.items():
                 patch.setenv(name, str(value))
             patch.chdir(self.folder)
-            patch.setattr(sys, "argv", [program, *flags])
-            patch.setattr(sys, "path", list(sys.path))
-            patch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
-            patch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+            use_built_in(self.folder / "checkpoints" / DEFAULT_NAME, patch)
             patch.setattr("engine.bench.plan.check_compiler", lambda device: None)
-            patch.setattr(
-                "engine.bench.plan.available_bytes", lambda device: self.gpu_bytes if n_gpus else self.cpu_bytes
-            )
-            patch.setattr("engine.bench.arguments.DEFAULT_CHECKPOINT", built_in)
-            patch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", built_in)
-            patch.setattr("engine.bench.setup._join_ranks", reach)
-            patch.setattr("reproduce.paper.reproduction.DEFAULT_DRAFT", built_in.parent / "SmolLM2-draft/model.pth")
+            free = self.gpu_bytes if n_gpus else self.cpu_bytes
+            patch.setattr("engine.bench.room.available_bytes", lambda device: free)
+            patch.setattr("engine.bench.session._join_ranks", reach)
+            draft = self.folder / "checkpoints/SmolLM2-draft/model.pth"
+            patch.setattr("reproduce.paper.reproduction.DEFAULT_DRAFT", draft)
             patch.setattr("reproduce.paper.reproduction.run_cells", reach_cells)
             patch.setattr("reproduce.sweeping.runner.run_cells", reach_cells)
             if program in UNPLANNED:
-                patch.setattr(Parser, "parse_args", read)
+                patch.setattr("common.cli.run", _only_read)
             try:
-                runpy.run_path(str(ROOT / program), run_name="__main__")
+                ended = run(program, flags, n_gpus)
             except Reached as reached:
                 return reached
-            except SystemExit:
-                raise AssertionError(f"{program} {' '.join(flags)}\n{said.getvalue()}") from None
+        assert ended.code == 0, f"{program} {' '.join(flags)}\n{ended.err}"
         assert "--list" in flags, f"{program} {' '.join(flags)} has no plan, and is not among those that need none"
         return Reached()
+
+
+def use_built_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """The checkpoint in that folder is the built-in one, and the default of every --model."""
+
+    def find(path: str, *how: Any) -> ModelSource:
+        return find_model(str(folder / "model.pth") if path == DEFAULT_MODEL else path, *how)
+
+    patch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", folder)
+    patch.setattr("engine.bench.plan.find_model", find)
+
+
+def _only_read(main: object, kind: type, *end: object) -> None:
+    def read() -> None:
+        raise Reached(fields=_flat(cli.read(kind)))
+
+    exit_on_user_error(read)
+
+
+def fields_read(program: str, flags: Sequence[str]) -> dict[str, Any]:
+    """What a program reads of its flags, by the names of its configuration's fields, however deep they lie."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.cli.run", _only_read)
+        try:
+            ended = run(program, flags)
+        except Reached as reached:
+            return reached.fields
+    raise AssertionError(f"{program} {' '.join(flags)}\n{ended.err}")
+
+
+def _flat(config: Any) -> dict[str, Any]:
+    own = {one.name: getattr(config, one.name) for one in fields(config)}
+    return own | {name: value for part in own.values() if is_dataclass(part) for name, value in _flat(part).items()}
 
 
 def recipe(targets: Sequence[str]) -> str:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
-import runpy
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -203,20 +200,16 @@ def test_graphs_go_with_their_runner_and_with_their_drafter():
         gc.enable()
 
 
-@pytest.mark.parametrize("flags,is_captured", [([], True), (["--no_cuda_graphs"], False)])
-def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, checkpoint, books, monkeypatch, capsys):
+@pytest.mark.parametrize("flags,is_captured", [("", True), ("--no_cuda_graphs", False)])
+def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, monkeypatch):
     """The whole script, on a CPU that goes by another name than "cpu"."""
     graphs: list[RecordedGraph] = []
-    monkeypatch.setattr("engine.bench.setup.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
+    monkeypatch.setattr("engine.bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
     monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
-    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 2**40)
-    monkeypatch.setattr("engine.bench.setup.used_bytes", lambda device: 0)
-    script = Path(__file__).with_name("selfspec_benchmark.py")
-    sizes = ["--B", "2", "--prefix_len", "60", "--gen_len", "12", "--draft_budget", "16", "--dtype", "float64"]
-    arguments = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books), "--attention", "torch", *sizes]
-    monkeypatch.setattr("sys.argv", [str(script), *arguments, *flags])
-    runpy.run_path(str(script), run_name="__main__")
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 2**40)
+    monkeypatch.setattr("engine.bench.session.used_bytes", lambda device: 0)
+    sizes = "--B 2 --prefix_len 60 --gen_len 12 --draft_budget 16 --dtype float64 --attention torch"
+    record = call("tests/selfspec_benchmark.py", f"{sizes} {flags}").record
     assert record["cuda_graphs"] is is_captured and bool(graphs) is is_captured
     assert record["identical_sequences"] == 2
     assert all(graph.replays for graph in graphs)

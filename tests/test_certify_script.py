@@ -114,7 +114,7 @@ BAD_INPUT = {
     "prompts too short to differ": ({"--prefix_len": 3}, ("--prefix_len", "seen:     3", ">= 4")),
     "longer than the context": (
         {"--tokens": 600},
-        ("60 + 200 + 3 + 1 = 264", "<= 256", "--tokens / --B", "--prefix_len 52 or less"),
+        ("60 + 200 + 3 + 1 = 264", "<= 256", "--prefix_len 52 or less"),
     ),
     "longer than the text": ({"--prefix_len": 190, "--tokens": 9}, ("3 distinct prompts of 222",)),
     "random weights": ({"--load_format": "dummy"}, ("--load_format", "dummy", "a trained model")),

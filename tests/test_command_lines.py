@@ -1,132 +1,162 @@
-"""What every command line of the project says of flags that it does not have."""
+"""What every command line of the project says of flags that it does not have, and how soon it says its own."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import runpy
+import resource
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from engine.bench.arguments import Parser
+from programs import COST_MODEL, ROOT, run
+from snapshots import PROGRAMS, kept_of
 
-from common.errors import ConfigError
+from common.cli import read
+from common.errors import ConfigError, UserError, flag
 
-ROOT = Path(__file__).resolve().parents[1]
-# They call a command line that is elsewhere.
-CALLERS = {"engine/cost_model/__main__.py", "reproduce/cost_grid.py"}
+# One that only another program of ours starts, and one whose output is nobody's interface.
+UNKEPT = {"reproduce/sweeping/sleeper.py", "tests/mutants.py"}
+BENCHMARKS = [name for name in PROGRAMS if name.startswith("tests/")]
 # They measure by running others, and give them only the flags that they were given.
 HAND_ON = {
     f"reproduce/{name}.py"
     for name in ("acceptance_by_budget", "acceptance_by_context", "cost_model_error", "cost_ratios")
 } | {"reproduce/speedup_tables.py", "reproduce/throughput_latency.py"}
-REQUIRED = {"tests/longspec_benchmark.py": ["--model", "model.pth"], "reproduce/plot.py": ["results.jsonl"]}
 
 
-def command_lines() -> list[str]:
-    """The programs that read flags, by their path in the project."""
+@dataclass(frozen=True)
+class Inner:
+    """Some flags."""
+
+    gammas: tuple[int, ...] = (3,)
+    """how many"""
+    compile: bool = False
+    """whether"""
+    draft: Literal["self", "ngram"] | None = None
+    """what"""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A program's flags."""
+
+    model: str
+    """where"""
+    inner: Inner = field(default_factory=Inner)
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(Flags, argv, "program.py")
+    return str(caught.value)
+
+
+def test_flags_are_the_fields_however_deep():
+    assert read(Flags, ["--model", "m"]) == Flags("m")
+    given = read(Flags, ["--gammas", "1", "2", "--model=m", "--compile", "--draft", "ngram"])
+    assert given == Flags("m", Inner((1, 2), True, "ngram"))
+
+
+@pytest.mark.parametrize(
+    "argv,seen,fix",
+    [
+        (["--gamma", "3"], "unrecognized arguments: --gamma", "perhaps you meant --gammas; see --help"),
+        (["--zzz=secret"], "unrecognized arguments: --zzz", "see --help"),
+        (["--no_compile"], "unrecognized arguments: --no_compile", "perhaps you meant --compile; see --help"),
+        (["secret"], "unrecognized arguments without a flag", "see --help"),
+        (["--model"], "Missing value for argument '--model'. Expected 1 values.", "see --help"),
+        (
+            ["--gammas", "two"],
+            "Error parsing --gammas: Could not find valid parse for arguments: ['two']",
+            "see --help",
+        ),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_cannot_be_read_is_one_error(argv, seen, fix, encoding):
+    """Values of what is no flag are not repeated, and no frame, whatever characters a terminal has for one."""
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding=encoding)):
+        said = refused("--model", "m", *argv)
+    assert f"  where:    program.py\n  seen:     {seen}\n" in said and said.endswith(f"\n  fix:      {fix}")
+
+
+def test_what_is_required_is_named():
+    assert "seen:     Missing from program.py: --model STR where (required)\n" in refused()
+
+
+def test_none_is_no_value():
+    assert "'None'" in refused("--model", "m", "--draft", "None")
+
+
+def test_errors_call_fields_as_the_program_does():
+    error = UserError(f"{flag('target')}, (--model)", where=flag("model"), seen=1, required=2, fix=flag("gamma"))
+    lines = error.told({"target": "--model", "model": "--draft_model"}).splitlines()
+    assert lines == ["--model, (--model)", *lines[1:]] and "where:    --draft_model" in lines[1]
+    assert lines[-1].endswith(" --gamma") and str(error).startswith("--target, ")
+
+
+def test_every_command_line_is_kept():
+    """All are read by one function; what lies in reproduce/ can be run, and what its commands share is in folders."""
     inside = (file for name in ("engine", "reproduce", "tests") for file in (ROOT / name).rglob("*.py"))
-    texts = {
-        file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in (*ROOT.glob("*.py"), *inside)
+    reading = {
+        file.relative_to(ROOT).as_posix()
+        for file in (*ROOT.glob("*.py"), *inside)
+        if re.search(r"^ +cli\.run(_alone)?\(", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    programs = {name: text for name, text in texts.items() if '\nif __name__ == "__main__":\n' in text}
-    reading = {name for name, text in programs.items() if re.search(r"\bparse(_args)?\(", text)}
-    return sorted(reading | CALLERS)
+    kept = {"engine/cost_model/__main__.py" if name == COST_MODEL else name for name in PROGRAMS}
+    assert reading - UNKEPT == kept
 
 
-@pytest.fixture
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a program in this process that has to refuse its flags; what it says."""
-
-    def refusal(program: str, *flags: str) -> str:
-        monkeypatch.setattr(sys, "argv", [program, *flags])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as ending:
-            runpy.run_path(str(ROOT / program), run_name="__main__")
-        printed = capsys.readouterr()
-        assert (ending.value.code, printed.out) == (2, "")
-        return printed.err
-
-    return refusal
+def test_what_text_is_read_follows_the_model_everywhere():
+    """`auto`, or none of its own in a program that hands flags on to others."""
+    defaults = {name: flags["--dataset"]["default"] for name, flags in kept_of("flags").items() if "--dataset" in flags}
+    assert {name for name, default in defaults.items() if default != "auto"} == HAND_ON
+    assert {*BENCHMARKS, COST_MODEL, "reproduce/certify.py"} <= defaults.keys()
 
 
-def test_all_command_lines_are_found():
-    found = command_lines()
-    assert {"download.py", "reproduce/sweep.py", "reproduce/performance_page.py", "tests/mutants.py"} <= set(found)
-    assert len(found) >= 28
+def test_no_message_names_the_draft_budget_by_its_alias_alone():
+    for errors in kept_of("errors").values():
+        for error in errors.values():
+            if error["code"] == 2 and "error" in error:
+                said = " ".join(str(part) for part in error.values())
+                assert "--draft_budget" in said or "--streamingllm_budget" not in said or "Error parsing" in said
 
 
-def test_what_lies_in_reproduce_can_be_run():
-    """What its commands share is in folders, where nobody takes it for a command."""
-    assert {file.name for file in (ROOT / "reproduce").glob("*.py")} == {
-        Path(name).name for name in command_lines() if Path(name).parent == Path("reproduce")
-    }
-
-
-@pytest.mark.parametrize("program", command_lines())
-def test_an_unknown_flag_is_one_error(program, refusal):
-    says = refusal(program, *REQUIRED.get(program, []), "--no_such_flag")
-    assert says.startswith("error: the command line cannot be read\n") and says.count("error:") == 1
-    assert re.findall(r"^  (\w+): +\S", says, re.MULTILINE) == ["where", "seen", "required", "fix"]
-    assert "--no_such_flag" in says and "Traceback" not in says
+def test_a_token_is_not_repeated():
+    for flags in (["--hf_tok", "hf_secret"], ["--hf_token", "hf_secret", "--no_such_flag"], ["hf_secret"]):
+        assert "hf_secret" not in run("download.py", flags).refusal
 
 
 def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
-    """It is pressed by a stand-in for torch; all programs have the line, three of them are run."""
-    lacking = [one for one in command_lines() if "\nimport common.startup\n" not in (ROOT / one).read_text()]
-    assert lacking == ["engine/cost_model/__main__.py"], "a module of a package, which is imported first"
+    """It is pressed by a stand-in for torch."""
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    programs = ("download.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py")
-    started = [subprocess.Popen([sys.executable, ROOT / one, "--help"], env=environment, **pipes) for one in programs]
+    programs = ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py")
+    started = [subprocess.Popen([sys.executable, ROOT / one], env=environment, **pipes) for one in programs]
     ends = {one: (*process.communicate(), process.returncode) for one, process in zip(programs, started, strict=True)}
     assert ends == dict.fromkeys(programs, (b"", b"interrupted\n", 130))
 
 
-class Read(BaseException):
-    """A program has read its flags; no handler of errors catches it."""
-
-
-def test_what_text_is_read_follows_the_model_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto`, or none of its own in a program that hands flags on to others."""
-    defaults = {}
-    for program in command_lines():
-
-        def read(parser: Parser, *args: object, of: str = program, **kwargs: object) -> None:
-            if any(action.dest == "dataset" for action in parser._actions):
-                defaults[of] = parser.get_default("dataset")
-            raise Read
-
-        monkeypatch.setattr(Parser, "parse_args", read)
-        monkeypatch.setattr(sys, "argv", [program, *REQUIRED.get(program, [])])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(Read):
-            runpy.run_path(str(ROOT / program), run_name="__main__")
-    assert {program for program, default in defaults.items() if default is None} == HAND_ON
-    assert {default for program, default in defaults.items() if program not in HAND_ON} == {"auto"}
-    assert {"tests/longspec_benchmark.py", "engine/cost_model/__main__.py", "reproduce/certify.py"} <= defaults.keys()
-
-
-def test_a_flag_is_not_taken_for_a_longer_one():
-    parser = Parser(prog="p")
-    parser.add_argument("--gammas", type=int, nargs="+")
-    assert parser.parse_args(["--gammas", "3"]).gammas == [3]
-    with pytest.raises(ConfigError, match="unrecognized arguments: --gamma\n"):
-        parser.parse_args(["--gamma", "3"])
-
-
-@pytest.mark.parametrize(
-    "flags,seen",
-    [
-        (["--hf_tok", "hf_secret"], "unrecognized arguments: --hf_tok"),
-        (["--hf_tok=hf_secret"], "unrecognized arguments: --hf_tok"),
-        (["--hf_token", "hf_secret", "--no_such_flag"], "unrecognized arguments: --no_such_flag"),
-        (["hf_secret"], "unrecognized arguments without a flag"),
-    ],
-)
-def test_a_token_is_not_repeated(flags, seen, refusal):
-    says = refusal("download.py", *flags)
-    assert f"  seen:     {seen}\n" in says and "hf_secret" not in says
+@pytest.mark.parametrize("program", BENCHMARKS)
+def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
+    """Of processor time, in the best of three; without torch, which takes seconds."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, ROOT / program, "--help"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
+        own = (ROOT / program).read_text().splitlines()[0].strip('"')
+        assert own[:50] in done.stdout
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.5, seconds

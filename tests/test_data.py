@@ -13,6 +13,7 @@ from tiny import TINY
 
 from common.errors import ConfigError, DataError
 from engine.bench import data
+from engine.bench.config import RunConfig, Text
 from engine.bench.data import load_books, make_prompts
 from engine.bench.plan import resolve_dataset
 from models.checkpoints.model_source import ModelSource
@@ -112,7 +113,6 @@ def test_default_book(tmp_path, monkeypatch):
         ("pg19", "built-in", "pth", "pg19"),
         ("books.txt", "built-in", "pth", "books.txt"),
         ("auto", "org/name", "dummy", None),
-        ("pg19", "built-in", "dummy", None),
     ],
 )
 def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folder, load_format, resolved):
@@ -121,7 +121,7 @@ def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folde
     for name in ("built-in", "converted", "org/name"):
         (tmp_path / name).mkdir(parents=True)
     source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
-    assert resolve_dataset(wanted, source) == resolved
+    assert resolve_dataset(RunConfig(text=Text(wanted)), source) == resolved
 
 
 @pytest.fixture

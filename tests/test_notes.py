@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.bench.settings import DraftSettings
 
 from engine.bench.notes import FEW_ROUNDS, notes
+from engine.bench.resolved import ResolvedDraft
+from engine.drafters.self_speculation import SelfConfig
+from kv_cache.policy import BudgetedPolicy
+from kv_cache.snapkv import SnapKV
+from kv_cache.streaming import Streaming
 
-AUTO = DraftSettings("self", gamma=6, auto_gamma=True, policy="streaming", capacity=512, n_sink=4)
-NARROW = DraftSettings("self", 3, True, "streaming", 8, n_sink=4)
+
+def draft_of(gamma: int, policy: BudgetedPolicy, auto_gamma: bool = True, budgets: tuple[int, ...] = ()):
+    return ResolvedDraft(SelfConfig(policy=policy), gamma, auto_gamma, policy.budget, budgets)
+
+
+AUTO, NARROW = draft_of(6, Streaming()), draft_of(3, Streaming(8))
 
 
 def beside(waiting: float, stolen: float = 0.0, contended: bool | None = False) -> dict[str, Any]:
@@ -43,14 +51,14 @@ FEW = f"{FEW_ROUNDS - 1} rounds with all rows busy are too few"
     [
         (record((3, 20)), AUTO, None),
         (record((0, 60), (3, 1)), AUTO, None),
-        (record((3, 20)), DraftSettings("self", gamma=3, capacity=512), None),
+        (record((3, 20)), draft_of(3, Streaming(), False), None),
         (plain_decoding(), None, None),
         (record((3, FEW_ROUNDS)), AUTO, None),
         (record((3, 1), speedup=None), AUTO, None),
         # With --gamma 0 the ratio is what the draft's cache costs.
-        (record((0, 63)), DraftSettings("self", gamma=0, capacity=512), None),
-        (record((0, 63)), DraftSettings("self", gamma=0, capacity=512, budgets=(128, 512)), None),
-        (record((2, 20)), DraftSettings("self", 3, False, "streaming", 8, n_sink=4), None),
+        (record((0, 63)), draft_of(0, Streaming(), False), None),
+        (record((0, 63)), draft_of(0, Streaming(), False, (128, 512)), None),
+        (record((2, 20)), draft_of(3, Streaming(8), False), None),
         (
             record((3, 20), measured_costs_seconds=11.26),
             AUTO,
@@ -63,12 +71,8 @@ FEW = f"{FEW_ROUNDS - 1} rounds with all rows busy are too few"
         (record(speedup=None, gen_len=1), AUTO, "--gen_len 2"),
         (record(speedup=None, gen_len=1), NARROW, "--gen_len 2"),
         (record((2, 20)), NARROW, "up to 3, not 6: a budget of 8 has room for 4 "),
-        (
-            record((2, 20)),
-            DraftSettings("self", 3, True, "streaming", 64, (8, 64), n_sink=4),
-            "a budget of 8 has room for 4 ",
-        ),
-        (record((2, 20)), DraftSettings("self", 4, True, "snapkv", 512, window=5), "--snapkv_window has room for 5 "),
+        (record((2, 20)), draft_of(3, Streaming(64), budgets=(8, 64)), "a budget of 8 has room for 4 "),
+        (record((2, 20)), draft_of(4, SnapKV(512, 5)), "a budget of 512 has room for 5 "),
         (record((3, 20), contention=BUSY), AUTO, "3.1 during baseline, 0.5 during phase times: no time or speedup"),
         (plain_decoding(contention=BUSY), None, "3.1 during baseline, 0.5 during phase times: no time or speedup"),
     ],

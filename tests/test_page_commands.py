@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import re
-import runpy
-import sys
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from page_commands import BUILT_IN, MADE_UP, NO_COMMANDS, Block, Planner, blocks, is_published
-from test_docs import PAGES, ROOT
+from page_commands import (
+    BUILT_IN,
+    MADE_UP,
+    NO_COMMANDS,
+    Block,
+    Planner,
+    blocks,
+    fields_read,
+    is_published,
+    started,
+    use_built_in,
+)
+from programs import COST_MODEL, ROOT, run
+from test_docs import PAGES
 
 from models.checkpoints.default_model import DEFAULT_NAME
 
@@ -33,8 +44,26 @@ def test_a_pages_commands_fit_the_machine_that_they_are_for(page: Path, planner:
             built_in = plan.target.name == DEFAULT_NAME
             expected = None if not plan.target.has_text else "default" if built_in else "pg19"
             assert plan.dataset == expected
-            assert plan.dataset != "default" or plan.n_prompts * plan.args.prefix_len < BOOK_TOKENS
+            assert plan.dataset != "default" or plan.n_prompts * plan.prefix_len < BOOK_TOKENS
             assert block.n_gpus in (None, len(plan.group)), block.text
+
+
+def test_commands_write_where_git_does_not_look(tmp_path: Path) -> None:
+    """Those that users are told of, and every command of reproduce/; what is committed is made as CONTRIBUTING says."""
+    pages = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
+    told = [call for page in pages for block in blocks(page) for call in block.calls(tmp_path)]
+    told += [
+        ["python", f"reproduce/{file.name}"] for file in (ROOT / "reproduce").glob("*.py") if file.name != "plot.py"
+    ]
+    written: set[object] = set()
+    for program, flags, *_ in filter(None, map(started, told)):
+        read = fields_read(program, flags)
+        if "page" not in read:  # made of records, by maintainers
+            written |= {read.get(name) for name in ("output", "save_rows", "figures")}
+    paths = {os.path.abspath(ROOT / str(path)) for path in written - {None}}
+    asked = "\n".join(paths)
+    ignored = subprocess.run(["git", "check-ignore", "--stdin"], cwd=ROOT, input=asked, capture_output=True, text=True)
+    assert len(paths) > 5 and paths - set(ignored.stdout.splitlines()) == set()
 
 
 def test_commands_are_found() -> None:
@@ -77,8 +106,7 @@ SMALL = {
     "reproduce/certify.py": "--B 2 --prefix_len 60 --tokens 16 --calibration_positions 8",
     "reproduce/coupled_identity.py": SIZE + "--budgets 16",
     "reproduce/cpu_selfspec.py": SIZE + "--pairs 1",
-    "engine/cost_model/__main__.py": "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2 "
-    "--gen_len 8 --acceptance_rows 2",
+    COST_MODEL: "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2 --gen_len 8 --acceptance_rows 2",
 }
 
 
@@ -90,12 +118,10 @@ def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPa
     for name in BUILT_IN:
         (folder / name).symlink_to(checkpoint)
     book.write_text(" ".join(f"{word} and" for word in range(200)))
-    for module in ("engine.bench.arguments", "models.checkpoints.model_source"):
-        monkeypatch.setattr(f"{module}.DEFAULT_CHECKPOINT", folder / DEFAULT_NAME)
+    use_built_in(folder / DEFAULT_NAME, monkeypatch)
     monkeypatch.setattr("engine.bench.data.DEFAULT_BOOK", book)
     monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 0)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 
@@ -111,24 +137,19 @@ def shrunk(program: str, flags: Sequence[str]) -> tuple[str, ...]:
     return (*kept, *sizes)
 
 
-def test_the_built_in_models_commands_run(
-    tiny_built_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_built_in_models_commands_run(tiny_built_in: Path) -> None:
     """Each as it is on its page, at smaller sizes."""
     every = [call for page in PAGES for block in blocks(page) for call in block.calls(tiny_built_in)]
     commands = set()
-    for launcher, *words in every:
-        program, *flags = words if words[0] != "-m" else (f"{words[1].replace('.', '/')}/__main__.py", *words[2:])
-        if launcher == "python" and program in SMALL and not is_published(flags) and not set(flags) & set(MADE_UP):
+    for words in every:
+        program, flags, *_ = started(words) or ("", [])
+        if words[0] == "python" and program in SMALL and not is_published(flags) and not set(words) & set(MADE_UP):
             commands.add(shrunk(program, flags))
     assert {command[0] for command in commands} == set(SMALL)
-    for command in sorted(commands):
-        monkeypatch.setattr(sys, "argv", list(command))
-        with contextlib.suppress(SystemExit):  # of a program that says whether something holds
-            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
-        printed = capsys.readouterr()
-        record = json.loads(printed.out.splitlines()[-1])
-        assert "error:" not in printed.err, printed.err
+    for program, *flags in sorted(commands):
+        ended = run(program, flags)
+        assert "error:" not in ended.err, ended.err  # one that says whether something holds may exit with 1
+        record = json.loads(ended.out.splitlines()[-1])
         assert record["benchmark"] in SUMMARIES or record["dataset"] == "default"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hf_tiny import N_TOKENS
 from page_commands import Planner, blocks
+from programs import ROOT, Ended
+from programs import run as run_program
 from rank_jobs import Models, on_two_ranks, results
-from scripts import Benchmark
-from test_benchmarks import ROOT, refusal
 from test_data import write_pg19
 
 from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
@@ -69,8 +69,8 @@ def checkout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     # In this process, they were read when huggingface_hub was imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("engine.bench.setup.compiled", lambda **sizes: EAGER)
-    monkeypatch.setattr("engine.bench.setup.compiled_source", lambda: in_passes)
+    monkeypatch.setattr("engine.bench.session.compiled", lambda **sizes: EAGER)
+    monkeypatch.setattr("engine.bench.session.compiled_source", lambda: in_passes)
     return tmp_path
 
 
@@ -86,9 +86,9 @@ def pg19(checkout: Path) -> None:
 
 
 @pytest.fixture
-def run(checkout: Path, alone: Benchmark) -> Benchmark:
+def run(checkout: Path) -> Callable[[str, list[str]], Ended]:
     """Runs a benchmark in the checkout, in this process."""
-    return alone
+    return lambda script, flags: run_program(f"tests/{script}_benchmark.py", flags)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -142,12 +142,10 @@ def test_a_published_command_gets_as_far_as_the_gpus(
     planner = Planner(tmp_path, n_gpus=n_gpus)
     for script, flags in published.items():
         with pytest.raises(AssertionError, match=says):
-            planner.plans(f"tests/{script}_benchmark.py", flags, n_local=8)
+            planner.follow(f"tests/{script}_benchmark.py", flags, n_local=8)
 
 
-def test_without_pg19_a_text_is_asked_for_at_once(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_pg19_a_text_is_asked_for_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a tokenizer or a weight is read."""
 
     def load(*args: object, **kwargs: object) -> None:
@@ -155,6 +153,6 @@ def test_without_pg19_a_text_is_asked_for_at_once(
 
     monkeypatch.setattr("models.checkpoints.model_source.load_tokenizer", load)
     monkeypatch.setattr("models.checkpoints.model_source.load_model", load)
-    message = refusal("baseline", ["--model", f"checkpoints/{DRAFT}/model.pth", *SMALL.split()], monkeypatch, capsys)
+    message = run("baseline", ["--model", f"checkpoints/{DRAFT}/model.pth", *SMALL.split()]).refusal
     for part in ("PG-19", "--dataset FOLDER_OR_FILE (.txt, .jsonl, .parquet)", "--dataset default"):
         assert part in message

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from engine.bench.settings import resolve_device
 from tiny import TINY
 from torch.cuda._utils import _get_device_index
 
 from common.errors import ConfigError
 from engine import ModelRunner
+from engine.bench.devices import resolve_device
 from engine.parallel.ranks import start_ranks
 from kv_cache import FullKVCache, StreamingKVCache
 from models.llama import Transformer

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import snapshots
+from workspace import make_workspace
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +14,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("snapshots").resolve()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        snapshots.make_workspace(folder)
+        make_workspace(folder, snapshots.kept_of("workspace"))
     return folder
 
 

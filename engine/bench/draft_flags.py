@@ -88,7 +88,7 @@ def draft_flags(
         ]
         specs.append(("draft_policy", kept, field(default=None)))
     specs += [
-        _spec(name, of, every_kind=len(of) in (len(chosen), len(chosen) + 1), names=flags or {})
+        _spec(name, of, every_kind=set(of) >= set(chosen.values()), names=flags or {})
         for name, of in sorted(owners.items(), key=lambda item: item[0] != "gamma")
     ]
     made = [spec for spec in specs if spec[0] not in without]
@@ -102,9 +102,9 @@ def draft_flags(
     )
 
 
-def required(kind: type[DrafterConfig]) -> bool:
-    """Whether a drafter has an option that has to be given."""
-    return any(one.default is MISSING and one.default_factory is MISSING for one in fields(kind))
+def required(kind: type[DrafterConfig]) -> list[str]:
+    """The options of a drafter that have to be given."""
+    return [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
 
 
 def drafter_config(
@@ -124,7 +124,8 @@ def drafter_config(
         own["policy"] = policy(**{one.name: given[one.name] for one in fields(policy) if one.name in given})
     config = kind(**own)
     allowed = _options(config)
-    useless = [name for name in given if name not in allowed or (config.gamma == 0 and name != "gamma")]
+    needed = {"gamma", *required(kind)}
+    useless = [name for name in given if name not in allowed or (config.gamma == 0 and name not in needed)]
     if strict and useless:
         _refuse(useless, given, _called(config), allowed)
     return config

@@ -104,6 +104,14 @@ class SelfConfig(ModelDrafterConfig):
     def check(self) -> None:
         super().check()
         _ = self.layers
+        if self.policy.in_cache_positions:
+            raise ConfigError(
+                "self-speculation copies the target's keys, which are rotated already",
+                where=flag("draft_positions"),
+                seen="cache",
+                required="absolute",
+                fix=f"leave out {flag('draft_positions')}",
+            )
 
     def build(self, parts: Parts) -> SelfSpeculation:
         model = parts.model or parts.runner.model

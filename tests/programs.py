@@ -1,0 +1,71 @@
+"""The project's programs, run in this process as a user starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+COST_MODEL = "python -m engine.cost_model"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended: its exit code, what it printed, and what it said on stderr."""
+
+    code: object
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """What it printed before its record."""
+        return self.out.splitlines()[:-1]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The last line that it printed, as one that succeeded."""
+        assert self.code == 0, self.err
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def refusal(self) -> str:
+        """The one error that it ended with, having printed nothing."""
+        assert (self.code, self.out) == (2, "") and "Traceback" not in self.err, self.err
+        assert len(re.findall(r"^error: \S", self.err, re.MULTILINE)) == 1, self.err
+        return self.err[self.err.index("error: ") :]
+
+
+def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
+    """Run a program in this process and the working directory, as if there were so many GPUs."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", [program, *arguments]),
+        mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch("torch.cuda.is_available", lambda: n_gpus > 0),
+        mock.patch("torch.cuda.device_count", lambda: n_gpus),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        try:
+            if program == COST_MODEL:
+                runpy.run_module("engine.cost_model", run_name="__main__")
+            else:
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+        except SystemExit as ending:
+            code = ending.code or 0
+        except Exception as error:  # a bug, whose traceback would be printed
+            code = 1
+            err.write(f"{type(error).__name__}: {error}")
+    return Ended(code, out.getvalue(), err.getvalue())

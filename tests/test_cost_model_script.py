@@ -1,0 +1,88 @@
+"""The cost model's program: what it measures and predicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from programs import COST_MODEL, ROOT
+
+from common.pipes import UNREAD_CODE
+
+GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
+
+
+def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
+    ended = call(COST_MODEL, f"{GRID} --gen_len 20 --acceptance_rows 1")
+    record, out = ended.record, ended.out
+    assert len(record["best"]) == 4 and len(record["drafts"]) == 4
+    assert len(record["plain_ms"]) == 2 and len(record["draft_ms"][0][0]) == 4
+    assert out.count("predicted speedup,") == 4 and "what pays best" in out and out.count(" ± ") == 8
+    given = call(COST_MODEL, f"{GRID} --alpha 0.9")
+    record = given.record
+    assert record["acceptance_rates_by_context"] == [[0.9, 0.9]] * 4 and record["acceptance_of"] == "given"
+    assert record["acceptance_judged_by_context"] is None and " ± " not in given.out and "within noise" not in given.out
+
+
+def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call):
+    flags = f"{GRID} --gen_len 20 --acceptance_rows 2"
+    both = call(COST_MODEL, flags).record
+    alone = call(COST_MODEL, flags.replace("--contexts 40 90", "--contexts 90")).record
+    n_rounds, gamma, n_row = len(range(0, 20 - 3 - 1, 3 + 1)), 3, 2
+    for rates, judged in zip(both["acceptance_rates_by_context"], both["acceptance_judged_by_context"], strict=True):
+        assert len(rates) == len(judged) == 2 and all(0 <= rate <= 1 for rate in rates)
+        # The first draft of a block is judged, whatever becomes of it.
+        assert all(n_row * n_rounds <= n <= n_row * n_rounds * gamma for n in judged)
+        # What was accepted is a whole number of what was judged.
+        assert all(abs(rate * n - round(rate * n)) < 1e-4 * n for rate, n in zip(rates, judged, strict=True))
+    assert [row[1:] for row in both["acceptance_rates_by_context"]] == alone["acceptance_rates_by_context"]
+    assert [row[1:] for row in both["acceptance_judged_by_context"]] == alone["acceptance_judged_by_context"]
+    assert any(short != long for short, long in both["acceptance_rates_by_context"])
+
+
+@pytest.mark.parametrize(
+    "flags,named",
+    [
+        ("--batches 5000 --acceptance_rows 6000 --alpha 0.5", "--batches"),
+        ("--batches 1 5000", "--batches"),
+        ("--batches 1 --acceptance_rows 5000", "--acceptance_rows"),
+    ],
+)
+def test_the_cost_model_names_the_rows_that_do_not_fit_into_memory(call, monkeypatch, flags, named):
+    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 20_000_000)
+    refusal = call(COST_MODEL, f"{GRID} {flags}").refusal
+    assert re.search(rf"use {named} \d+, the largest batch that fits", refusal), refusal
+    assert not re.search(r"--(?:B|prefix_len|gamma|draft_policy|draft_budget|streamingllm_budget)\b", refusal)
+
+
+def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
+    """Where rates are given, no text is drafted; where they are measured, at most three tokens of it a round."""
+    sizes = "--batches 1 --contexts 40 --policies streaming --budgets 40 --device cpu"
+    assert call(COST_MODEL, f"{sizes} --gammas 1 20 --alpha 0.8 --gen_len 1").record["gammas"] == [1, 20]
+    record = call(COST_MODEL, f"{sizes} --gammas 1 20 --gen_len 5 --acceptance_rows 1").record
+    assert 1 <= record["acceptance_judged_by_context"][0][0] <= 3
+
+
+def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    sizes = "--batches 1 --contexts 40 --policies streaming --budgets 16 --gammas 1 --alpha 0.8 --device cpu"
+    files = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books)]
+    files += ["--output", str(tmp_path / "costs.jsonl")]
+    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files]
+    with open(write_end, "wb") as nobody:
+        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == UNREAD_CODE, done.stderr
+    assert json.loads((tmp_path / "costs.jsonl").read_text())["benchmark"] == "cost_model"
+
+
+def test_the_cost_model_is_run_as_a_module_without_a_warning():
+    """It would be imported twice if the package imported it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.cost_model", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "--acceptance_rows" in done.stdout

@@ -1,0 +1,76 @@
+"""gamma_cell.py's ways of drafting beside each other, and acceptance.py's kinds of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.cost_model.costs import Costs
+from engine.cost_model.measure import measure_costs
+
+GAMMA_CELL = "reproduce/gamma_cell.py"
+SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+
+
+def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
+    """Fixed pairs, `auto` at the largest budget, and `auto budget`, in turn; and what they chose by which costs."""
+    measured: list[list[Costs]] = []
+
+    def kept(*args: Any, **kwargs: Any) -> list[Costs]:
+        measured.append(measure_costs(*args, **kwargs))
+        return measured[-1]
+
+    monkeypatch.setattr("engine.bench.passes.measure_costs", kept)
+    sizes = SIZES.replace("--prefix_len 60", "--prefix_len 150")
+    record = call(GAMMA_CELL, f"{sizes} --gammas 1 3 --budgets 16 40 --repeats 2").record
+    rows = {row["way"]: row for row in record["rows"]}
+    assert list(rows)[:2] == ["plain", "b=16 g=1"] and list(rows)[-2:] == ["auto", "auto budget"] and len(rows) == 7
+    assert all(row["identical_rows"] == 2 and len(row["tokens_per_second"]) == 2 for row in rows.values())
+    auto, both = rows["auto"], rows["auto budget"]
+    assert (auto["draft_budget"], auto["budgets"], both["draft_budget"]) == (40, None, "auto")
+    # Measured anew in both repeats, the second of which runs in reverse, for one drafter and for two.
+    assert [len(costs) for costs in measured] == [1, 2, 2, 1]
+    kept_costs = [row["measured_costs"] for row in rows.values()]
+    assert kept_costs[:5] == [None] * 5 and [list(map(len, runs)) for runs in kept_costs[5:]] == [[1, 1], [2, 2]]
+    plain_ms = [round(measured[run][0].plain_ms, 4) for run in (0, 3)]
+    assert [costs["plain_ms"] for (costs,) in auto["measured_costs"]] == plain_ms
+    assert len(auto["measured_costs_seconds"]) == 2
+    assert {budget for run in both["budgets"] for budget in run} <= {64, 128, None}
+    assert [[bool(gamma) for gamma in run] for run in both["gammas"]] == [
+        [budget is not None for budget in run] for run in both["budgets"]
+    ]
+    twice = call(GAMMA_CELL, f"{SIZES} --gammas 1 1 --budgets 40 40 --repeats 1").record
+    assert [row["way"] for row in twice["rows"]] == ["plain", "b=40 g=1", "auto", "auto budget"]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--budgets 8 128 --gammas 1", "--draft_policy snapkv --budgets 40 --gammas 3", "--gen_len 2 --budgets 40"]
+)
+def test_an_automatic_budget_does_not_depend_on_the_measured_ones(call, flags):
+    rows = call(GAMMA_CELL, f"{SIZES} --repeats 1 {flags}").record["rows"]
+    (both,) = [row for row in rows if row["way"] == "auto budget"]
+    assert {budget for run in both["budgets"] for budget in run} <= {64, None}
+    assert [len(costs) for costs in both["measured_costs"]] == [1]
+
+
+def test_acceptance_on_three_kinds_of_text(call):
+    sizes = "--B 2 --prefix_len 80 --gen_len 24 --device cpu --dtype float64 --snapkv_window 8 --gamma 2"
+    lists = "--budgets 16 40 --policies streaming snapkv full"
+    record = call("reproduce/acceptance.py", f"{sizes} {lists}").record
+    rows = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in record["rows"]}
+    assert len(rows) == len(record["rows"]) == 3 * (2 * 2 + 1)
+    for (text, policy, _), row in rows.items():
+        assert row["judged"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
+        assert row["temperature"] == (0.6 if text == "sampled" else 0)
+        # The draft is the target over the same cache, in the same dtype.
+        assert row["acceptance_rate"] == 1 or policy != "full"
+    assert min(row["acceptance_rate"] for row in rows.values()) < 1
+    # The book's text does not depend on who drafts it.
+    assert len({row["distinct_4gram_fraction"] for (text, *_), row in rows.items() if text == "book"}) == 1
+
+
+def test_an_automatic_budget_without_room_is_found_before_anything_is_loaded(call):
+    """`auto` chooses 64 and 128, and 64 sinks leave nothing of 64."""
+    ended = call(GAMMA_CELL, "--device cpu --budgets 512 --gammas 1 --n_sink 64 --prefix_len 100")
+    assert "budget 64, n_sink 64" in ended.refusal and "loading" not in ended.err

@@ -1,0 +1,81 @@
+"""`--prompts`: one's own prompts, whole and of any lengths; what is refused is in tests/snapshots/errors.json."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from programs import run
+
+BASELINE, SELFSPEC = "tests/baseline_benchmark.py", "tests/selfspec_benchmark.py"
+TEXTS = ["Call me Ishmael.", "It was the best of times, it was the worst of times", "No"]
+SIZES = "--gen_len 12 --dtype float64 --device cpu"
+
+
+def written(folder: Path, kind: str) -> Path:
+    """What holds the texts."""
+    folder.mkdir()
+    if kind == "folder":
+        for name, text in zip("bca", TEXTS[1:] + TEXTS[:1], strict=True):
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+        (folder / "notes.md").write_text("no prompt")
+        return folder
+    rows = {"prompt": [{"prompt": text} for text in TEXTS], "turns": [{"turns": [text, "more"]} for text in TEXTS]}
+    path = folder / "prompts.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, rows[kind])), encoding="utf-8")
+    return path
+
+
+def tokens_of(record: dict, rows: Path) -> dict[str, dict[int, list[int]]]:
+    """Of each pass, the tokens by row."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["pass"], {})[row["row"]] = row["tokens"]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["folder", "prompt", "turns"])
+def test_prompts_are_taken_whole_from_every_kind_of_file(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """In the order of names, or of lines; the prompts' ends are printed, and they are what was continued."""
+    prompts = written(tmp_path / "own", kind)
+    flags = f"--model {checkpoint} --prompts {prompts} --B 3 {SIZES} --draft_budget 24 --printoutput"
+    ended = run(SELFSPEC, flags.split())
+    record = ended.record
+    ends = [line.partition(": ")[2] for line in ended.lines if line.startswith("prompt ")]
+    assert [ast.literal_eval(end) for end in ends] == [text[-32:] for text in TEXTS]
+    asked = {"prompts": str(prompts), "dataset": None, "B": 3, "sequences": 3, "identical_sequences": 3}
+    asked |= {"prefix_len": 1 + max(map(len, TEXTS)), "tokens_generated": 3 * 12}
+    assert {name: record[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 8])
+def test_more_and_fewer_prompts_than_rows(n_rows: int, checkpoint: Path, tmp_path: Path) -> None:
+    """Finished rows are refilled, and there are never more rows than prompts; tokens do not depend on it."""
+    prompts, rows = written(tmp_path / "own", "folder"), tmp_path / "rows.jsonl"
+    flags = f"--model {checkpoint} --prompts {prompts} {SIZES} --draft_budget 24 --save_rows {rows}"
+    record = run(SELFSPEC, f"{flags} --B {n_rows}".split()).record
+    assert (record["B"], record["sequences"], record["identical_sequences"]) == (min(n_rows, 3), 3, 3)
+    tokens = tokens_of(record, rows)
+    assert tokens["baseline"] == tokens["speculation"] and len(set(map(tuple, tokens["baseline"].values()))) == 3
+    rows.unlink()
+    alone = tmp_path / "alone.txt"
+    for row, text in enumerate(TEXTS):
+        alone.write_text(text)
+        run(BASELINE, f"--model {checkpoint} --prompts {alone} {SIZES} --save_rows {rows}".split())
+        assert json.loads(rows.read_text())["tokens"] == tokens["baseline"][row]
+        rows.unlink()
+
+
+def test_an_empty_prompt_is_refused_by_its_number(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", " ", "two")))
+    message = run(BASELINE, ["--model", str(checkpoint), "--prompts", str(tmp_path / "prompts.jsonl")]).refusal
+    assert "prompt 1 of 3" in message
+
+
+def test_a_prompt_longer_than_the_context_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * 300)
+    message = run(BASELINE, ["--model", str(checkpoint), "--prompts", str(tmp_path / "long.txt")]).refusal
+    assert "301 + 64 + 0 + 1 = 366" in message

@@ -1,0 +1,99 @@
+"""The Session API: one configuration opened, other drafts and samplings over the same weights and cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import generate
+from engine.bench.config import Rows, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.session import Session
+from engine.drafters.ngram import NGramConfig
+from engine.drafters.self_speculation import SelfConfig
+from engine.modes import MODES
+from kv_cache import StreamingKVCache
+from kv_cache.full import Full
+from kv_cache.snapkv import SnapKV
+from kv_cache.streaming import Streaming
+
+TEXTS = ["Call me Ishmael.", "It was the best of times, it was the worst of times", "No"]
+SMALL = SelfConfig(gamma=3, policy=Streaming(16))
+
+
+@pytest.fixture
+def config(checkpoint: Path) -> RunConfig:
+    target = Target(model=str(checkpoint), device="cpu", dtype="float64")
+    return RunConfig(target=target, sizes=Sizes(B=2, gen_len=12), draft=replace(SMALL, draft_dtype="same"))
+
+
+def test_rows_of_different_lengths_are_the_targets_own(config: RunConfig) -> None:
+    """Three prompts in two rows; what drafts shares the target's weights."""
+    session = Session.open(config, prompts=TEXTS)
+    assert [len(prompt) for prompt in session.prompts] == [1 + len(text) for text in TEXTS]
+    plain, drafted = session.generate(), session.generate(session.drafter())
+    assert drafted.tokens == plain.tokens and all(len(tokens) == 12 for tokens in plain.tokens)
+    assert len(set(map(tuple, plain.tokens))) == 3
+    accepted = [row.accepted for row in drafted.stats.rows]
+    assert drafted.stats.drafted > sum(accepted) > 0 and len(set(accepted)) > 1
+    assert plain.tokens == generate(session.runner, session.prompts, max_new_tokens=12).tokens
+    assert session.draft_model is None and not session.models and session.plan.shares_weights
+
+
+def test_a_variant_shares_weights_and_cache(config: RunConfig) -> None:
+    """Every draft over one prefilled target; only another form of the weights is loaded, and once."""
+    session = Session.open(config, prompts=TEXTS)
+    plain = session.generate().tokens
+    drafts = [NGramConfig(gamma=2), SelfConfig(gamma=2, policy=Full(), draft_dtype="same")]
+    drafts.append(SelfConfig(gamma=1, policy=SnapKV(24, snapkv_window=8), draft_dtype="same"))
+    for draft in drafts:
+        variant = session.variant(draft=draft)
+        assert variant.runner is session.runner and not session.models
+        assert variant.generate(variant.drafter()).tokens == plain
+    assert variant.draft is not None and variant.draft.policy == SnapKV(24, snapkv_window=8)
+    rounded = [session.variant(draft=replace(SMALL, gamma=gamma, draft_dtype="float32")) for gamma in (1, 2)]
+    assert len(session.models) == 1 and rounded[0].draft_model is rounded[1].draft_model is not None
+    assert rounded[0].draft_model.dtype == torch.float32
+    assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
+
+
+def test_a_variant_of_another_sampling(config: RunConfig) -> None:
+    session = Session.open(config, prompts=TEXTS)
+    coupled = session.variant(sampling=Sampling(temperature=1.2, seed=3, verification="coupled"))
+    assert coupled.sampling.mode in MODES and coupled.generate(coupled.drafter()).tokens == coupled.generate().tokens
+    assert coupled.generate().tokens != session.generate().tokens
+    with pytest.raises(ConfigError, match="--seed"):
+        session.variant(sampling=Sampling(seed=3))
+
+
+def test_narrowed_is_a_session_of_fewer_rows_and_slots(config: RunConfig) -> None:
+    session = Session.open(config, prompts=TEXTS)
+    narrow = session.narrowed(1, 40)
+    assert narrow.runner.max_batch == 1 and narrow.runner.cache.capacity == 40
+    assert narrow.runner.model is session.runner.model
+    assert narrow.runner.cache.keys.data_ptr() == session.runner.cache.keys.data_ptr()
+    alone = narrow.variant(prompts=[session.prompts[0]])
+    tokens = session.generate().tokens
+    assert alone.generate().tokens == alone.generate(alone.drafter()).tokens == tokens[:1]
+
+
+def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
+    """Behind a prompt of 150 tokens those of 64 and 128, the largest first."""
+    automatic = replace(SMALL, policy=Streaming("auto"), gamma="auto", draft_dtype="same")
+    session = Session.open(replace(config, draft=automatic), prompts=["x" * 149])
+    assert session.draft is not None and (session.draft.gamma, session.draft.capacities) == (6, (128, 64))
+    caches = [drafter.cache for drafter in session.drafters()]
+    assert [(type(cache), cache.capacity) for cache in caches] == [(StreamingKVCache, 128), (StreamingKVCache, 64)]
+
+
+def test_own_prompts_are_all_that_is_read(config: RunConfig) -> None:
+    for useless in (
+        {"text": Text("default")},
+        {"sizes": replace(config.sizes, prefix_len=8)},
+        {"rows": Rows(num_prompts=3)},
+    ):
+        with pytest.raises(ConfigError, match="taken whole"):
+            Session.open(replace(config, **useless), prompts=TEXTS)

@@ -1,0 +1,83 @@
+"""What the command lines in tests/snapshots/ name: tiny checkpoints, damaged copies of them, shapes, texts, records."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_tiny import random_model, save_folder
+from transformers import LlamaConfig
+
+from convert_hf_checkpoint import convert
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def with_values(**changes: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps(json.loads(content) | changes).encode()
+
+
+def with_words(**ids: int) -> Callable[[bytes], bytes]:
+    """A tokenizer with other ids."""
+
+    def change(content: bytes) -> bytes:
+        tokenizer = json.loads(content)
+        tokenizer["model"]["vocab"] |= ids
+        return json.dumps(tokenizer).encode()
+
+    return change
+
+
+# Checkpoints of which something is wrong: copies of what, and what becomes of their files, None for nothing.
+UNLISTED: dict[str, Callable[[bytes], bytes] | None] = {"manifest.json": None}
+DAMAGED: dict[str, tuple[str, dict[str, Callable[[bytes], bytes] | None]]] = {
+    "weightless": ("checkpoint", {"model.pth": None}),
+    "configless": ("checkpoint", {"config.json": None}),
+    "wordless": ("checkpoint", {"tokenizer.json": None}),
+    "cut": ("checkpoint", {"model.pth": half, **UNLISTED}),
+    "no_json": ("checkpoint", {"config.json": half, **UNLISTED}),
+    "a_list": ("checkpoint", {"config.json": lambda content: b"[]", **UNLISTED}),
+    "other_config": ("checkpoint", {"config.json": with_values(intermediate_size=100), **UNLISTED}),
+    "listed_config": ("checkpoint", {"config.json": with_values(rms_norm_eps=1)}),
+    "bad_manifest": ("checkpoint", {"manifest.json": half}),
+    "more_words": ("checkpoint", {"tokenizer.json": with_words(**{"1": 257}), **UNLISTED}),
+    "other_words": ("checkpoint", {"tokenizer.json": with_words(a=66, b=65), **UNLISTED}),
+    "no_tokenizer_json": ("checkpoint", {"tokenizer.json": lambda content: b"{", **UNLISTED}),
+    "no_weights": ("download", {"model.safetensors": None}),
+    "cut_weights": ("download", {"model.safetensors": half}),
+    "no_norm": ("download", {"model.safetensors": lambda content: content.replace(b"model.norm.w", b"model.nrom.w")}),
+    "other_sizes": ("download", {"config.json": with_values(intermediate_size=100)}),
+    "nan_weights": ("download", {"model.safetensors": lambda content: content[:-4] + b"\0\0\xc0\x7f"}),
+    "no_words": ("download", {"tokenizer.json": None}),
+}
+
+
+def make_workspace(folder: Path, made: dict[str, Any]) -> None:
+    """What the command lines name, in their working directory, as workspace.json says."""
+    (folder / "download").mkdir()
+    save_folder(random_model(LlamaConfig(**made["model"])), folder / "download")
+    (folder / "download" / "generation_config.json").unlink(missing_ok=True)
+    (folder / "download" / "config.json").write_text(json.dumps(made["model"]))
+    with contextlib.redirect_stderr(io.StringIO()):
+        convert(folder / "download", folder / "checkpoint")
+    for name, (source, changes) in DAMAGED.items():
+        shutil.copytree(folder / source, folder / name)
+        for file, change in changes.items():
+            before = (folder / name / file).read_bytes()
+            (folder / name / file).unlink()
+            if change:
+                (folder / name / file).write_bytes(change(before))
+    for name, values in made["shapes"].items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(made["model"] | values))
+    for name, content in made["files"].items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode("latin-1"))
