@@ -95,7 +95,7 @@ def test_eps_is_that_of_two_caches_each_written_its_own_way():
             runner.prefill_row(row, prompt)
         starts = [lengths[:, None] + torch.arange(start, start + width) for start in range(0, N_FORCED, width)]
         steps = zip(forced.split(width, dim=1), starts, strict=True)
-        return torch.cat([runner.step(tokens, positions, cache.capacity) for tokens, positions in steps], dim=1)
+        return torch.cat([runner.step(tokens, positions) for tokens, positions in steps], dim=1)
 
     difference = logits(GAMMA + 1) - logits(1)
     largest = ((difference.amax(-1) - difference.amin(-1)) / 2).max()

@@ -10,6 +10,7 @@ import torch
 from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
 
 import convert_hf_checkpoint
+from common import cli
 from common.errors import ConfigError
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
@@ -164,14 +165,13 @@ def test_command_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     out_dir = tmp_path / "out"
     arguments = ["--checkpoint_dir", str(source), "--out_dir", str(out_dir), "--drop_layers", "0-1"]
     monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", *arguments])
-    convert_hf_checkpoint.main()
+    convert_hf_checkpoint.main(cli.read(convert_hf_checkpoint.Flags))
     assert load_model(out_dir).config.n_layer == 1
     written = {path.name for path in out_dir.iterdir()}
     assert written == {"model.pth", "config.json", "tokenizer.json", "manifest.json"}
 
 
-def test_a_file_in_the_folders_place_is_pointed_to_its_folder(tmp_path, monkeypatch):
+def test_a_file_in_the_folders_place_is_pointed_to_its_folder(tmp_path):
     (tmp_path / "smol.gguf").touch()
-    monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", "--checkpoint_dir", str(tmp_path / "smol.gguf")])
     with pytest.raises(ConfigError, match=f"use --checkpoint_dir {tmp_path}$"):
-        convert_hf_checkpoint.main()
+        convert_hf_checkpoint.main(convert_hf_checkpoint.Flags(checkpoint_dir=tmp_path / "smol.gguf"))

@@ -127,7 +127,7 @@ def test_remarks_are_no_results_where_stderr_is_closed(monkeypatch, capsys):
 
 def test_a_reader_may_leave_in_the_middle_of_an_error():
     saying = "print('wait', file=sys.stderr, flush=True)\n        until_unread(2)\n        return 'late'"
-    late = f"class Late(ConfigError):\n    def __str__(self):\n        {saying}\n"
+    late = f"class Late(ConfigError):\n    def told(self, flags):\n        {saying}\n"
     raised = "raise Late('', where='', seen='', required='', fix='')"
     assert run(f"{late}print(1)\n{raised}", leave="stderr", lines=1) == (2, b"1\n", b"wait\n")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.bench.settings import DraftSettings, Sampling
 from fake_cuda_linear import cuda_linears
 from live_bytes import LiveBytes
 from recorded_graph import RecordedGraph, RecordedGraphs
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
+from engine.bench.config import RunConfig, Target
 from engine.bench.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
@@ -27,7 +27,9 @@ from engine.bench.memory import (
     plan_memory,
     require_memory,
 )
-from engine.bench.plan import _captured_rows
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling
+from engine.bench.room import captured_rows
+from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice, Fixed, Interleaved
 from engine.sampling import SamplingParams
@@ -279,18 +281,16 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     budgets = (16, 12)
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
-    sampling = Sampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
+    sampling = ResolvedSampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
     for pacing in (Fixed(None), Interleaved(drafters, choices, 2, 2)):
         prompts, params = random_prompts([9, 14]), sampling.params
         generate(runner, prompts, max_new_tokens=60, pacing=pacing, sampling=params, verification=mode)
-    draft = DraftSettings("self", 3, auto_gamma=True, budgets=budgets)
-    captures, calls = SimpleNamespace(no_cuda_graphs=False), SimpleNamespace(no_cuda_graphs=True)
-    on_cuda = SimpleNamespace(draft=draft, device="cuda", sampling=sampling, args=captures)
-    captured_rows = _captured_rows(on_cuda)
-    plan = plan_of(TINY, captured_rows=captured_rows)
+    draft = ResolvedDraft(SelfConfig(), 3, auto_gamma=True, budgets=budgets)
+    on_cuda = SimpleNamespace(draft=draft, device="cuda", sampling=sampling, config=RunConfig())
+    plan = plan_of(TINY, captured_rows=captured_rows(on_cuda))
     assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.captured_per_row > 0
     longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4
     held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.captured_per_row + longest)
-    for changes in ({"device": "cpu"}, {"args": calls}):
-        assert _captured_rows(SimpleNamespace(**vars(on_cuda) | changes)) == 0
+    for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
+        assert captured_rows(SimpleNamespace(**vars(on_cuda) | changes)) == 0

@@ -85,7 +85,7 @@ def test_what_all_ranks_find_together_is_said_once(monkeypatch, capsys):
     store = TogetherStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     error = RankError("ranks disagree", where="a round", seen="1 and 2", required="the same", fix="none")
-    ranks = [threading.Thread(target=_tell_user_error, args=(error,)) for _ in range(2)]
+    ranks = [threading.Thread(target=_tell_user_error, args=(error, str(error))) for _ in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

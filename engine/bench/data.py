@@ -139,7 +139,7 @@ def _book_files(dataset: str, split: str) -> list[Path]:
         raise DataError(
             "unknown dataset",
             where=flag("dataset"),
-            seen=f"{dataset[:80]!r} ({'another kind of file' if os.path.isfile(path) else 'no such file or folder'})",
+            seen=f"{dataset[:80] or 'an empty name'} ({'another kind of file' if os.path.isfile(path) else 'no such file or folder'})",
             required=f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files",
             fix="check the spelling and the working directory",
         )

@@ -76,12 +76,12 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         quantize=quantize,
         kv_dtype=plan.kv_dtype,
         dequantizes=_dequantizes(plan, biggest, plan.dtype, plan.kv_dtype),
-        captured_rows=_captured_rows(plan),
+        captured_rows=captured_rows(plan),
         n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
     )
 
 
-def _captured_rows(plan: Plan) -> int:
+def captured_rows(plan: Plan) -> int:
     """How many `[V]` of logits, and of distributions to reject by, CUDA graphs keep for a row while the longest round
     runs: those of all other rounds that may be chosen, and of the baseline's.
     """
