@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny import continue_by_recomputing, full_cache, random_prompts, tiny_model
 
-from engine import ModelRunner, SelfSpeculation, generate
 from engine.bench.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,18 +97,3 @@ def test_commands_are_found():
     found = [command for page in PAGES for command in commands(page)]
     assert len(found) > 40 and any("-m engine.cost_model" in command for command in found)
     assert any(command.startswith("torchrun --nnodes=2") for command in found)
-
-
-def test_the_example_of_a_policy_works():
-    """The page's own text is run: what it keeps is spread over the prompt, and the output is the target's."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(encoding="utf-8"), re.DOTALL)
-    names: dict = {}
-    exec(code, names)
-    model, prompts = tiny_model(), random_prompts([40, 7, 23])
-    runner = ModelRunner(model, full_cache(model, 2))
-    cache = names["SpreadKVCache"](model.config, 2, 12, 4, dtype=torch.float64)
-    out = generate(runner, prompts, max_new_tokens=15, drafter=SelfSpeculation(runner, cache, gamma=3))
-    assert out.tokens == [continue_by_recomputing(model, prompt, 15) for prompt in prompts]
-    runner.prefill_row(0, prompts[0])
-    cache.fill_row(0, runner.cache, 40)
-    assert torch.equal(cache.keys[:, 0, :, :4], runner.cache.keys[:, 0, :, [0, 8, 16, 24]])
