@@ -27,6 +27,13 @@ def test_links_lead_to_files(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    rooms = "common|kv_cache|models|engine|tests|reproduce|docs"
+    named = re.findall(rf"`((?:{rooms})/[\w/]+\.\w+)`", page.read_text(encoding="utf-8"))
+    assert not [name for name in named if "/results/" not in name and not (ROOT / name).exists()]
+
+
 def commands(page: Path) -> list[str]:
     """The page's lines and code spans that begin with python or torchrun; `\\` joins lines."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
