@@ -37,10 +37,10 @@ class Policy:
 
 
 POLICIES = {
-    "full": Policy(lambda config, size: FullKVCache(config, size.n_rows, size.longest, dtype=size.dtype)),
     "streaming": Policy(
         lambda config, size: StreamingKVCache(config, size.n_rows, size.budget, size.n_kept, dtype=size.dtype)
     ),
+    "full": Policy(lambda config, size: FullKVCache(config, size.n_rows, size.longest, dtype=size.dtype)),
     "streaming, positions in the cache": Policy(
         lambda config, size: StreamingKVCache(
             config, size.n_rows, size.budget, size.n_kept, dtype=size.dtype, rotate_on_read=True
@@ -53,3 +53,4 @@ POLICIES = {
 }
 # A self-draft copies the target's keys, which are rotated already.
 OF_SELF_DRAFTS = tuple(name for name in POLICIES if "positions" not in name)
+BY_POSITION = tuple(name for name in OF_SELF_DRAFTS if not POLICIES[name].by_attention)

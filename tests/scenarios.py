@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from guesses import KINDS, Guesses
-from policies import POLICIES, Size
+from policies import BY_POSITION, POLICIES, Size
 from witness import cut
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -19,7 +19,11 @@ from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
 PACED = "paced"
-DRAFTERS = ("none", "streaming", "full", "ngram", "standalone, streaming", "standalone, full", PACED, *KINDS)
+# What needs no model, made of a runner and gamma.
+TEXT_DRAFTERS = {
+    "ngram": NGram,
+}
+DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
 
 
 class World(Protocol):
@@ -119,8 +123,8 @@ class Scenario:
         config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.cache.keys.dtype
         if kind == "none":
             return None
-        if kind == "ngram":
-            return NGram(runner, self.gamma)
+        if kind in TEXT_DRAFTERS:
+            return TEXT_DRAFTERS[kind](runner, self.gamma)
         if kind in KINDS:
             return Guesses(runner, dict(zip(self.ids, futures, strict=True)), self.gamma, kind, config.vocab_size)
         policy = kind.rpartition(", ")[2]

@@ -154,7 +154,7 @@ def test_the_built_in_models_commands_run(tiny_built_in: Path) -> None:
 
 
 def test_the_pages_python_runs(tiny_built_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the README; `test_docs.py` runs the other."""
+    """That of the README; `test_extending.py` runs the other."""
     codes = {page.name: block.text for page in PAGES for block in blocks(page) if block.language == "python"}
     assert codes.keys() == {"README.md", "extending.md"}
     exec(codes["README.md"], {})

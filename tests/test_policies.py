@@ -65,7 +65,8 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
         assert torch.equal(cache.positions[others], before[1][others])
         held = cache.positions[row] != EMPTY
         kept = cache.positions[row][held].tolist()
-        assert len(set(kept)) == len(kept) == min(len(prompt), cache.capacity) and max(kept) == len(prompt) - 1
+        assert len(set(kept)) == len(kept) == len(cache.retained_positions(len(prompt)))
+        assert max(kept) == len(prompt) - 1
         # Every key is one that the target holds for this row, of the same layer and head.
         mine, theirs = cache.keys[:, row][:, :, held], runner.cache.keys[:, row, :, : len(prompt)]
         same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)

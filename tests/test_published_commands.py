@@ -1,4 +1,4 @@
-"""The README's command lines for 8 GPUs: of tiny models where theirs lie, on PG-19 in a hub cache, at small sizes."""
+"""The command lines for 8 GPUs of docs/ranks.md: of tiny models where theirs lie, on PG-19 in a hub cache, at small sizes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The README's flags for 8 ranks of one machine, by script."""
+    """The page's flags for 8 ranks of one machine, by script."""
     folder, found = tmp_path_factory.mktemp("bash"), {}
-    for block in blocks(ROOT / "README.md"):
+    for block in blocks(ROOT / "docs/ranks.md"):
         for program, *words in block.calls(folder):
             if program == "torchrun" and words[:2] == ["--standalone", "--nproc_per_node=8"]:
                 found[Path(words[2]).stem.removesuffix("_benchmark")] = words[3:]

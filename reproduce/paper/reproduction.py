@@ -29,7 +29,7 @@ RESULTS, FIGURES = FOLDER / "results", FOLDER / "figures"
 # Where records and figures go that nobody named a place for; git ignores it.
 REPRODUCTION = ROOT / "reproduction"
 SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
-# A copy of the default model without four of its layers: README.md, "A draft model of its own".
+# A copy of the default model without four of its layers: docs/checkpoints.md, "A draft model".
 DEFAULT_DRAFT = ROOT / "checkpoints" / "SmolLM2-draft" / "model.pth"
 MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir checkpoints/SmolLM2-draft"
 SELFSPEC, LONGSPEC, ACCEPT = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py", "reproduce/acceptance.py"

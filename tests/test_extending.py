@@ -1,0 +1,101 @@
+"""docs/extending.md does what it says: its blocks, as files of a copy of the checkout, are a policy and a drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("common", "kv_cache", "models", "engine", "tests")
+# Where a row goes, and what stands before the file's imports.
+TABLES = {"tests/policies.py": "POLICIES = {\n", "tests/scenarios.py": "TEXT_DRAFTERS = {\n"}
+FUTURE = "from __future__ import annotations\n\n"
+IN_RANDOM_BATCHES = """
+import scenarios
+from test_witness import WitnessWorld
+
+
+def test_random_batches():
+    new = [name for name in scenarios.DRAFTERS if "strided" in name or name == "bigram"]
+    assert len(new) == 3
+    scenarios.DRAFTERS = (*new, scenarios.PACED)
+    for seed in range(24):
+        scenarios.run_scenario(WitnessWorld(), seed)
+"""
+
+
+def blocks() -> dict[str, str]:
+    """The page's Python by the file that its first line names."""
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with the page's files and rows in it."""
+    folder = tmp_path_factory.mktemp("extended")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("snapshots"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name, code in blocks().items():
+        path = folder / name
+        if name in TABLES:
+            imports, row = code.split("\n\n", 1)
+            table = path.read_text(encoding="utf-8")
+            code = table.replace(FUTURE, f"{FUTURE}{imports}\n", 1).replace(TABLES[name], TABLES[name] + row, 1)
+            assert row in code and imports in code
+        else:
+            assert not path.exists()
+        path.write_text(code, encoding="utf-8")
+    (folder / "tests/test_new_rows.py").write_text(IN_RANDOM_BATCHES)
+    return folder
+
+
+def run(folder: Path, *words: str) -> str:
+    """What a program of that checkout prints."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_policy_and_a_drafter_are_one_file_and_one_row_each() -> None:
+    files = {name for name in blocks() if name not in TABLES}
+    assert files == {"kv_cache/strided.py", "engine/drafters/bigram.py"} and len(blocks()) == 4
+
+
+DRAFTS = {
+    "--draft_policy strided --stride 4 --draft_budget 24 --draft_dtype same": {"draft_policy": "strided", "stride": 4},
+    "--draft bigram": {"draft": "bigram", "min_seen": 1},
+}
+
+
+@pytest.mark.parametrize("flags", DRAFTS, ids=["policy", "drafter"])
+def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Three prompts of unlike lengths in two rows; all are identical to plain decoding."""
+    texts = ["so long " * 12, "and thanks for " * 9, "all the fish, all the fish, " * 2]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    sizes = f"--model {checkpoint}/model.pth --prompts {prompts} --B 2 --gen_len 40 --dtype float64"
+    record = json.loads(run(extended, "tests/selfspec_benchmark.py", *sizes.split(), *flags.split()).splitlines()[-1])
+    assert record["identical_sequences"] == record["sequences"] == 3
+    assert 0 < record["accepted"] < record["judged"]
+    assert DRAFTS[flags].items() <= record.items()
+
+
+def test_help_lists_both(extended: Path) -> None:
+    listed = run(extended, "tests/selfspec_benchmark.py", "--help")
+    assert all(name in listed for name in ("strided", "--stride", "bigram", "--min_seen"))
+
+
+def test_their_rows_of_the_test_matrix_pass(extended: Path) -> None:
+    files = ("tests/test_policies.py", "tests/test_new_rows.py")
+    assert "7 passed" in run(extended, "-m", "pytest", "-q", "-k", "strided or random_batches", *files)
