@@ -59,10 +59,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class LongSizes(Sizes):
+    """How much is decoded at once."""
+
+    prefix_len: int = 7500
+    """prompt tokens per row"""
+
+
+@dataclass(frozen=True)
 class Flags:
     target: Target = field(default_factory=lambda: Target(device="cpu"))
     text: Text = field(default_factory=Text)
-    sizes: Sizes = field(default_factory=lambda: Sizes(prefix_len=7500))
+    sizes: LongSizes = field(default_factory=LongSizes)
     rows: Rows = field(default_factory=Rows)
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)

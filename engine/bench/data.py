@@ -136,10 +136,11 @@ def _book_files(dataset: str, split: str) -> list[Path]:
             )
         return files
     if not os.path.isfile(path) or path.suffix.lower() not in READERS:
+        kind = "another kind of file" if os.path.isfile(path) else "no such file or folder"
         raise DataError(
             "unknown dataset",
             where=flag("dataset"),
-            seen=f"{dataset[:80] or 'an empty name'} ({'another kind of file' if os.path.isfile(path) else 'no such file or folder'})",
+            seen=f"{dataset[:80] or 'an empty name'} ({kind})",
             required=f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files",
             fix="check the spelling and the working directory",
         )
@@ -245,14 +246,14 @@ def _text_of(value: object, path: Path, number: int) -> str:
     return value
 
 
-def unreadable(path: Path, seen: object, required: str) -> DataError:
+def unreadable(path: Path, seen: object, required: str, what: str = "books") -> DataError:
     """The error of a file that is not what it should be."""
     return DataError(
-        "a file of books cannot be read",
+        f"a file of {what} cannot be read",
         where=str(path),
         seen=seen,
         required=required,
-        fix="replace the file, or leave it out of the dataset",
+        fix="replace the file, or leave it out",
     )
 
 

@@ -161,12 +161,12 @@ def _policy_name(given: Mapping[str, Any]) -> str:
 
 
 def _refuse(useless: Sequence[str], given: Mapping[str, Any], draft: str, allowed: Sequence[str]) -> None:
-    nothing = "; nothing is drafted at gamma 0" if draft.endswith("gamma 0") else ""
+    takes = f"draft {draft} takes only {', '.join(map(flag, allowed))}"
     raise ConfigError(
         "a draft flag has no effect on this draft",
         where=", ".join(map(_with_aliases, useless)),
         seen=f"{', '.join(str(given[name]) for name in useless)} with draft {draft}",
-        required=f"draft {draft} takes only {', '.join(map(flag, allowed))}{nothing}",
+        required=f"a larger {flag('gamma')}: nothing is drafted" if draft.endswith("gamma 0") else takes,
         fix=f"leave out {' and '.join(map(flag, useless))}",
     )
 

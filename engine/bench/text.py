@@ -89,5 +89,6 @@ def _of_jsonl(path: Path) -> Iterator[str]:
         prompt = found[0] if isinstance(found, list) and found else found
         if not isinstance(prompt, str):
             seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
-            raise unreadable(path, seen, "a text under `prompt`, or a list of texts under `turns`, in every line")
+            required = "a text under `prompt`, or a list of texts under `turns`, in every line"
+            raise unreadable(path, seen, required, "prompts")
         yield prompt
