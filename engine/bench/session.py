@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError
 from common.say import dtype_name, say
-from engine.bench.config import RunConfig, Sampling
+from engine.bench.config import RunConfig
 from engine.bench.data import load_books, make_prompts
 from engine.bench.memory import used_bytes
 from engine.bench.plan import Plan, remarks, resolve, shares_target
@@ -141,42 +141,23 @@ class Session:
         assert self.plan.dataset is not None, "random weights and one's own prompts read no data set"
         return load_books(self.plan.dataset)
 
-    def variant(
-        self,
-        *,
-        draft: DrafterConfig | None = None,
-        sampling: Sampling | None = None,
-        prompts: list[list[int]] | None = None,
-        runner: ModelRunner | None = None,
-        **config: Any,
-    ) -> Session:
-        """The same model, cache and prompts under another draft or sampling; what is not given stays.
+    def variant(self, *, prompts: list[list[int]] | None = None, **changes: Any) -> Session:
+        """The same model and cache under another draft or sampling; `changes` are fields of `RunConfig`.
 
-        runner: over other rows and slots of the cache, see `narrowed`. config: other fields of `RunConfig`. What drafts
-        is loaded where no draft of this session had its form. Errors: ConfigError.
+        What drafts is loaded where no draft of this session had its form. Errors: ConfigError.
         """
-        changed = replace(self.config, **config)
-        if sampling is not None:
-            changed = replace(changed, sampling=sampling)
-        if draft is not None:
-            changed = replace(changed, draft=draft)
-        resolved = self.draft
-        if draft is not None:
-            resolved = resolve_draft(draft, changed.target, self.plan.prefix_len, changed.sizes.gen_len)
+        config, draft = replace(self.config, **changes), self.draft
+        if "draft" in changes:
+            draft = resolve_draft(config.draft, config.target, self.plan.prefix_len, config.sizes.gen_len)
             if self.draft_source is not None:
-                resolved = resolve_positions(resolved, self.draft_source.config.max_context, self.plan.capacity)
-        plan = replace(self.plan, config=changed, draft=resolved, sampling=resolve_sampling(changed.sampling))
-        if resolved is not None and resolved.form not in self.models:
+                draft = resolve_positions(draft, self.draft_source.config.max_context, self.plan.capacity)
+        plan = replace(self.plan, config=config, draft=draft, sampling=resolve_sampling(config.sampling))
+        if draft is not None and draft.form not in self.models:
             model = _load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
             if model is not None:
                 use_pointwise(model, self.runner.model.pointwise)
-                self.models[resolved.form] = model
-        return replace(
-            self,
-            plan=plan,
-            runner=runner or self.runner,
-            prompts=self.prompts if prompts is None else prompts,
-        )
+                self.models[draft.form] = model
+        return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
 
     def narrowed(self, n_rows: int, length: int) -> Session:
         """The same model over the first rows and slots of the same cache, as if it had no others.
@@ -217,8 +198,8 @@ class Session:
         assert self.draft is not None and self.draft.policy is not None
         dtype = self.draft.kv_dtype or self.draft.dtype
         assert dtype is not None
-        length = self.draft.capacity if self.draft.policy.room is None else self.plan.capacity
-        return self.draft.policy.new_cache(config, self.runner.max_batch, length, self.runner.device, dtype)
+        own = self.runner
+        return self.draft.policy.new_cache(config, own.max_batch, self.plan.capacity, own.device, dtype)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length; `arguments` as of `generate`."""
