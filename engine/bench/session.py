@@ -147,7 +147,7 @@ class Session:
         What drafts is loaded where no draft of this session had its form. Errors: ConfigError.
         """
         config, draft = replace(self.config, **changes), self.draft
-        if "draft" in changes:
+        if config.draft is not None and "draft" in changes:
             draft = resolve_draft(config.draft, config.target, self.plan.prefix_len, config.sizes.gen_len)
             if self.draft_source is not None:
                 draft = resolve_positions(draft, self.draft_source.config.max_context, self.plan.capacity)
