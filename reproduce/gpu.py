@@ -51,15 +51,16 @@ class Flags(Output):
         """Errors: ConfigError on a machine without a GPU, unless a quick run on the CPU is asked for."""
         import torch
 
-        has_gpu = torch.cuda.is_available()
+        has_gpu, is_quick = torch.cuda.is_available(), " --quick" if self.quick else ""
         if not (has_gpu if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
             raise ConfigError(
                 "the measurements need a GPU",
                 where=f"reproduce/gpu.py: {flag('device')}",
-                seen=f"{self.device}{' --quick' if self.quick else ''}, "
-                f"{'a' if has_gpu else 'no'} CUDA device that PyTorch {torch.__version__} sees",
+                seen=f"{self.device}{is_quick}, {'a' if has_gpu else 'no'} CUDA device that PyTorch "
+                f"{torch.__version__} sees",
                 required="a CUDA device, or --device cpu --quick",
-                fix="run it on a machine with a GPU and a CUDA build of PyTorch; --device cpu --quick shows that it runs",
+                fix="run it on a machine with a GPU and a CUDA build of PyTorch; "
+                "--device cpu --quick shows that it runs",
             )
         return Options(self.device, self.quick)
 

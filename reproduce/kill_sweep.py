@@ -8,7 +8,8 @@ kills fall anywhere, a third shortly before a row is written, a third on the fir
 summary and last one JSON object. Exit code 1 if a row was lost, written twice or changed, or a process survived.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 import random
 import sys
@@ -16,22 +17,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
-
 import psutil
 
+from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
+from common.errors import ConfigError, flag
 from common.jsonl import is_torn, publish, read_lines, require_appendable
 from common.provenance import provenance
 from common.say import say
-from engine.bench.arguments import Parser
+from engine.bench.config import Output
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import logs_of
 
@@ -44,6 +44,14 @@ ANYWHERE_SECONDS, BEFORE_SECONDS, IN_ROW_SECONDS = 0.6, 0.02, 0.0005
 PATIENCE_SECONDS, SURVIVAL_SECONDS = 120, 10
 DIFFERENT = ("seconds", "started", "git_commit")
 Start = Callable[[Path], psutil.Process]
+
+
+@dataclass(frozen=True)
+class Flags(Output):
+    kills: int = 50
+    """how often a runner is killed"""
+    seed: int = 0
+    """of the moments"""
 
 
 def sleepers(n_cells: int, size: int) -> list[Cell]:
@@ -194,28 +202,23 @@ def is_sound(seen: dict) -> bool:
     return not any(seen[name] for name in (*WRONG, "survivors"))
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="how often a runner is killed")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--output", help="append the JSON record to this file")
-    args: argparse.Namespace = parser.parse_args()
-    if args.kills < 1:
-        what, fix = "nothing would be disturbed", "use --kills 50"
-        raise ConfigError(what, where="--kills", seen=args.kills, required=">= 1", fix=fix)
-    require_appendable(args.output)
+def main(flags: Flags) -> None:
+    if flags.kills < 1:
+        what, fix = "nothing would be disturbed", f"use {flag('kills')} 50"
+        raise ConfigError(what, where=flag("kills"), seen=flags.kills, required=">= 1", fix=fix)
+    require_appendable(flags.output)
     cells = sleepers(N_CELLS, ROW_LETTERS)
     with tempfile.TemporaryDirectory() as folder:
-        start = partial(start_command, cells)
-        seen = disturb(cells, args.kills, random.Random(args.seed), Path(folder), start)
+        rng, start = random.Random(flags.seed), partial(start_command, cells)
+        seen = disturb(cells, flags.kills, rng, Path(folder), start)
     summary = (
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"
     )
-    publish(args.output, {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}, summary)
+    publish(flags.output, {"benchmark": "kill_sweep", "seed": flags.seed, **seen, **provenance()}, summary)
     if not is_sound(seen):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

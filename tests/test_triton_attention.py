@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from models.attention.triton_backend import chunk_length, min_chunk_length, tile_config
-from reproduce import kernel_report
+from reproduce.gpu_parts import kernels
 
 CASES = Path(__file__).with_name("triton_cases.py")
 
@@ -68,26 +68,26 @@ def test_the_last_wave_is_not_left_nearly_empty():
 
 @pytest.mark.parametrize("entries,cache", [(torch.bfloat16, "in order"), (torch.int8, "positions")])
 def test_kernels_compile_for_hopper_without_spilling(entries, cache):
-    launches = kernel_report.launches(torch.bfloat16, entries, 128, 16, kernel_report.CACHES[cache])
+    launches = kernels.launches(torch.bfloat16, entries, 128, 16, cache)
     assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv", "combine"]
     for launch in launches:
-        compiled = kernel_report.compile_launch("tested", launch, 90)
+        compiled = kernels.compile_launch("tested", launch, 90)
         assert compiled.registers > 16 and compiled.shared > 0
-        assert kernel_report.problems(compiled) == []
+        assert compiled.problems == []
 
 
 def test_the_report_names_variants_that_spill_or_do_not_fit():
-    fine = kernel_report.Compiled("a variant", 80, 255, 163 * 1024, 0, 0, 128)
-    assert kernel_report.problems(fine) == []
-    assert "sm_80, a variant: spills 8" in kernel_report.problems(replace(fine, spill_stores=8))[0]
-    assert kernel_report.problems(replace(fine, spill_loads=8))
-    assert "shared memory" in kernel_report.problems(replace(fine, shared=163 * 1024 + 1))[0]
-    assert kernel_report.problems(replace(fine, arch=90, shared=163 * 1024 + 1)) == []
+    fine = kernels.Compiled("a variant", 80, 255, 163 * 1024, 0, 0, 128)
+    assert fine.problems == []
+    assert "sm_80, a variant: spills 8" in replace(fine, spill_stores=8).problems[0]
+    assert replace(fine, spill_loads=8).problems
+    assert "shared memory" in replace(fine, shared=163 * 1024 + 1).problems[0]
+    assert replace(fine, arch=90, shared=163 * 1024 + 1).problems == []
 
 
 def test_the_report_sees_what_spills():
     """A tile far too large for the registers, compiled for real."""
-    split = kernel_report.launches(torch.bfloat16, torch.int8, 128, 64, kernel_report.CACHES["in order"])[0]
+    split = kernels.launches(torch.bfloat16, torch.int8, 128, 64, "in order")[0]
     split = split._replace(arguments=split.arguments | {"SLOTS": 128}, num_warps=4, num_stages=2)
-    compiled = kernel_report.compile_launch("too large", split, 90)
-    assert "spills" in kernel_report.problems(compiled)[0]
+    compiled = kernels.compile_launch("too large", split, 90)
+    assert "spills" in compiled.problems[0]
