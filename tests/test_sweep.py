@@ -246,7 +246,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_go_on(script, output, tmp_path):
 def test_after_kill_9_the_rows_are_those_of_an_undisturbed_run(tmp_path):
     cells, rng = kill_sweep.sleepers(10, 2000), random.Random(0)
     seen = kill_sweep.disturb(cells, 5, rng, tmp_path, lambda output: fork(lambda: run_cells(cells, output)))
-    assert seen["kills"] == 5 and kill_sweep.is_sound(seen), seen
+    assert seen["kills"] == 5 and not any(seen[name] for name in (*kill_sweep.WRONG, "survivors")), seen
 
 
 def test_a_sweep_by_flags(script, output, capsys):
