@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from engine.bench.config import Sizes
 from engine.bench.record import make_record, rounded
 from engine.bench.session import Session
 from engine.cost_model.costs import tokens_per_round
-from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
 from reproduce.gpu_parts.setups import TINY, Filled, dummy_session, self_draft, size_record
 from reproduce.paper.published import SELF, published
@@ -46,7 +45,7 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> dict[str, Any]:
+def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> Record:
     """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
     model, _, context, _ = setting
     filled: Filled = shared.get(setting, partial(_filled, options, *setting))

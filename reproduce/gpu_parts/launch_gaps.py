@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -19,7 +18,7 @@ from engine.bench.record import rounded
 from engine.bench.session import Session
 from engine.drafters import Drafter
 from engine.timing import synchronize
-from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
 from reproduce.gpu_parts.setups import COUPLED, TINY, dummy_session, self_draft, size_record
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
@@ -65,7 +64,7 @@ class Watched:
         yield
 
 
-def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> dict[str, Any]:
+def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> Record:
     """Wall time of a round without the profiler, time in kernels with it, and the kernels that take most of it."""
     session: Session = shared.get(size, partial(_filled, options, *size))
     assert session.draft is not None

@@ -7,13 +7,12 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engine.bench import passes
 from engine.bench.config import Sampling, Sizes, Target, Text
 from engine.bench.record import make_record
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared, Skip
 from reproduce.gpu_parts.setups import COUPLED, Filled, open_session, self_draft, size_record
 
 SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
@@ -45,9 +44,7 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-def speculation(
-    options: Options, prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str
-) -> dict[str, Any]:
+def speculation(options: Options, prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> Record:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
     filled = prefilled()
     session, made = filled.passes(self_draft(gamma, budget_of(options), weights), SAMPLINGS[sampling])
