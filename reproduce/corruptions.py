@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -166,15 +165,13 @@ def run(cases: Sequence[Case], seed: int) -> list[tuple[Case, str]]:
 
 def tabulate(results: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
     """Counts of each outcome by file, kind and manifest."""
-    counts: dict[tuple[str, str, bool], Counter[str]] = {}
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for case, seen in results:
-        row = f"{case.folder}: {case.file}", case.kind, case.manifest
-        counts.setdefault(row, Counter())[seen.partition(":")[0]] += 1
-    return [
-        dict(zip(("file", "kind", "manifest"), row, strict=True))
-        | {"cases": seen.total(), **{name: seen[name] for name in OUTCOMES}}
-        for row, seen in counts.items()
-    ]
+        head = {"file": f"{case.folder}: {case.file}", "kind": case.kind, "manifest": case.manifest}
+        row = rows.setdefault(tuple(head.values()), head | dict.fromkeys(("cases", *OUTCOMES), 0))
+        for name in ("cases", seen.partition(":")[0]):
+            row[name] += 1
+    return list(rows.values())
 
 
 def main(flags: Flags) -> None:
