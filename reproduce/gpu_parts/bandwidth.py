@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.say import dtype_name
+from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
 from kv_cache import FullKVCache
 from kv_cache.entries import KV
@@ -155,11 +156,7 @@ def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: to
     while not caches or (len(caches) * caches[0].n_bytes < wanted and len(caches) < MOST_BUFFERS):
         cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or options.dtype)
         cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
-        if cache.scales is None:
-            cache.entries.normal_()
-        else:
-            cache.entries.random_(-64, 65)
-            cache.scales.fill_(1 / 64)
+        randomise(cache)
         caches.append(cache)
     return caches
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from engine.bench import passes
 from engine.bench.config import Sizes
 from engine.bench.record import rounded
 from engine.bench.session import Session
+from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.timing import synchronize
 from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
@@ -39,29 +41,17 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-class Watched:
-    """Given to `generate` as its phases: takes the wall time of ROUNDS whole rounds, and profiles them if asked to."""
+def around_rounds(device: torch.device, begin: Callable[[], object], end: Callable[[], object]) -> Phase:
+    """Phases for `generate`, which call `begin` and `end` around ROUNDS whole rounds."""
+    n_round, calls = itertools.count(), {WARM_UP: begin, WARM_UP + ROUNDS: end}
 
-    def __init__(self, device: torch.device, profiler: profile | None = None) -> None:
-        self.seconds: float | None = None
-        self._device, self._profiler = device, profiler
-        self._n_round, self._started = 0, 0.0
+    def phase(name: str) -> AbstractContextManager[None]:
+        if name == "draft" and (call := calls.get(next(n_round))):
+            synchronize(device)
+            call()
+        return nullcontext()
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        if name == "draft":
-            if self._n_round == WARM_UP:
-                synchronize(self._device)
-                if self._profiler:
-                    self._profiler.start()
-                self._started = time.perf_counter()
-            elif self._n_round == WARM_UP + ROUNDS:
-                synchronize(self._device)
-                self.seconds = time.perf_counter() - self._started
-                if self._profiler:
-                    self._profiler.stop()
-            self._n_round += 1
-        yield
+    return phase
 
 
 def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> Record:
@@ -104,13 +94,16 @@ def _wall_and_kernels(
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     """Milliseconds of a round, and of each kernel (milliseconds, calls) per round."""
     kind = "CUDA" if options.on_cuda else "CPU"
-    plain = Watched(session.runner.device)
-    passes.decode(session, "wall time", drafter, plain)
-    profiler = profile(activities=[getattr(ProfilerActivity, kind)])
-    watched = Watched(session.runner.device, profiler)
-    passes.decode(session, "profile", drafter, watched)
-    if plain.seconds is None or watched.seconds is None:
+    device, times = session.runner.device, list[float]()
+
+    def watch() -> None:
+        times.append(time.perf_counter())
+
+    passes.decode(session, "wall time", drafter, around_rounds(device, watch, watch))
+    if len(times) != 2:
         raise RuntimeError(f"fewer than {WARM_UP + ROUNDS + 1} rounds were run")
+    profiler = profile(activities=[getattr(ProfilerActivity, kind)])
+    passes.decode(session, "profile", drafter, around_rounds(device, profiler.start, profiler.stop))
     microseconds: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         is_range = getattr(event, "is_user_annotation", False)  # it covers kernels that are there as well
@@ -119,7 +112,7 @@ def _wall_and_kernels(
     if not microseconds:
         raise RuntimeError("the profiler saw no kernels")
     kernels = {name: (sum(each) / 1e3 / ROUNDS, len(each) / ROUNDS) for name, each in microseconds.items()}
-    return 1e3 * plain.seconds / ROUNDS, kernels
+    return 1e3 * (times[1] - times[0]) / ROUNDS, kernels
 
 
 def _filled(options: Options, model: str, batch: int, context: int) -> Session:
