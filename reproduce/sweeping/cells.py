@@ -128,7 +128,8 @@ def _product(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequen
             raise ConfigError("an axis has no values", where=where, seen=values, required=required, fix=fix)
         if name in fixed:
             seen = f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}"
-            what, where, fix = "a flag is fixed and an axis at once", f"{script}: {name}", f"do not fix {name}"
+            what, where = "a flag is fixed and an axis at once", f"{script}: {name}"
+            fix = f"take {name} out of the fixed flags"
             raise ConfigError(what, where=where, seen=seen, required="one of the two", fix=fix)
     points = itertools.product(*axes.values())
     return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in points]
@@ -146,8 +147,9 @@ def check_cells(cells: Sequence[Cell]) -> None:
     first = {cell.key: cell for cell in reversed(cells)}
     for cell in cells:
         if first[cell.key] is not cell:
-            what, fix = "the grid holds a cell twice", "leave one of them out, or tell them apart by a flag"
-            raise ConfigError(what, where=cell.script, seen=cell.label, required="cells that differ", fix=fix)
+            what, required = "the grid holds a cell twice", "cells that differ"
+            fix = "leave one of them out, or give it a flag that tells them apart"
+            raise ConfigError(what, where=cell.script, seen=cell.label, required=required, fix=fix)
 
 
 def read_grid(path: str | Path) -> list[Cell]:
