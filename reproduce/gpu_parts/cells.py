@@ -66,11 +66,10 @@ class Shared:
     def __init__(self) -> None:
         self._key: Hashable = None
         self._value: Any = None
-        self._error: Exception | None = None
 
     def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
         if key != self._key:
-            self._key = self._value = self._error = None
+            self._key = self._value = None
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -80,9 +79,9 @@ class Shared:
                 self._value = build()
             except Exception as error:
                 # Without its traceback, whose frames hold the tensors that were built so far.
-                self._error = error.with_traceback(None)
-        if self._error is not None:
-            raise self._error
+                self._value = error.with_traceback(None)
+        if isinstance(self._value, Exception):
+            raise self._value
         return self._value
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,14 +26,6 @@ from models.attention.base import AttentionSpec
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
-TRITON_NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int8: "i8",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int64: "i64",
-}
 BATCH, N_KV_HEAD = 8, 8
 # The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
 CACHES = {
@@ -112,7 +105,7 @@ def as_source(launch: triton_backend.Launch) -> ASTSource:
         elif is_integer:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
         else:
-            signature[name] = f"*{TRITON_NAMES[value.dtype]}"
+            signature[name] = f"*{canonicalize_dtype(value.dtype)}"
         # Tensors are allocated at multiples of 16 bytes.
         if isinstance(value, torch.Tensor) or (is_integer and may_specialize and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
