@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,12 +32,15 @@ from common.jsonl import append_or_put_off, require_appendable
 from engine.bench.config import Output
 from reproduce.gpu_parts.cells import DONE, SKIPPED, Options
 from reproduce.gpu_parts.supervisor import run_parts
+from reproduce.gpu_parts.worker import PARTS
 from reproduce.sweeping.runner import make_logs
+
+Part: Any = Literal[tuple(sorted(PARTS))]
 
 
 @dataclass(frozen=True)
 class Flags(Output):
-    parts: tuple[Literal["a", "b", "c", "d", "e"], ...] = ("a", "b", "c", "d", "e")
+    parts: tuple[Part, ...] = tuple(sorted(PARTS))
     """what to run"""
     device: str = "cuda"
     """cuda, or with --quick also cpu"""

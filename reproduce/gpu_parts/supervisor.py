@@ -12,12 +12,10 @@ from threading import Thread
 
 from common.provenance import provenance
 from reproduce.gpu_parts.cells import ERROR, Options, Record
-from reproduce.gpu_parts.worker import RESTART
+from reproduce.gpu_parts.worker import PARTS, RESTART
 from reproduce.sweeping.child import read_object, run_child
 
 WORKER = ("-m", "reproduce.gpu_parts.worker")
-# In this order, and with at most this share of the time limit each: what comes last is what can best be missed.
-SHARES = {"a": 0.25, "b": 0.25, "c": 0.45, "e": 0.15, "d": 1.0}
 # Processes that share part a on a GPU, where compiling kernels takes most of its time.
 N_PROCESS = 8
 # Seconds that a cell may run past its part's share, and past the end, before its process is ended; seconds
@@ -69,10 +67,12 @@ def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER)
 
 
 def run_parts(parts: Sequence[str], options: Options, time_limit: float, keep: Keep, logs: Path) -> None:
-    """All parts, in the order of SHARES."""
+    """Those parts, in the order of PARTS."""
     end = time.time() + time_limit
-    for part in [part for part in SHARES if part in parts]:
-        deadline = min(end, time.time() + (SHARES[part] if len(parts) > 1 else 1.0) * time_limit)
+    for part, (_, share) in PARTS.items():
+        if part not in parts:
+            continue
+        deadline = min(end, time.time() + (share if len(parts) > 1 else 1.0) * time_limit)
         n_process = N_PROCESS if options.on_cuda and part == "a" else 1
         task = Task(part, options, deadline, min(end + END_GRACE, deadline + PART_GRACE))
         tasks = [replace(task, share=(index, n_process)) for index in range(n_process)]
