@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -29,23 +28,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests: the modules that damage checkpoints
 
-import common.startup
-
-from checkpoint_damage import EDITS, damage
-from checkpoint_folders import HF_CONFIG, OTHER, make_folders
-from engine.bench.arguments import Parser
-
+from common import cli
 from common.errors import UserError
-from common.exit import exit_on_user_error
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from convert_hf_checkpoint import convert
-from models import load_model
+from common.tables import Column, console
 from models.checkpoints.manifest import MANIFEST
-from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "Some text, and that is to be tokenised."
 OUTCOMES = ("refused", "harmless", "wrong", "crashed")
@@ -59,6 +50,21 @@ WEIGHTS = (
     ("gguf", "tiny.gguf"),
     ("converted", "model.pth"),
 )
+COLUMNS = (
+    *(Column(name, name, align="<") for name in ("file", "kind")),
+    Column("manifest", "manifest", lambda value: "yes" if value else "no"),
+    *(Column(name, name, lambda count: str(count or "-")) for name in ("cases", *OUTCOMES)),
+)
+
+
+@dataclass(frozen=True)
+class Flags:
+    repeats: int = 6
+    """cases of each kind for each file"""
+    seed: int = 0
+    """of the places and bits"""
+    output: str = str(ROOT / "reproduction" / "corruptions.jsonl")
+    """for the record"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class Case:
 
 def all_cases(repeats: int) -> Iterator[Case]:
     """Every kind of damage to every file, `repeats` times at other places; every edit of JSON once."""
+    from checkpoint_damage import EDITS
+
     texts = [("sharded", "model.safetensors.index.json")]
     texts += [(folder, file) for folder in ("safetensors", "converted") for file in EDITS if "index" not in file]
     for (folder, file), manifest in itertools.product([*WEIGHTS, *texts], (True, False)):
@@ -100,6 +108,10 @@ def all_cases(repeats: int) -> Iterator[Case]:
 
 def use(folder: Path) -> list[Any]:
     """All of a checkpoint that a run uses, converted first if need be, as values that compare by ==."""
+    from convert_hf_checkpoint import convert
+    from models import load_model
+    from models.checkpoints.tokenizer import load_tokenizer
+
     if folder.name != "converted":
         convert(folder, folder / "out")
         folder = folder / "out"
@@ -117,6 +129,8 @@ def quietly() -> Iterator[Path]:
 
 def outcome(case: Case, made: Path, wanted: list[Any], seed: int) -> str:
     """`refused`, `harmless`, `wrong`, or `crashed` with the exception."""
+    from checkpoint_damage import damage
+
     rng = random.Random(f"{seed} {case}")
     with quietly() as scratch:
         folder = scratch / case.folder
@@ -137,6 +151,8 @@ def outcome(case: Case, made: Path, wanted: list[Any], seed: int) -> str:
 
 def run(cases: Sequence[Case], seed: int) -> list[tuple[Case, str]]:
     """What each case came to."""
+    from checkpoint_folders import HF_CONFIG, OTHER, make_folders
+
     with quietly() as made:
         make_folders(made / "model", HF_CONFIG)
         make_folders(made / "other", OTHER)
@@ -149,46 +165,28 @@ def run(cases: Sequence[Case], seed: int) -> list[tuple[Case, str]]:
 
 def tabulate(results: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
     """Counts of each outcome by file, kind and manifest."""
-    counts: dict[tuple[str, str, bool], Counter[str]] = {}
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for case, seen in results:
-        row = f"{case.folder}: {case.file}", case.kind, case.manifest
-        counts.setdefault(row, Counter())[seen.partition(":")[0]] += 1
-    return [
-        dict(zip(("file", "kind", "manifest"), row, strict=True))
-        | {"cases": seen.total(), **{name: seen[name] for name in OUTCOMES}}
-        for row, seen in counts.items()
-    ]
+        head = {"file": f"{case.folder}: {case.file}", "kind": case.kind, "manifest": case.manifest}
+        row = rows.setdefault(tuple(head.values()), head | dict.fromkeys(("cases", *OUTCOMES), 0))
+        for name in ("cases", seen.partition(":")[0]):
+            row[name] += 1
+    return list(rows.values())
 
 
-def report(repeats: int, seed: int, output: str) -> bool:
-    """Damage, print the table and record it; whether all that had to be refused was."""
+def main(flags: Flags) -> None:
+    """Damage, print the table and record it."""
+    Path(flags.output).parent.mkdir(parents=True, exist_ok=True)
+    require_appendable(flags.output)
     started = time.monotonic()
-    results = run(list(all_cases(repeats)), seed)
-    rows = tabulate(results)
-    columns = ("cases", *OUTCOMES)
-    say(f"{'file':<46}{'kind':<17}{'manifest':>8}" + "".join(f"{name:>10}" for name in columns))
-    for row in rows:
-        numbers = "".join(f"{row[name] or '-':>10}" for name in columns)
-        say(f"{row['file']:<46}{row['kind']:<17}{'yes' if row['manifest'] else 'no':>8}{numbers}")
-    broken = [f"{case}: {seen}" for case, seen in results if not case.allows(seen)]
-    for line in broken:
-        say(f"must not be: {line}")
-    record = {"benchmark": "corruptions", "cases": len(results), "seed": seed, "must_not_be": len(broken)}
+    results = run(list(all_cases(flags.repeats)), flags.seed)
+    rows, broken = tabulate(results), [f"{case}: {seen}" for case, seen in results if not case.allows(seen)]
+    say("\n".join([console(rows, COLUMNS, indent=""), *(f"must not be: {line}" for line in broken)]))
+    record = {"benchmark": "corruptions", "cases": len(results), "seed": flags.seed, "must_not_be": len(broken)}
     seconds = round(time.monotonic() - started, 1)
-    publish(output, record | {"seconds": seconds, "table": rows, **provenance()})
-    return not broken
-
-
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=6, help="cases of each kind for each file")
-    parser.add_argument("--seed", type=int, default=0, help="of the places and bits")
-    parser.add_argument("--output", default=str(ROOT / "reproduction" / "corruptions.jsonl"), help="for the record")
-    args = parser.parse_args()
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    require_appendable(args.output)
-    sys.exit(not report(args.repeats, args.seed, args.output))
+    publish(flags.output, record | {"seconds": seconds, "table": rows, **provenance()})
+    sys.exit(bool(broken))
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

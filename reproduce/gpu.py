@@ -11,7 +11,8 @@ behind a cell that broke the device; what it says goes to `<output>.logs/`. Exit
 broke.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 import sys
 import tempfile
@@ -19,36 +20,52 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
-
-import torch
-from engine.bench.arguments import Parser
-
-from common.errors import ConfigError, UserError
-from common.exit import exit_on_user_error
+from common import cli
+from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_or_put_off, require_appendable
+from engine.bench.config import Output
 from reproduce.gpu_parts.cells import DONE, SKIPPED, Options
 from reproduce.gpu_parts.supervisor import run_parts
 from reproduce.gpu_parts.worker import PARTS
 from reproduce.sweeping.runner import make_logs
 
+Part: Any = Literal[tuple(sorted(PARTS))]
 
-def resolve_options(device: str, quick: bool) -> Options:
-    """Errors: ConfigError on a machine without a GPU, unless a quick run on the CPU is asked for."""
-    if torch.cuda.is_available() if device.startswith("cuda") else device == "cpu" and quick:
-        return Options(device, quick)
-    raise ConfigError(
-        "the measurements need a GPU",
-        where="reproduce/gpu.py: --device",
-        seen=f"{device}{' --quick' if quick else ''}, "
-        f"{'a' if torch.cuda.is_available() else 'no'} CUDA device that PyTorch {torch.__version__} sees",
-        required="a CUDA device, or --device cpu --quick",
-        fix="run it on a machine with a GPU and a CUDA build of PyTorch; --device cpu --quick shows that it runs",
-    )
+
+@dataclass(frozen=True)
+class Flags(Output):
+    parts: tuple[Part, ...] = tuple(sorted(PARTS))
+    """what to run"""
+    device: str = "cuda"
+    """cuda, or with --quick also cpu"""
+    quick: bool = False
+    """small sizes, to see that everything runs"""
+    time_limit: float = 570
+    """seconds after which cells are skipped"""
+
+    @property
+    def options(self) -> Options:
+        """Errors: ConfigError on a machine without a GPU, unless a quick run on the CPU is asked for."""
+        import torch
+
+        has_gpu, is_quick = torch.cuda.is_available(), " --quick" if self.quick else ""
+        if not (has_gpu if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
+            raise ConfigError(
+                "the measurements need a GPU",
+                where=f"reproduce/gpu.py: {flag('device')}",
+                seen=f"{self.device}{is_quick}, {'a' if has_gpu else 'no'} CUDA device that PyTorch "
+                f"{torch.__version__} sees",
+                required="a CUDA device, or --device cpu --quick",
+                fix="run it on a machine with a GPU and a CUDA build of PyTorch; "
+                "--device cpu --quick shows that it runs",
+            )
+        return Options(self.device, self.quick)
 
 
 def measure(parts: Sequence[str], options: Options, time_limit: float, output: str | None) -> bool:
@@ -72,22 +89,15 @@ def measure(parts: Sequence[str], options: Options, time_limit: float, output: s
     return not set(ends) - {DONE, SKIPPED}
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=sorted(PARTS), help="what to run")
-    parser.add_argument("--device", default="cuda", help="cuda, or with --quick also cpu")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
-    parser.add_argument("--time_limit", type=float, default=570, help="seconds after which cells are skipped")
-    parser.add_argument("--output", help="append the JSON records to this file")
-    args: argparse.Namespace = parser.parse_args()
-    options = resolve_options(args.device, args.quick)
-    require_appendable(args.output)
-    if args.time_limit < 0:
-        what, seen = "there is no time to measure anything", args.time_limit
-        raise ConfigError(what, where="--time_limit", seen=seen, required=">= 0 seconds", fix="leave it out")
-    if not measure(args.parts, options, args.time_limit, args.output):
+def main(flags: Flags) -> None:
+    options = flags.options
+    require_appendable(flags.output)
+    if flags.time_limit < 0:
+        what, where, required = "there is no time to measure anything", flag("time_limit"), ">= 0 seconds"
+        raise ConfigError(what, where=where, seen=flags.time_limit, required=required, fix="leave it out")
+    if not measure(flags.parts, options, flags.time_limit, flags.output):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

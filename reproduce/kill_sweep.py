@@ -8,7 +8,8 @@ kills fall anywhere, a third shortly before a row is written, a third on the fir
 summary and last one JSON object. Exit code 1 if a row was lost, written twice or changed, or a process survived.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 import random
 import sys
@@ -16,22 +17,22 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
-
 import psutil
-from engine.bench.arguments import Parser
 
+from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
+from common.errors import ConfigError, flag
 from common.jsonl import is_torn, publish, read_lines, require_appendable
 from common.provenance import provenance
 from common.say import say
+from engine.bench.config import Output
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import logs_of
 
@@ -44,6 +45,14 @@ ANYWHERE_SECONDS, BEFORE_SECONDS, IN_ROW_SECONDS = 0.6, 0.02, 0.0005
 PATIENCE_SECONDS, SURVIVAL_SECONDS = 120, 10
 DIFFERENT = ("seconds", "started", "git_commit")
 Start = Callable[[Path], psutil.Process]
+
+
+@dataclass(frozen=True)
+class Flags(Output):
+    kills: int = 50
+    """how often a runner is killed"""
+    seed: int = 0
+    """of the moments"""
 
 
 def sleepers(n_cells: int, size: int) -> list[Cell]:
@@ -62,25 +71,16 @@ def start_command(cells: Sequence[Cell], output: Path) -> psutil.Process:
         return psutil.Popen([*command, "--output", str(output)], env=environment, stdout=said, stderr=said)
 
 
-def exit_code(runner: psutil.Process) -> int | None:
-    """None while it runs."""
-    try:
-        return runner.wait(timeout=0)
-    except psutil.TimeoutExpired:
-        return None
-
-
-def wait_for(runner: psutil.Process, is_so: Callable[[], bool], pause: float = 0.001) -> bool:
+def wait_for(runner: psutil.Process, is_so: Callable[[], bool] = lambda: False, pause: float = 0.001) -> bool:
     """Whether it came to be so before the runner was over."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
-        if exit_code(runner) is not None:
+        with suppress(psutil.TimeoutExpired):
+            runner.wait(timeout=pause)
             return False
         if time.monotonic() > deadline:
             runner.kill()
             raise RuntimeError(f"a runner neither went on nor ended for {PATIENCE_SECONDS} s")
-        if pause:
-            time.sleep(pause)
     return True
 
 
@@ -106,7 +106,7 @@ def wait_for_moment(
     # Not the first row: the log of its cell may be that of a runner that was killed.
     n_rows = len(rows_in(output)) + rng.randint(1, 2)
     if n_rows >= len(cells):
-        return wait_for(runner, lambda: False)
+        return wait_for(runner)
     log = logs_of(output) / f"{cells[n_rows].key}.log"
     if not wait_for(runner, log.exists):
         return False
@@ -132,8 +132,8 @@ def survivors(tag: object) -> tuple[int, float]:
 
 
 def finish(runner: psutil.Process, output: Path) -> None:
-    wait_for(runner, lambda: False, pause=0.01)
-    if code := exit_code(runner):
+    wait_for(runner, pause=0.01)
+    if code := runner.wait():
         said = output.with_suffix(".said")
         words = said.read_text()[-500:] if said.exists() else ""
         raise RuntimeError(f"a runner that was left alone ended with exit code {code}: {words}")
@@ -141,17 +141,17 @@ def finish(runner: psutil.Process, output: Path) -> None:
 
 def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[str, int]:
     """Rows that are not there, there twice, or other than those of the undisturbed run."""
-
-    def comparable(row: dict) -> dict:
-        return {name: value for name, value in row.items() if name not in DIFFERENT}
-
-    rows, same = rows_in(output), {row["key"]: comparable(row) for row in rows_in(undisturbed)}
-    counts = Counter(row["key"] for row in rows)
-    is_cut_off = is_torn(output.read_bytes().rpartition(b"\n")[2])
-    changed = sum(comparable(row) != same.get(row["key"]) for row in rows) + is_cut_off
-    lost, twice = sum(cell.key not in counts for cell in cells), sum(count > 1 for count in counts.values())
-    out_of_order = [row["key"] for row in rows] != [cell.key for cell in cells]
-    return dict(zip(WRONG, (lost, twice, changed, int(out_of_order)), strict=True))
+    rows, same = (
+        [{name: value for name, value in row.items() if name not in DIFFERENT} for row in rows_in(path)]
+        for path in (output, undisturbed)
+    )
+    keys, is_cut_off = [row["key"] for row in rows], is_torn(output.read_bytes().rpartition(b"\n")[2])
+    return {
+        "lost": sum(cell.key not in keys for cell in cells),
+        "twice": sum(count > 1 for count in Counter(keys).values()),
+        "changed": sum(row not in same for row in rows) + is_cut_off,
+        "out_of_order": int(keys != [cell.key for cell in cells]),
+    }
 
 
 def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Start) -> dict:
@@ -190,32 +190,22 @@ def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Pat
     }
 
 
-def is_sound(seen: dict) -> bool:
-    return not any(seen[name] for name in (*WRONG, "survivors"))
-
-
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="how often a runner is killed")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--output", help="append the JSON record to this file")
-    args: argparse.Namespace = parser.parse_args()
-    if args.kills < 1:
-        what, fix = "nothing would be disturbed", "use --kills 50"
-        raise ConfigError(what, where="--kills", seen=args.kills, required=">= 1", fix=fix)
-    require_appendable(args.output)
+def main(flags: Flags) -> None:
+    if flags.kills < 1:
+        what, fix = "nothing would be disturbed", f"use {flag('kills')} 50"
+        raise ConfigError(what, where=flag("kills"), seen=flags.kills, required=">= 1", fix=fix)
+    require_appendable(flags.output)
     cells = sleepers(N_CELLS, ROW_LETTERS)
     with tempfile.TemporaryDirectory() as folder:
-        start = partial(start_command, cells)
-        seen = disturb(cells, args.kills, random.Random(args.seed), Path(folder), start)
+        rng, start = random.Random(flags.seed), partial(start_command, cells)
+        seen = disturb(cells, flags.kills, rng, Path(folder), start)
     summary = (
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"
     )
-    publish(args.output, {"benchmark": "kill_sweep", "seed": args.seed, **seen, **provenance()}, summary)
-    if not is_sound(seen):
-        sys.exit(1)
+    publish(flags.output, {"benchmark": "kill_sweep", "seed": flags.seed, **seen, **provenance()}, summary)
+    sys.exit(any(seen[name] for name in (*WRONG, "survivors")))
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

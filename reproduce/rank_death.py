@@ -6,31 +6,39 @@ Self-speculation on the default model, two ranks of this machine; the rank is ki
 are saved and speculation is under way. Prints what torchrun and the ranks said, and last one JSON object.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
-
 import psutil
-from engine.bench.arguments import Parser
 
+from common import cli
 from common.errors import UserError
-from common.exit import exit_on_user_error
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
+from engine.bench.config import Output
 from reproduce.sweeping.child import ON_RANKS, run_child, said_in
 
 N_ROWS, GEN_LEN = 2, 96
 RUN = f"--B {N_ROWS} --prefix_len 1000 --gen_len {GEN_LEN} --gamma 3 --streamingllm_budget 128"
 SECONDS_INTO_SPECULATION = 2.0
 PATIENCE_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Flags(Output):
+    rank: Literal[0, 1] = 1
+    """the rank to kill"""
 
 
 def kill_rank(rank: int, rows: Path, killed_at: list[float]) -> None:
@@ -69,17 +77,12 @@ def kill_and_watch(rank: int, folder: Path) -> dict:
     }
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rank", type=int, choices=[0, 1], default=1, help="the rank to kill")
-    parser.add_argument("--output", help="append the JSON record to this file")
-    args = parser.parse_args()
-    require_appendable(args.output)
+def main(flags: Flags) -> None:
+    require_appendable(flags.output)
     with tempfile.TemporaryDirectory() as folder:
-        seen = kill_and_watch(args.rank, Path(folder))
-    record = {"benchmark": "rank_death", "run": RUN, "ranks": 2, **seen, **provenance()}
-    publish(args.output, record)
+        seen = kill_and_watch(flags.rank, Path(folder))
+    publish(flags.output, {"benchmark": "rank_death", "run": RUN, "ranks": 2, **seen, **provenance()})
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -7,21 +7,22 @@ It can be interrupted or killed at any point; the same command goes on with the 
 that failed is a row with its error, and is tried again with --retry_failed. Exit code 1 if a selected cell failed.
 """
 
-import argparse
+from __future__ import annotations
+
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
+from tyro.conf import UseAppendAction, arg
 
-from engine.bench.arguments import Parser
-
-from common.errors import ConfigError
-from common.exit import exit_on_user_error
+from common import cli
+from common.errors import ConfigError, flag
 from common.jsonl import require_appendable
 from reproduce.sweeping.cells import Cell, grid, is_value, labels, read_grid, select
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
@@ -29,33 +30,47 @@ from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 WAITING = "to run"
 
 
-def cells_of(file: str | None, script: str | None, fixed: Sequence[str], axis: Sequence[str]) -> list[Cell]:
+@dataclass(frozen=True)
+class Flags:
+    grid: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """TOML file of sweeps, such as reproduce/grids/example.toml"""
+    script: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """without --grid: the script to run, from the project's root"""
+    fixed: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = ()
+    """a flag of every cell; [1,2] for several"""
+    axis: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=V1,V2")] = ()
+    """a flag and its values; the last is fastest"""
+    output: Annotated[str | None, arg(help_behavior_hint="(default: beside the grid's file)")] = None
+    """append the rows to this file"""
+    only: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE|KEY")] = ()
+    """cells with this value, or of this key"""
+    retry_failed: bool = False
+    """run cells again whose last row is a failure"""
+    timeout: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
+    """seconds after which a cell is ended, as a failure"""
+    list: bool = False
+    """show the cells and their state, and run nothing"""
+
+
+def cells_of(flags: Flags) -> list[Cell]:
     """The cells of a file of sweeps, or of a script with `name=value` and `name=value,value` texts.
 
     Errors: ConfigError, also if it is both or neither.
     """
-    if (file is None) == (script is None) or (file and (fixed or axis)):
-        given = {"grid": file, "script": script, "fixed": fixed, "axis": axis}
+    if (flags.grid is None) == (flags.script is None) or (flags.grid and (flags.fixed or flags.axis)):
+        given = [flag(name) for name in ("grid", "script", "fixed", "axis") if getattr(flags, name)]
         raise ConfigError(
             "it is not clear what to run",
             where="--grid, --script",
-            seen=" and ".join(f"--{name}" for name, value in given.items() if value) or "neither",
+            seen=" and ".join(given) or "neither",
             required="--grid alone, or --script with --fixed and --axis",
             fix="give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --axis gamma=1,2",
         )
-    if script is None:
-        return read_grid(str(file))
-    values = {name: parse_value(text) for name, text in split_assignments("fixed", fixed).items()}
-    axes = {name: parse_axis(text) for name, text in split_assignments("axis", axis).items()}
-    return grid(script, values, axes)
-
-
-def default_output(file: str | None) -> str:
-    """Beside the grid's file a `.jsonl` of its name. Errors: ConfigError without a grid."""
-    if file is None:
-        what, required = "there is no file for the rows", "a file, where the grid does not come from one"
-        raise ConfigError(what, where="--output", seen="nothing", required=required, fix="add --output results.jsonl")
-    return str(Path(file).with_suffix(".jsonl"))
+    if flags.script is None:
+        return read_grid(str(flags.grid))
+    values = {name: parse_value(text) for name, text in split_assignments("fixed", flags.fixed).items()}
+    axes = {name: parse_axis(text) for name, text in split_assignments("axis", flags.axis).items()}
+    return grid(flags.script, values, axes)
 
 
 def parse_value(text: str) -> object:
@@ -76,15 +91,16 @@ def parse_axis(text: str) -> list[object]:
     return list(values if all(map(is_value, values)) else text.split(","))
 
 
-def split_assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
+def split_assignments(field: str, texts: Sequence[str]) -> dict[str, str]:
     """`name=value` texts. Errors: ConfigError for one without a name or a value, or a name that comes twice."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or name in found:
             what = "a flag is given twice" if name in found else "a flag has no name or no value"
-            fix = f"write --{flag} gamma=1,2" if flag == "axis" else f"write --{flag} gamma=3, or benchmark=true"
-            raise ConfigError(what, where=f"--{flag}", seen=text, required="name=value, once for each name", fix=fix)
+            where, example = flag(field), "gamma=1,2" if field == "axis" else "gamma=3, or benchmark=true"
+            required, fix = "name=value, once for each name", f"write {where} {example}"
+            raise ConfigError(what, where=where, seen=text, required=required, fix=fix)
         found[name] = value
     return found
 
@@ -103,28 +119,20 @@ def counted(states: Sequence[str]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in (OK, FAILED, WAITING) if counts[state])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--grid", help="TOML file of sweeps, such as reproduce/grids/example.toml")
-    add("--script", help="without --grid: the script to run, from the project's root")
-    add("--fixed", metavar="NAME=VALUE", action="append", default=[], help="a flag of every cell; [1,2] for several")
-    add("--axis", metavar="NAME=V1,V2", action="append", default=[], help="a flag and its values; the last is fastest")
-    add("--output", help="append the rows to this file (default: beside the grid's file)")
-    add("--only", metavar="NAME=VALUE|KEY", action="append", default=[], help="cells with this value, or of this key")
-    add("--retry_failed", action="store_true", help="run cells again whose last row is a failure")
-    add("--timeout", type=float, help="seconds after which a cell is ended, as a failure")
-    add("--list", action="store_true", help="show the cells and their state, and run nothing")
-    args = parser.parse_args(argv)
-    cells = cells_of(args.grid, args.script, args.fixed, args.axis)
-    output = args.output or default_output(args.grid)
-    selected = select(cells, args.only)
+def main(flags: Flags) -> None:
+    cells = cells_of(flags)
+    if flags.output is None and flags.grid is None:
+        what, required = "there is no file for the rows", "a file, where the grid does not come from one"
+        where, fix = flag("output"), f"add {flag('output')} results.jsonl"
+        raise ConfigError(what, where=where, seen="nothing", required=required, fix=fix)
+    output = flags.output or str(Path(str(flags.grid)).with_suffix(".jsonl"))
+    selected = select(cells, flags.only)
     require_appendable(output)
-    if args.list:
+    if flags.list:
         print_states(selected, output)
         return
     try:
-        rows = run_cells(cells, output, retry_failed=args.retry_failed, timeout_s=args.timeout, only=args.only)
+        rows = run_cells(cells, output, retry_failed=flags.retry_failed, timeout_s=flags.timeout, only=flags.only)
     except KeyboardInterrupt:  # the runner has said what is done
         sys.exit(130)
     all_states = {row["key"]: row["status"] for row in rows}
@@ -136,4 +144,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

@@ -7,21 +7,19 @@ model without four layers, converted if it is not there. About four minutes on t
 pair of runs differs.
 """
 
+from __future__ import annotations
+
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
-
-from engine.bench.arguments import Parser
-
+from common import cli
 from common.errors import UserError
-from common.exit import exit_on_user_error
 from common.jsonl import append_or_put_off, require_appendable
 from common.say import say
+from engine.bench.config import Output
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from reproduce.sweeping.child import ON_RANKS, run_child
 
@@ -31,13 +29,13 @@ MODELS = ["--target", str(DEFAULT_CHECKPOINT / "model.pth"), "--model", str(DRAF
 COUPLED = ["--temperature", "0.6", "--verification", "coupled", "--seed", "3"]
 # Script, its flags, and those that only two ranks take.
 RUNS = (
-    ("selfspec", SIZE, []),
-    ("longspec", [*MODELS, *SIZE], ["--draft_ranks", "0"]),
-    ("longspec", [*MODELS, *SIZE, *COUPLED], ["--draft_ranks", "0"]),
+    ("selfspec", SIZE, ()),
+    ("longspec", (*MODELS, *SIZE), ("--draft_ranks", "0")),
+    ("longspec", (*MODELS, *SIZE, *COUPLED), ("--draft_ranks", "0")),
 )
 
 
-def run(argv: Sequence[str]) -> dict | None:
+def run(*argv: str) -> dict:
     """The record that a command prints, if it does; its processes get one CPU thread each."""
     say("running " + " ".join(argv))
     with tempfile.TemporaryDirectory() as folder:
@@ -46,21 +44,21 @@ def run(argv: Sequence[str]) -> dict | None:
         seen = str(outcome.error).rpartition("; see ")[0]  # the log is gone with its folder
         where, fix = " ".join(argv), "run it by itself and see what it says"
         raise UserError("a command failed", where=where, seen=seen, required="exit code 0", fix=fix)
-    return outcome.record
+    return outcome.record or {}
 
 
-def compare(output: str | None) -> bool:
-    """Make the runs, append and print what they came to; whether all pairs emitted the same tokens."""
-    all_same = True
-    put_off: list[UserError] = []
-    run(["convert_hf_checkpoint.py", "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT)])
-    for script, flags, on_two in RUNS:
-        command = [f"tests/{script}_benchmark.py", *flags]
-        one, two = run(command), run([*ON_RANKS, "--nproc_per_node=2", *command, "--rank_group", "0", "1", *on_two])
+def main(flags: Output) -> None:
+    """Make the runs, append and print what they came to."""
+    require_appendable(flags.output)
+    all_same, put_off = True, list[UserError]()
+    run("convert_hf_checkpoint.py", "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT))
+    for script, own, on_two in RUNS:
+        command = [f"tests/{script}_benchmark.py", *own]
+        one, two = run(*command), run(*ON_RANKS, "--nproc_per_node=2", *command, "--rank_group", "0", "1", *on_two)
         same = one["tokens_sha256"] == two["tokens_sha256"]
         all_same &= same
         for record in (one, two):
-            append_or_put_off(output, record, put_off)
+            append_or_put_off(flags.output, record, put_off)
         mib = [round(peak / 2**20) for record in (one, two) for peak in record["peak_memory_bytes_per_rank"]]
         print(
             f"{script}, {one['verification']}: {'the same tokens' if same else 'OTHER TOKENS'}; acceptance "
@@ -68,17 +66,9 @@ def compare(output: str | None) -> bool:
         )
     if put_off:
         raise put_off[0]
-    return all_same
-
-
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", help="append the runs' JSON records to this file")
-    args = parser.parse_args()
-    require_appendable(args.output)
-    if not compare(args.output):
+    if not all_same:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Output)

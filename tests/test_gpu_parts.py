@@ -12,8 +12,10 @@ from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import random_prompts, tiny_model
 
 from common.errors import OutOfMemoryError
+from engine.bench.config import Sizes
 from engine.bench.memory import GIB
-from engine.bench.plan import require_room, resolve
+from engine.bench.room import require_room
+from engine.bench.session import Session
 from engine.noise import in_passes
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
@@ -146,16 +148,17 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
     """All were skipped, because their full batches take 79.8 GiB and more."""
     planned = {}
 
-    def never_prepared(args, sampling, draft):
-        require_room(resolve(args, sampling, draft))
-        planned[args.model_name, args.asked_B, args.prefix_len, args.kv_dtype] = args.B
+    def never_opened(plan):
+        require_room(plan)
+        target, asked = plan.config.target, plan.config.sizes
+        planned[target.model_name, asked.B, asked.prefix_len, target.kv_dtype] = plan.n_rows
         raise Planned
 
-    monkeypatch.setattr(setups, "prepare", never_prepared)
-    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 78 * GIB)
-    for module in ("plan", "settings"):
+    monkeypatch.setattr(Session, "of_plan", never_opened)
+    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 78 * GIB)
+    for module in ("plan", "resolved"):
         monkeypatch.setattr(f"engine.bench.{module}.resolve_device", lambda name: "cuda")
-    monkeypatch.setattr("engine.bench.plan._dequantizes", lambda *arguments: None)
+    monkeypatch.setattr("engine.bench.room._dequantizes", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(costs, "copy_bandwidth", lambda options: 1.0)
     monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
@@ -172,16 +175,19 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
 
 def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
     """One row of two; none at all is a reason to skip."""
-    flags = {"B": 2, "prefix_len": 64, "gen_len": 8}
-    asked = setups.dummy_setup(CPU, setups.TINY, **flags).args
-    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: asked.planned_bytes - 1)
-    fitting = setups.dummy_setup(CPU, setups.TINY, **flags)
+
+    def opened() -> Session:
+        return setups.dummy_session(CPU, setups.TINY, Sizes(2, 64, 8), draft=setups.self_draft(3, 32))
+
+    planned_bytes = setups.size_record(opened())["planned_bytes"]
+    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: planned_bytes - 1)
+    fitting = opened()
     assert fitting.runner.max_batch == len(fitting.prompts) == 1
     record = setups.size_record(fitting)
-    assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < asked.planned_bytes
-    monkeypatch.setattr("engine.bench.plan.available_bytes", lambda device: 1000)
+    assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < planned_bytes
+    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 1000)
     with pytest.raises(OutOfMemoryError, match="a batch of 2"):
-        setups.dummy_setup(CPU, setups.TINY, **flags)
+        opened()
 
 
 def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):

@@ -103,8 +103,8 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, quick in (("cuda", False), ("cuda", True), ("cpu", False), ("tpu", True)):
         with pytest.raises(ConfigError, match="the measurements need a GPU"):
-            gpu.resolve_options(device, quick)
-    assert gpu.resolve_options("cpu", True) == CPU
+            _ = gpu.Flags(device=device, quick=quick).options
+    assert gpu.Flags(device="cpu", quick=True).options == CPU
     if not torch.cuda.device_count():
         done = run_script("--output", str(tmp_path / "none.jsonl"))
         assert done.returncode == 2 and done.stderr.startswith("error: the measurements need a GPU")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from common import cli
 from common.checkout import ROOT
 from common.errors import ConfigError
 from common.exit import exit_on_user_error
@@ -156,7 +157,8 @@ def test_bad_flags_are_one_clear_error(tmp_path, capsys, flags, message):
     script.write_text("open(__file__ + '.ran', 'w')\n")
     (tmp_path / "full.logs").touch()
     with pytest.raises(SystemExit) as end:
-        exit_on_user_error(lambda: sweep.main(flags.format(script=script, folder=tmp_path).split()))
+        words = flags.format(script=script, folder=tmp_path).split()
+        exit_on_user_error(lambda: sweep.main(cli.read(sweep.Flags, words, "sweep.py")))
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("error: ") and message in said
     assert all(said.count(part) == 1 for part in ("where:", "seen:", "required:", "fix:"))

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from models.attention.triton_backend import chunk_length, min_chunk_length, tile_config
-from reproduce import kernel_report
+from reproduce.gpu_parts import kernels
 
 CASES = Path(__file__).with_name("triton_cases.py")
 
@@ -63,17 +63,17 @@ def test_the_last_wave_is_not_left_nearly_empty():
 
 @pytest.mark.parametrize("entries,cache", [(torch.bfloat16, "in order"), (torch.int8, "positions")])
 def test_kernels_compile_for_hopper_without_spilling(entries, cache):
-    launches = kernel_report.launches(torch.bfloat16, entries, 128, 16, kernel_report.CACHES[cache])
+    launches = kernels.launches(torch.bfloat16, entries, 128, 16, cache)
     assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv", "combine"]
     for launch in launches:
-        compiled = kernel_report.compile_launch("tested", launch, 90)
+        compiled = kernels.compile_launch("tested", launch, 90)
         assert compiled.registers > 16 and compiled.shared > 0
-        assert kernel_report.problems(compiled) == []
+        assert compiled.problems == []
 
 
 def test_the_report_names_variants_that_spill_or_do_not_fit():
     """Made up; and a tile far too large for the registers, compiled for real."""
-    fine = kernel_report.Compiled("a variant", 80, 255, 163 * 1024, 0, 0, 128)
+    fine = kernels.Compiled("a variant", 80, 255, 163 * 1024, 0, 0, 128)
     for changes, named in (
         ({}, ""),
         ({"spill_stores": 8}, "sm_80, a variant: spills 8"),
@@ -81,9 +81,9 @@ def test_the_report_names_variants_that_spill_or_do_not_fit():
         ({"shared": 163 * 1024 + 1}, "shared memory"),
         ({"shared": 163 * 1024 + 1, "arch": 90}, ""),
     ):
-        problems = kernel_report.problems(replace(fine, **changes))
+        problems = replace(fine, **changes).problems
         assert named in problems[0] if named else problems == []
-    split = kernel_report.launches(torch.bfloat16, torch.int8, 128, 64, kernel_report.CACHES["in order"])[0]
+    split = kernels.launches(torch.bfloat16, torch.int8, 128, 64, "in order")[0]
     split = split._replace(arguments=split.arguments | {"SLOTS": 128}, num_warps=4, num_stages=2)
-    compiled = kernel_report.compile_launch("too large", split, 90)
-    assert "spills" in kernel_report.problems(compiled)[0]
+    compiled = kernels.compile_launch("too large", split, 90)
+    assert "spills" in compiled.problems[0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.runner import ModelRunner, Prefilled
+from kv_cache import KVCache
 from models.llama import logits_dtype
 
 
@@ -14,6 +15,17 @@ from models.llama import logits_dtype
 def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
     """Every row holds random keys and values at the positions of its prompt, and counts as prefilled with it."""
     cache, model = runner.cache, runner.model
+    randomise(cache)
+    for row, prompt in enumerate(prompts):
+        cache.reset_row(row)
+        cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
+        dtype = logits_dtype(model.dtype, cache.device)
+        logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=dtype)
+        cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)
+
+
+def randomise(cache: KVCache) -> None:
+    """Random keys and values in every slot."""
     if cache.scales is None:
         cache.entries.normal_()
     elif cache.entries.dtype == torch.int8:
@@ -23,9 +35,3 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
         for layer in cache.entries:  # a float8 has no random numbers of its own, and bytes that are no numbers
             layer.copy_(torch.randn(layer.shape, device=layer.device))
         cache.scales.fill_(1)
-    for row, prompt in enumerate(prompts):
-        cache.reset_row(row)
-        cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
-        dtype = logits_dtype(model.dtype, cache.device)
-        logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=dtype)
-        cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)

@@ -155,6 +155,7 @@ class Session:
         if draft is not None and draft.form not in self.models:
             model = _load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
             if model is not None:
+                _choose_attention(plan, model, draft.kv_dtype, "the draft's attention")
                 use_pointwise(model, self.runner.model.pointwise)
                 self.models[draft.form] = model
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)

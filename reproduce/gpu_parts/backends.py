@@ -44,28 +44,26 @@ def backends(options: Options) -> list[Named]:
 @functools.cache
 def missing_flash() -> dict[str, str | None]:
     """Why each flash package cannot be imported; None where it can."""
-    reasons: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = dict.fromkeys(FLASH)
     for name, package in FLASH.items():
         try:
             importlib.import_module(package.module).flash_attn_with_kvcache  # noqa: B018
-            reasons[name] = None
         except Exception as error:  # a package built for another torch or CUDA fails in ways of its own
             reasons[name] = f"{type(error).__name__}: {error}"
     return reasons
 
 
 def _ours(name: str, device: str) -> Named:
-    return Named(name, device, partial(_selected, name, device))
+    def make(spec: AttentionSpec) -> AttentionBackend:
+        try:
+            backend, why = select_backend(name, device, spec)
+        except ConfigError as error:
+            raise Skip(f"{name} is not available: {error}") from None
+        if backend.name != name:
+            raise Skip(f"{name} does not take this: {why}")
+        return backend
 
-
-def _selected(name: str, device: str, spec: AttentionSpec) -> AttentionBackend:
-    try:
-        backend, why = select_backend(name, device, spec)
-    except ConfigError as error:
-        raise Skip(f"{name} is not available: {error}") from None
-    if backend.name != name:
-        raise Skip(f"{name} does not take this: {why}")
-    return backend
+    return Named(name, device, make)
 
 
 def _flash(package: Package, device: str, spec: AttentionSpec) -> AttentionBackend:

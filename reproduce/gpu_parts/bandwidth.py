@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.say import dtype_name
+from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
 from kv_cache import FullKVCache
 from kv_cache.entries import KV
@@ -21,7 +22,7 @@ from models.attention import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FA2
 from models.quantize import GROUP, Int4Linear, Int8Linear, dequantize
 from reproduce.gpu_parts.backends import Named, backends, missing_flash
-from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth, l2_bytes, time_calls
 
 
@@ -105,7 +106,7 @@ class Unpacked:
         return self._kernel(q, kv.keys, kv.values, cache_seqlens=lengths, causal=True)
 
 
-def copy(options: Options) -> dict[str, Any]:
+def copy(options: Options) -> Record:
     properties = torch.cuda.get_device_properties(options.device) if options.on_cuda else None
     return {
         "bytes_per_second": copy_bandwidth(options),
@@ -119,11 +120,11 @@ def copy(options: Options) -> dict[str, Any]:
 
 def attention(
     options: Options, shared_caches: Callable[[], list[FullKVCache]], shape: Shape, named: Named, n_token: int
-) -> dict[str, Any]:
+) -> Record:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
     spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, options.dtype)
     backend, caches = named.make(spec), shared_caches()
-    (batch, n_slot), kv_bytes = caches[0].positions.shape, caches[0].n_bytes
+    kv_bytes = caches[0].n_bytes
     calls = [_call(backend, spec, cache, n_token, options) for cache in caches]
     # Enough calls that the first one of a graph, which waits for its launch, weighs little.
     timing = time_calls((calls * 8)[: max(len(calls), 8)], options)
@@ -131,8 +132,7 @@ def attention(
     record = {
         "model": shape.model,
         "heads": [shape.n_head, shape.n_kv_head, shape.head_dim],
-        "B": batch,
-        "S": n_slot,
+        **dict(zip("BS", caches[0].positions.shape, strict=True)),
         "T": n_token,
         "backend": named.name,
         "dtype": dtype_name(spec.dtype),
@@ -156,11 +156,7 @@ def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: to
     while not caches or (len(caches) * caches[0].n_bytes < wanted and len(caches) < MOST_BUFFERS):
         cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or options.dtype)
         cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
-        if cache.scales is None:
-            cache.entries.normal_()
-        else:
-            cache.entries.random_(-64, 65)
-            cache.scales.fill_(1 / 64)
+        randomise(cache)
         caches.append(cache)
     return caches
 
@@ -184,7 +180,7 @@ def linear_cells(options: Options) -> list[Cell]:
     ]
 
 
-def linear(options: Options, kind: str, d_out: int, d_in: int) -> dict[str, Any]:
+def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:
     """Microseconds by rows; of 4 bits both ways, whichever `Int4Linear` would take."""
     weight = torch.randn(d_out, d_in, device=options.device, dtype=options.dtype)
     multipliers = [multiplier(kind, weight, options) for _ in range(N_LAYER)]

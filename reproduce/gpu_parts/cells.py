@@ -19,6 +19,9 @@ DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 BROKEN_DEVICE = ("CUDA error", "illegal memory access", "device-side assert", "launch failure")
 
 
+Record = dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Options:
     """What every part needs to know. quick: sizes for a CPU and a test, not for a result."""
@@ -42,14 +45,14 @@ class Cell:
     part: str
     benchmark: str
     name: str
-    run: Callable[[], dict[str, Any]]
+    run: Callable[[], Record]
 
 
 class Skip(Exception):
     """Why a cell does not make sense here."""
 
 
-def verdict(is_good: bool) -> dict[str, Any]:
+def verdict(is_good: bool) -> Record:
     """The status of a cell that checks something."""
     return {"status": DONE if is_good else FAILED}
 
@@ -63,31 +66,26 @@ class Shared:
     def __init__(self) -> None:
         self._key: Hashable = None
         self._value: Any = None
-        self._error: Exception | None = None
 
     def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
         if key != self._key:
-            self._key = self._value = self._error = None
-            _empty_memory()
+            self._key = self._value = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             self._key = key
             try:
                 self._value = build()
             except Exception as error:
                 # Without its traceback, whose frames hold the tensors that were built so far.
-                self._error = error.with_traceback(None)
-        if self._error is not None:
-            raise self._error
+                self._value = error.with_traceback(None)
+        if isinstance(self._value, Exception):
+            raise self._value
         return self._value
 
 
-def _empty_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[dict[str, Any]], None]) -> bool:
+def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[Record], None]) -> bool:
     """Run cells in order and emit the record of each as it ends; stop and return False if the device broke.
 
     A cell that would begin after `deadline` (seconds since the epoch) is recorded as skipped.
@@ -114,7 +112,7 @@ def breaks_device(error: Exception) -> bool:
     return any(text in str(error) for text in BROKEN_DEVICE)
 
 
-def describe(error: Exception) -> dict[str, Any]:
+def describe(error: Exception) -> Record:
     """An error as a record's fields, with the innermost lines that it came through."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]

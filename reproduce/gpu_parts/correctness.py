@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from attention_cases import Case, FakeSlots, make_case
@@ -16,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.say import dtype_name
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.bench.record import identical_rows
 from engine.drafters import Drafter
 from engine.graphs import CudaGraphs
 from engine.noise import Source, Stream, compiled_source, in_passes, uniform
@@ -29,7 +29,7 @@ from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
 from reproduce.gpu_parts.backends import Named, all_backends
 from reproduce.gpu_parts.bandwidth import LLAMA_31_8B
-from reproduce.gpu_parts.cells import Cell, Options, Skip, breaks_device, describe, verdict
+from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -42,29 +42,27 @@ QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
 
 
 def cells(options: Options) -> list[Cell]:
-    found = [Cell("a", "gpu_noise", "noise", partial(noise, options, in_passes))]
-    if options.on_cuda:
-        found.append(Cell("a", "gpu_noise", "noise, compiled", partial(noise, options, compiled_source())))
-    for scheme in SCHEMES:
-        found.append(Cell("a", "gpu_quantised_error", f"{scheme} layers", partial(quantised, options, scheme)))
-    found.append(Cell("a", "gpu_prefill_kernel", "a chunk of a prompt", partial(prefill_kernel, options)))
-    for mode in ("greedy", "coupled", "rejection"):
-        found.append(Cell("a", "gpu_identity", f"replayed rounds, {mode}", partial(identity, options, mode)))
-    found.append(Cell("a", "gpu_survival", "one runner's graphs go, another's stay", partial(survival, options)))
+    modes = ("greedy", "coupled", "rejection")
+    found: list[tuple] = [
+        ("gpu_noise", "noise", noise, in_passes),
+        *([("gpu_noise", "noise, compiled", noise, compiled_source())] if options.on_cuda else []),
+        *(("gpu_quantised_error", f"{scheme} layers", quantised, scheme) for scheme in SCHEMES),
+        ("gpu_prefill_kernel", "a chunk of a prompt", prefill_kernel),
+        *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in modes),
+        ("gpu_survival", "one runner's graphs go, another's stay", survival),
+    ]
     for named in all_backends(options):
         dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
-        for dtype, storage, ring in itertools.product(dtypes, STORAGES, (False, True)):
+        for kind in itertools.product(dtypes, STORAGES, (False, True)):
+            dtype, storage, ring = kind
             if dtype == torch.float16 and storage is not None:
                 continue  # the same code as in bfloat16
             what = f"{dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {'ring' if ring else 'in order'}"
-            run = partial(attention, options, named, dtype, storage, ring)
-            found.append(Cell("a", "gpu_attention_error", f"{named.name}, {what}", run))
-    return found
+            found.append(("gpu_attention_error", f"{named.name}, {what}", attention, named, *kind))
+    return [Cell("a", benchmark, name, partial(run, options, *kind)) for benchmark, name, run, *kind in found]
 
 
-def attention(
-    options: Options, named: Named, dtype: torch.dtype, storage: torch.dtype | None, ring: bool
-) -> dict[str, Any]:
+def attention(options: Options, named: Named, dtype: torch.dtype, storage: torch.dtype | None, ring: bool) -> Record:
     """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
     lengths, capacity = (QUICK_LENGTHS, QUICK_CAPACITY) if options.quick else (LENGTHS, CAPACITY)
     groups, head_dims = ((1, 3), (64,)) if options.quick else (GROUPS, HEAD_DIMS)
@@ -82,17 +80,10 @@ def attention(
             continue
         n_cases += 1
         worst = max(worst, (error_of(out, case.reference()), shape))
-    return verdict(not broken and worst[0] <= TOLERANCE[dtype]) | {
-        "backend": named.name,
-        "dtype": dtype_name(dtype),
-        "kv_dtype": dtype_name(storage or dtype),
-        "ring": ring,
-        "worst_error": float(f"{worst[0]:.3g}"),
-        "worst_case": worst[1],
-        "tolerance": TOLERANCE[dtype],
-        "shapes": n_cases,
-        "broken": broken,
-    }
+    record = verdict(not broken and worst[0] <= TOLERANCE[dtype]) | {"backend": named.name}
+    record |= {"dtype": dtype_name(dtype), "kv_dtype": dtype_name(storage or dtype), "ring": ring}
+    record |= {"worst_error": float(f"{worst[0]:.3g}"), "worst_case": worst[1], "tolerance": TOLERANCE[dtype]}
+    return record | {"shapes": n_cases, "broken": broken}
 
 
 def error_of(out: Tensor, wanted: Tensor) -> float:
@@ -107,7 +98,7 @@ def on(case: Case, device: str) -> Case:
     return replace(case, q=case.q.to(device), kv=kv, queries=case.queries.to(device), slots=slots)
 
 
-def noise(options: Options, source: Source) -> dict[str, Any]:
+def noise(options: Options, source: Source) -> Record:
     """The random numbers of all streams on the device, bit for bit those of the CPU."""
     n_ids = 501 if options.quick else 49152
     keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
@@ -121,7 +112,7 @@ def noise(options: Options, source: Source) -> dict[str, Any]:
     return verdict(n_same == n_all) | {"same": n_same, "numbers": n_all}
 
 
-def quantised(options: Options, scheme: str) -> dict[str, Any]:
+def quantised(options: Options, scheme: str) -> Record:
     """A quantised layer against the product with the grid that it stands for, for few rows and for many."""
     if options.device == "cpu" and scheme == "int8" and not torch.cpu._is_vnni_supported():
         raise Skip("no VNNI")
@@ -147,7 +138,7 @@ def quantised(options: Options, scheme: str) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def prefill_kernel(options: Options) -> dict[str, Any]:
+def prefill_kernel(options: Options) -> Record:
     """Whether a chunk of a prompt attends in a fused kernel without a mask in memory, and what runs there."""
     shape, (n_token, n_slot) = LLAMA_31_8B, (64, 256) if options.quick else (2048, 8192)
     spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, options.dtype)
@@ -179,10 +170,11 @@ RUBBISH_BYTES = 256 << 20
 
 
 @torch.inference_mode()
-def identity(options: Options, mode: str) -> dict[str, Any]:
+def identity(options: Options, mode: str) -> Record:
     """Six ragged prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
     model, prompts, name = _model_and_prompts(options)
     sampling = None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
+    how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
     use_pointwise(model, compiled())
     source = compiled_source()
 
@@ -194,27 +186,18 @@ def identity(options: Options, mode: str) -> dict[str, Any]:
             "standalone": StandaloneDraft(ModelRunner(model, _draft_cache(runner)), gamma=3),
             "ngram": NGram(runner, gamma=3),
         }
-        how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
         # Twice over: what was captured for one has to survive the others.
-        return {
-            what: generate(runner, prompts, drafter=drafter, **how).tokens
-            for what, drafter in [*drafters.items(), *drafters.items()]
-        }
+        runs = [*drafters.items(), *drafters.items()]
+        return {what: generate(runner, prompts, drafter=drafter, **how).tokens for what, drafter in runs}
 
     called, replayed = tokens_of(WholeExtent), tokens_of(partial(ModelRunner, new_graphs=CudaGraphs))
-    same = {what: _n_equal(called[what], replayed[what]) for what in called}
-    return verdict(set(same.values()) == {len(prompts)}) | {
-        "model": name,
-        "mode": mode,
-        "attention": model.backend.name,
-        "rows": len(prompts),
-        **{f"identical_rows_{what}": count for what, count in same.items()},
-        "tokens": sum(LIMITS),
-    }
+    same = {f"identical_rows_{what}": identical_rows(called[what], replayed[what]) for what in called}
+    record = verdict(set(same.values()) == {len(prompts)}) | {"model": name, "mode": mode}
+    return record | {"attention": model.backend.name, "rows": len(prompts), **same, "tokens": sum(LIMITS)}
 
 
 @torch.inference_mode()
-def survival(options: Options) -> dict[str, Any]:
+def survival(options: Options) -> Record:
     """What one runner has captured gives the same tokens after another's graphs, and their memory, are gone."""
     model, prompts, name = _model_and_prompts(options)
 
@@ -227,21 +210,17 @@ def survival(options: Options) -> dict[str, Any]:
     before = [stays(), goes()]
     del goes
     rubbish = torch.full((RUBBISH_BYTES // 4,), float("nan"), device=options.device)
-    same = _n_equal(before[0], stays())
+    same = identical_rows(before[0], stays())
     record = verdict(same == len(prompts) and before[0] == before[1]) | {"model": name, "rows": len(prompts)}
     return record | {"identical_rows": same, "rubbish_bytes": rubbish.nbytes}
 
 
-def _runner(options: Options, model: Transformer, runner_of: Callable[..., ModelRunner], **how: Any) -> ModelRunner:
+def _runner(options: Options, model: Transformer, runner_of: Callable[..., ModelRunner], **how: object) -> ModelRunner:
     return runner_of(model, FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype), **how)
 
 
 def _draft_cache(runner: ModelRunner) -> StreamingKVCache:
     return StreamingKVCache(runner.model.config, 4, BUDGET, device=runner.device, dtype=runner.model.dtype)
-
-
-def _n_equal(rows: list[list[int]], others: list[list[int]]) -> int:
-    return sum(a == b for a, b in zip(rows, others, strict=True))
 
 
 def _model_and_prompts(options: Options) -> tuple[Transformer, list[list[int]], str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from engine.bench.setup import Setup
-
-from engine.bench import record as report
+from engine.bench.config import Sizes
+from engine.bench.record import make_record, rounded
+from engine.bench.session import Session
 from engine.cost_model.costs import tokens_per_round
-from reproduce.gpu_parts.cells import Cell, Options, Shared
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.gpu_parts.setups import TINY, Filled, dummy_setup, size_record
+from reproduce.gpu_parts.setups import TINY, Filled, dummy_session, self_draft, size_record
 from reproduce.paper.published import SELF, published
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
@@ -28,7 +27,7 @@ SETTINGS: tuple[Setting, ...] = (
     (LLAMA_2_7B, 32, 8000, "same"),
 )
 QUICK_SETTINGS: tuple[Setting, ...] = ((TINY, 2, 64, "same"),)
-# Weights and budget of the draft; first the one that takes most memory, since the set-up makes room for that one.
+# Weights and budget of the draft; first the one that takes most memory, since the session makes room for that one.
 DRAFTS = (("int4", 512), ("int4", 256), ("same", 512), ("same", 256))
 QUICK_DRAFTS = (("int4", 32), ("same", 32))
 GAMMA, GEN_LEN = 3, 32
@@ -37,41 +36,36 @@ ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 5
 
 def cells(options: Options) -> list[Cell]:
     shared, found = Shared(), []
-    for setting in QUICK_SETTINGS if options.quick else SETTINGS:
+    settings, drafts = (QUICK_SETTINGS, QUICK_DRAFTS) if options.quick else (SETTINGS, DRAFTS)
+    for setting in settings:
         model, batch, context, kv = setting
-        for weights, budget in QUICK_DRAFTS if options.quick else DRAFTS:
+        for weights, budget in drafts:
             name = f"{model}, B {batch}, S {context}, {kv} KV, draft weights {weights}, budget {budget}"
             found.append(Cell("d", "gpu_costs", name, partial(costs, options, shared, setting, weights, budget)))
     return found
 
 
-def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> dict[str, Any]:
+def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> Record:
     """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
     model, _, context, _ = setting
     filled: Filled = shared.get(setting, partial(_filled, options, *setting))
-    passes = filled.passes(draft_weights=weights, streamingllm_budget=budget)
-    setup = filled.setup
-    record = report.make_record("gpu_costs", setup, passes)
+    session, made = filled.passes(self_draft(GAMMA, budget, weights))
+    record = make_record("gpu_costs", session, made)
     alpha = published_alpha(model, context) if budget == published().draft_budget else None
-    predicted = None
-    if alpha is not None:
-        predicted = tokens_per_round(alpha, GAMMA) * record["baseline_step_ms"] / record["round_ms"]
-    read = bytes_per_step(setup, context)
-    bandwidth = 1e3 * read / record["baseline_step_ms"]
-    return record | report.rounded(
-        {
-            **size_record(setup),
-            "prefill_seconds": None,
-            "cache_content": "random entries, not a prefill",
-            "rounds": len(passes.speculative.stats.rounds),
-            "predicted_speedup": predicted,
-            "predicted_with_alpha": alpha,
-            "alpha_source": ALPHA_SOURCE if alpha is not None else None,
-            "baseline_bytes_per_step": read,
-            "baseline_bytes_per_second": bandwidth,
-            "baseline_share_of_copy": bandwidth / copy_bandwidth(options),
-        }
-    )
+    step_ms, read = record["baseline_step_ms"], bytes_per_step(session, context)
+    bandwidth = 1e3 * read / step_ms
+    own = {
+        "prefill_seconds": None,
+        "cache_content": "random entries, not a prefill",
+        "rounds": len(made.speculative.stats.rounds),
+        "predicted_speedup": None if alpha is None else tokens_per_round(alpha, GAMMA) * step_ms / record["round_ms"],
+        "predicted_with_alpha": alpha,
+        "alpha_source": None if alpha is None else ALPHA_SOURCE,
+        "baseline_bytes_per_step": read,
+        "baseline_bytes_per_second": bandwidth,
+        "baseline_share_of_copy": bandwidth / copy_bandwidth(options),
+    }
+    return record | size_record(session) | rounded(own)
 
 
 def published_alpha(model: str, context: int) -> float | None:
@@ -80,17 +74,16 @@ def published_alpha(model: str, context: int) -> float | None:
     return published().alpha(known[0], SELF, context) if known else None
 
 
-def bytes_per_step(setup: Setup, context: int) -> int:
+def bytes_per_step(session: Session, context: int) -> int:
     """Weights and KV that one plain step has to read; of an embedding that is not the head, almost nothing."""
-    config, cache = setup.runner.model.config, setup.runner.cache
+    config, cache = session.runner.model.config, session.runner.cache
     read_once = config.n_parameters - (0 if config.tie_embeddings else config.vocab_size * config.dim)
-    kv = cache.n_bytes * (context + setup.args.gen_len // 2) // cache.capacity
-    return read_once * setup.dtype.itemsize + kv
+    kv = cache.n_bytes * (context + session.plan.gen_len // 2) // cache.capacity
+    return read_once * session.plan.dtype.itemsize + kv
 
 
 def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> Filled:
     copy_bandwidth(options)  # before the memory is taken: a copy needs some of its own
     weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]
-    draft = {"gamma": GAMMA, "draft_weights": weights, "streamingllm_budget": budget}
-    gen_len = 8 if options.quick else GEN_LEN
-    return Filled(dummy_setup(options, model, B=batch, prefix_len=context, gen_len=gen_len, kv_dtype=kv, **draft))
+    sizes = Sizes(batch, context, 8 if options.quick else GEN_LEN)
+    return Filled(dummy_session(options, model, sizes, kv, draft=self_draft(GAMMA, budget, weights)))

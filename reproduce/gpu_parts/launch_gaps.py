@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
-from engine.bench.setup import Setup, make_drafter
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from engine.bench import passes as benchmark
+from engine.bench import passes
+from engine.bench.config import Sizes
 from engine.bench.record import rounded
+from engine.bench.session import Session
+from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.timing import synchronize
-from reproduce.gpu_parts.cells import Cell, Options, Shared
-from reproduce.gpu_parts.setups import TINY, dummy_setup, size_record
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
+from reproduce.gpu_parts.setups import COUPLED, TINY, dummy_session, self_draft, size_record
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
@@ -39,59 +41,48 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-class Watched:
-    """Given to `generate` as its phases: takes the wall time of ROUNDS whole rounds, and profiles them if asked to."""
+def around_rounds(device: torch.device, begin: Callable[[], object], end: Callable[[], object]) -> Phase:
+    """Phases for `generate`, which call `begin` and `end` around ROUNDS whole rounds."""
+    n_round, calls = itertools.count(), {WARM_UP: begin, WARM_UP + ROUNDS: end}
 
-    def __init__(self, device: torch.device, profiler: profile | None = None) -> None:
-        self.seconds: float | None = None
-        self._device, self._profiler = device, profiler
-        self._n_round, self._started = 0, 0.0
+    def phase(name: str) -> AbstractContextManager[None]:
+        if name == "draft" and (call := calls.get(next(n_round))):
+            synchronize(device)
+            call()
+        return nullcontext()
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        if name == "draft":
-            if self._n_round == WARM_UP:
-                synchronize(self._device)
-                if self._profiler:
-                    self._profiler.start()
-                self._started = time.perf_counter()
-            elif self._n_round == WARM_UP + ROUNDS:
-                synchronize(self._device)
-                self.seconds = time.perf_counter() - self._started
-                if self._profiler:
-                    self._profiler.stop()
-            self._n_round += 1
-        yield
+    return phase
 
 
-def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> dict[str, Any]:
+def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> Record:
     """Wall time of a round without the profiler, time in kernels with it, and the kernels that take most of it."""
-    setup: Setup = shared.get(size, partial(_filled, options, *size))
-    drafter = make_drafter(setup, None) if what == "speculation" else None
+    session: Session = shared.get(size, partial(_filled, options, *size))
+    assert session.draft is not None
+    drafter = session.drafter() if what == "speculation" else None
     try:
-        benchmark.warm_up(setup, [drafter] if drafter else [])
-        wall, kernels = _wall_and_kernels(options, setup, drafter)
+        passes.warm_up(session, [drafter] if drafter else [])
+        wall, kernels = _wall_and_kernels(options, session, drafter)
     finally:
         if drafter is not None:
-            setup.runner.drop_graphs()
+            session.runner.drop_graphs()
     kernel_ms = sum(ms for ms, _ in kernels.values())
     largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:N_KERNELS]
     record = {
         "model": size[0],
-        "load_format": setup.args.load_format,
-        **size_record(setup),
+        "load_format": session.config.target.load_format,
+        **size_record(session),
         "prefix_len": size[2],
         "gamma": GAMMA if drafter else 0,
-        "draft_budget": setup.args.streamingllm_budget if drafter else None,
-        "attention": setup.runner.model.backend.name,
-        "compile": setup.args.compile,
-        "verification": setup.sampling.mode,
+        "draft_budget": session.draft.capacity if drafter else None,
+        "attention": session.runner.model.backend.name,
+        "compile": session.config.target.compile,
+        "verification": session.sampling.mode,
         "rounds": ROUNDS,
         "round_ms": wall,
         "kernel_ms_per_round": kernel_ms,
         "gap_percent": 100 * (1 - kernel_ms / wall) if options.on_cuda else None,
         "largest": [
-            {"kernel": name[:160], "ms_per_round": round(ms, 4), "calls_per_round": round(calls, 2)}
+            {"kernel": name[:160], "ms_per_round": ms, "calls_per_round": round(calls, 2)}
             for name, (ms, calls) in largest
         ],
     }
@@ -99,35 +90,35 @@ def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what:
 
 
 def _wall_and_kernels(
-    options: Options, setup: Setup, drafter: Drafter | None
+    options: Options, session: Session, drafter: Drafter | None
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     """Milliseconds of a round, and of each kernel (milliseconds, calls) per round."""
-    activity, device_type = ProfilerActivity.CPU, DeviceType.CPU
-    if options.on_cuda:
-        activity, device_type = ProfilerActivity.CUDA, DeviceType.CUDA
-    plain = Watched(setup.runner.device)
-    benchmark.decode(setup, "wall time", drafter, plain)
-    profiler = profile(activities=[activity])
-    watched = Watched(setup.runner.device, profiler)
-    benchmark.decode(setup, "profile", drafter, watched)
-    if plain.seconds is None or watched.seconds is None:
+    kind = "CUDA" if options.on_cuda else "CPU"
+    device, times = session.runner.device, list[float]()
+
+    def watch() -> None:
+        times.append(time.perf_counter())
+
+    passes.decode(session, "wall time", drafter, around_rounds(device, watch, watch))
+    if len(times) != 2:
         raise RuntimeError(f"fewer than {WARM_UP + ROUNDS + 1} rounds were run")
+    profiler = profile(activities=[getattr(ProfilerActivity, kind)])
+    passes.decode(session, "profile", drafter, around_rounds(device, profiler.start, profiler.stop))
     microseconds: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         is_range = getattr(event, "is_user_annotation", False)  # it covers kernels that are there as well
-        if event.device_type == device_type and not is_range:
+        if event.device_type == getattr(DeviceType, kind) and not is_range:
             microseconds[event.name].append(event.time_range.elapsed_us())
     if not microseconds:
         raise RuntimeError("the profiler saw no kernels")
     kernels = {name: (sum(each) / 1e3 / ROUNDS, len(each) / ROUNDS) for name, each in microseconds.items()}
-    return 1e3 * plain.seconds / ROUNDS, kernels
+    return 1e3 * (times[1] - times[0]) / ROUNDS, kernels
 
 
-def _filled(options: Options, model: str, batch: int, context: int) -> Setup:
+def _filled(options: Options, model: str, batch: int, context: int) -> Session:
     if options.on_cuda:
         # Before any graph is captured: kernels of graphs from before the first profile may not be seen by it.
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.ones(8, device=options.device).sum().item()
-    flags = {"gamma": GAMMA, "streamingllm_budget": 32 if options.quick else BUDGET}
-    flags |= {"temperature": 0.6, "seed": 7, "verification": "coupled"}
-    return dummy_setup(options, model, B=batch, prefix_len=context, gen_len=GEN_LEN, **flags)
+    draft = self_draft(GAMMA, 32 if options.quick else BUDGET)
+    return dummy_session(options, model, Sizes(batch, context, GEN_LEN), draft=draft, sampling=COUPLED)

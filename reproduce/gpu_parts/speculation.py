@@ -7,31 +7,29 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from engine.bench import passes as benchmark
-from engine.bench import record as report
+from engine.bench import passes
+from engine.bench.config import Sampling, Sizes, Target, Text
+from engine.bench.record import make_record
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip
-from reproduce.gpu_parts.setups import Filled, make_setup, size_record
+from reproduce.gpu_parts.cells import Cell, Options, Record, Shared, Skip
+from reproduce.gpu_parts.setups import COUPLED, Filled, open_session, self_draft, size_record
 
-COUPLED = {"temperature": 0.6, "seed": 7, "verification": "coupled"}
-SAMPLINGS = {"coupled": COUPLED, "greedy": {"temperature": 0.0, "verification": "greedy"}}
-BUDGET, MOST_GAMMA, GEN_LEN = 512, 4, 96
-Sizes = tuple[tuple[int, int, tuple[tuple[int, str], ...]], ...]
+SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
+MOST_GAMMA = 4
 # Rows and prompt tokens, and the cells (gamma, weights of the draft) over each; the most telling ones first.
 USUAL = ((3, "same"),)
-SIZES: Sizes = (
+SIZES = (
     (64, 7500, (*USUAL, (2, "same"), (4, "same"), (3, "int4"))),
-    (256, 7500, USUAL),
-    (16, 7500, USUAL),
-    (64, 4000, USUAL),
-    (256, 4000, USUAL),
-    (16, 4000, USUAL),
+    *((batch, prefix, USUAL) for batch, prefix in ((256, 7500), (16, 7500), (64, 4000), (256, 4000), (16, 4000))),
 )
-QUICK_SIZES: Sizes = ((2, 96, ((2, "same"),)),)
+QUICK_SIZES = ((2, 96, ((2, "same"),)),)
 # More than English prose takes, on average over a prompt.
 CHARACTERS_PER_TOKEN = 5
+
+
+def budget_of(options: Options) -> int:
+    return 32 if options.quick else 512
 
 
 def cells(options: Options) -> list[Cell]:
@@ -41,32 +39,33 @@ def cells(options: Options) -> list[Cell]:
         for sampling in SAMPLINGS:
             for gamma, weights in drafts:
                 name = f"B {batch}, prefix {prefix}, {sampling}, gamma {gamma}, draft weights {weights}"
-                found.append(Cell("c", "gpu_selfspec", name, partial(speculation, prefilled, sampling, gamma, weights)))
+                run = partial(speculation, options, prefilled, sampling, gamma, weights)
+                found.append(Cell("c", "gpu_selfspec", name, run))
     return found
 
 
-def speculation(prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> dict[str, Any]:
+def speculation(options: Options, prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> Record:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
     filled = prefilled()
-    passes = filled.passes(gamma=gamma, draft_weights=weights, **SAMPLINGS[sampling])
-    record = report.make_record("gpu_selfspec", filled.setup, passes)
-    return record | size_record(filled.setup) | {"dataset": "default"} | filled.prompts
+    session, made = filled.passes(self_draft(gamma, budget_of(options), weights), SAMPLINGS[sampling])
+    record = make_record("gpu_selfspec", session, made)
+    return record | size_record(session) | {"dataset": "default"} | filled.prompts
 
 
 def _prefilled(options: Options, batch: int, prefix: int) -> Filled:
     for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK):
         if not path.is_file():
             raise Skip(f"{path.name} of the default model and book is missing: python download.py, then convert")
-    sizes = {"B": batch, "prefix_len": prefix, "gen_len": 8 if options.quick else GEN_LEN}
-    sizes |= {"gamma": MOST_GAMMA, "streamingllm_budget": 32 if options.quick else BUDGET}
+    run = {"sizes": Sizes(batch, prefix, 8 if options.quick else 96), "sampling": COUPLED}
+    run["draft"] = self_draft(MOST_GAMMA, budget_of(options))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "windows.jsonl")
         stride = _write_windows(file, batch, prefix)
-        setup = make_setup(options, dataset=str(file), **sizes, **COUPLED)
-    assert setup.tokenizer is not None
-    overlap = max(0.0, 1 - stride / len(setup.tokenizer.decode(setup.prompts[0])))
+        session = open_session(options, Target(), text=Text(str(file)), **run)
+    assert session.tokenizer is not None
+    overlap = max(0.0, 1 - stride / len(session.tokenizer.decode(session.prompts[0])))
     prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
-    return Filled(setup, benchmark.prefill(setup), prompts)
+    return Filled(session, passes.prefill(session), prompts)
 
 
 def _write_windows(file: Path, batch: int, prefix: int) -> int:

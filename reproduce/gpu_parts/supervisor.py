@@ -9,22 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from common.provenance import provenance
-from reproduce.gpu_parts.cells import ERROR, Options
-from reproduce.gpu_parts.worker import RESTART
-from reproduce.sweeping.child import Outcome, read_object, run_child
+from reproduce.gpu_parts.cells import ERROR, Options, Record
+from reproduce.gpu_parts.worker import PARTS, RESTART
+from reproduce.sweeping.child import read_object, run_child
 
 WORKER = ("-m", "reproduce.gpu_parts.worker")
-# In this order, and with at most this share of the time limit each: what comes last is what can best be missed.
-SHARES = {"a": 0.25, "b": 0.25, "c": 0.45, "e": 0.15, "d": 1.0}
 # Processes that share part a on a GPU, where compiling kernels takes most of its time.
 N_PROCESS = 8
 # Seconds that a cell may run past its part's share, and past the end, before its process is ended; seconds
 # that a process has in any case, to record the cells that it skips.
 PART_GRACE, END_GRACE, START_SECONDS = 60, 8, 15
-Keep = Callable[[dict[str, Any]], object]
+Keep = Callable[[Record], object]
 
 
 @dataclass(frozen=True)
@@ -43,48 +40,39 @@ class Task:
 
 def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER) -> None:
     """Run a worker to its end, and again behind every cell that ended it; `keep` gets every record."""
-    n_idle = 0
+    (first, n_process), n_idle = task.share, 0
+    few = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n_process))} if n_process > 1 else {}
     while n_idle < 2:  # a process that ends before its first record would do so again: at an import, say
-        n_kept, outcome = _run_once(task, keep, logs, worker)
-        task = replace(task, start=task.start + n_kept)
+        kept: list[Record] = []
+
+        def hear(line: str, kept: list[Record] = kept) -> None:
+            record = read_object(line)
+            if record is not None and "cell" in record:  # not what a library prints
+                keep(record)
+                kept.append(record)
+
+        log = logs / f"part_{task.part}_{first}_from_{task.start}.log"
+        seconds = max(START_SECONDS, task.kill_at - time.time())
+        outcome = run_child([*worker, json.dumps(asdict(task))], log, seconds, hear=hear, environment=few)
+        task = replace(task, start=task.start + len(kept))
         if outcome.exit_code == 0:
             return
         if outcome.exit_code != RESTART:
-            keep(_lost_cell(task, outcome))
+            *said, how = (outcome.error or "").splitlines()
+            name = f"cell {task.start} of part {task.part}, process {first} of {n_process}"
+            record = {"benchmark": "gpu_lost", "part": task.part, "cell": name, "status": ERROR}
+            keep(record | {"error": f"its process: {how}", "where": said} | provenance())
             task = replace(task, start=task.start + 1)
-        n_idle = 0 if n_kept else n_idle + 1
-
-
-def _run_once(task: Task, keep: Keep, logs: Path, worker: Sequence[str]) -> tuple[int, Outcome]:
-    """How many records there were, and how the process ended."""
-    n_kept, n_process = 0, task.share[1]
-
-    def hear(line: str) -> None:
-        nonlocal n_kept
-        record = read_object(line)
-        if record is not None and "cell" in record:  # not what a library prints
-            keep(record)
-            n_kept += 1
-
-    few = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n_process))} if n_process > 1 else {}
-    log = logs / f"part_{task.part}_{task.share[0]}_from_{task.start}.log"
-    seconds = max(START_SECONDS, task.kill_at - time.time())
-    outcome = run_child([*worker, json.dumps(asdict(task))], log, seconds, hear=hear, environment=few)
-    return n_kept, outcome
-
-
-def _lost_cell(task: Task, outcome: Outcome) -> dict[str, Any]:
-    *said, how = (outcome.error or "").splitlines()
-    name = f"cell {task.start} of part {task.part}, process {task.share[0]} of {task.share[1]}"
-    record = {"benchmark": "gpu_lost", "part": task.part, "cell": name, "status": ERROR}
-    return record | {"error": f"its process: {how}", "where": said} | provenance()
+        n_idle = 0 if kept else n_idle + 1
 
 
 def run_parts(parts: Sequence[str], options: Options, time_limit: float, keep: Keep, logs: Path) -> None:
-    """All parts, in the order of SHARES."""
+    """Those parts, in the order of PARTS."""
     end = time.time() + time_limit
-    for part in [part for part in SHARES if part in parts]:
-        deadline = min(end, time.time() + (SHARES[part] if len(parts) > 1 else 1.0) * time_limit)
+    for part, (_, share) in PARTS.items():
+        if part not in parts:
+            continue
+        deadline = min(end, time.time() + (share if len(parts) > 1 else 1.0) * time_limit)
         n_process = N_PROCESS if options.on_cuda and part == "a" else 1
         task = Task(part, options, deadline, min(end + END_GRACE, deadline + PART_GRACE))
         tasks = [replace(task, share=(index, n_process)) for index in range(n_process)]

@@ -37,16 +37,12 @@ class Cell:
         for name, value in self.flags.items():
             if not FLAG_NAME.fullmatch(name):
                 what, required = "the name of a flag is none", "letters, digits and _, without leading dashes"
-                fix = 'write "gamma" for --gamma'
-                raise ConfigError(what, where=self.script, seen=repr(name), required=required, fix=fix)
+                where, fix = self.script, 'write "gamma" for --gamma'
+                raise ConfigError(what, where=where, seen=repr(name), required=required, fix=fix)
             if not is_value(value):
-                raise ConfigError(
-                    "the value of a flag cannot be put on a command line",
-                    where=f"{self.script}: {name}",
-                    seen=repr(value),
-                    required="a boolean, a finite number, a text, or a list of numbers and texts that is not empty",
-                    fix="write it as a text",
-                )
+                what, where = "the value of a flag cannot be put on a command line", f"{self.script}: {name}"
+                required = "a boolean, a finite number, a text, or a list of numbers and texts that is not empty"
+                raise ConfigError(what, where=where, seen=repr(value), required=required, fix="write it as a text")
 
     @property
     def given(self) -> dict[str, Any]:
@@ -64,22 +60,18 @@ class Cell:
         """The script and its flags, for people."""
         return self.label_without(())
 
-    def label_without(self, flags: Sequence[str], show_script: bool = True) -> str:
-        words = [name if value is True else f"{name}={value_text(value)}" for name, value in self.given.items()]
-        words = [word for name, word in zip(self.given, words, strict=True) if name not in flags]
+    def label_without(self, without: Sequence[str], show_script: bool = True) -> str:
+        shown = {name: value for name, value in self.given.items() if name not in without}
+        words = [name if value is True else f"{name}={value_text(value)}" for name, value in shown.items()]
         return " ".join([Path(self.script).stem, *words] if show_script or not words else words)
 
     def argv(self) -> list[str]:
         """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
         arguments = [str(ROOT / self.script)]
         for name, value in self.given.items():
-            texts = [value_text(item) for item in value] if isinstance(value, list) else [value_text(value)]
-            if value is True:
-                arguments.append(f"--{name}")
-            elif len(texts) == 1 and texts[0].startswith("-"):  # which would be taken for a flag
-                arguments.append(f"--{name}={texts[0]}")
-            else:
-                arguments += [f"--{name}", *texts]
+            texts = [] if value is True else list(map(value_text, value if isinstance(value, list) else [value]))
+            is_like_a_flag = len(texts) == 1 and texts[0].startswith("-")
+            arguments += [f"--{name}={texts[0]}"] if is_like_a_flag else [f"--{name}", *texts]
         return arguments
 
     def text_of(self, name: str) -> str:
@@ -113,7 +105,7 @@ def labels(cells: Sequence[Cell]) -> list[str]:
 
 
 def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Every flag's values over the cells, as texts; false where a cell goes without it."""
+    """Every flag's values over the cells, as texts."""
     names = dict.fromkeys(name for cell in cells for name in cell.given)
     return {name: list(dict.fromkeys(cell.text_of(name) for cell in cells)) for name in names}
 
@@ -131,12 +123,13 @@ def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[o
 def _product(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     for name, values in axes.items():
         if not isinstance(values, (list, tuple)) or not values:
-            where, fix = f"{script}: axis {name}", f"list the values of --{name}, or leave the axis out"
-            required = "a list of one value or more"
+            where, required = f"{script}: axis {name}", "a list of one value or more"
+            fix = f"list the values of --{name}, or leave the axis out"
             raise ConfigError("an axis has no values", where=where, seen=values, required=required, fix=fix)
         if name in fixed:
             seen = f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}"
-            what, where, fix = "a flag is fixed and an axis at once", f"{script}: {name}", f"do not fix {name}"
+            what, where = "a flag is fixed and an axis at once", f"{script}: {name}"
+            fix = f"take {name} out of the fixed flags"
             raise ConfigError(what, where=where, seen=seen, required="one of the two", fix=fix)
     points = itertools.product(*axes.values())
     return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in points]
@@ -148,19 +141,15 @@ def check_cells(cells: Sequence[Cell]) -> None:
         path = (ROOT / script).resolve()
         is_below = Path(script).is_absolute() or path.is_relative_to(ROOT)
         if not script or not is_below or not path.is_file():
-            raise ConfigError(
-                "the script is not there",
-                where="script",
-                seen=script or "nothing",
-                required=f"a file below {ROOT}, or an absolute path",
-                fix="name it from the project's root, such as tests/selfspec_benchmark.py",
-            )
-    seen: set[str] = set()
+            what, required = "the script is not there", f"a file below {ROOT}, or an absolute path"
+            fix = "name it from the project's root, such as tests/selfspec_benchmark.py"
+            raise ConfigError(what, where="script", seen=script or "nothing", required=required, fix=fix)
+    first = {cell.key: cell for cell in reversed(cells)}
     for cell in cells:
-        if cell.key in seen:
-            what, fix = "the grid holds a cell twice", "leave one of them out, or tell them apart by a flag"
-            raise ConfigError(what, where=cell.script, seen=cell.label, required="cells that differ", fix=fix)
-        seen.add(cell.key)
+        if first[cell.key] is not cell:
+            what, required = "the grid holds a cell twice", "cells that differ"
+            fix = "leave one of them out, or give it a flag that tells them apart"
+            raise ConfigError(what, where=cell.script, seen=cell.label, required=required, fix=fix)
 
 
 def read_grid(path: str | Path) -> list[Cell]:
@@ -181,10 +170,8 @@ def read_grid(path: str | Path) -> list[Cell]:
         what, seen = "the grid is not made of sweeps", ", ".join(content) or "an empty file"
         required = "tables [[sweep]] and nothing else"
         raise ConfigError(what, where=str(path), seen=seen, required=required, fix=EXAMPLE)
-    cells = [
-        cell for number, table in enumerate(tables, 1) for cell in _cells_of_table(table, f"{path}: sweep {number}")
-    ]
-    check_cells(cells)
+    found = [_cells_of_table(table, f"{path}: sweep {number}") for number, table in enumerate(tables, 1)]
+    check_cells(cells := list(itertools.chain(*found)))
     return cells
 
 
@@ -206,9 +193,8 @@ def _cells_of_table(table: dict[str, Any], where: str) -> list[Cell]:
 
 
 def _has(cell: Cell, flags: object) -> bool:
-    if not isinstance(flags, dict) or not flags:
-        return False
-    return all(_canonical(cell.flags.get(name)) == _canonical(value) for name, value in flags.items())
+    is_table = isinstance(flags, dict) and bool(flags)
+    return is_table and all(_canonical(cell.flags.get(name)) == _canonical(value) for name, value in flags.items())
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
@@ -230,11 +216,7 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     if not chosen or not all(map(KEY_PREFIX.fullmatch, prefixes)):
         known = varieties(cells)
         axes = {name: values for name, values in known.items() if len(values) > 1} or known
-        raise ConfigError(
-            "no cell matches",
-            where="--only",
-            seen=" ".join(only) or "no cells",
-            required="; ".join(f"{name}={'|'.join(values)}" for name, values in axes.items()) or "a cell",
-            fix="choose among these values, or give the beginning of a key that --list shows",
-        )
+        required = "; ".join(f"{name}={'|'.join(values)}" for name, values in axes.items()) or "a cell"
+        seen, fix = " ".join(only), "choose among these values, or give the beginning of a key that --list shows"
+        raise ConfigError("no cell matches", where="--only", seen=seen or "no cells", required=required, fix=fix)
     return chosen

@@ -85,11 +85,10 @@ def run_child(
     exit_code = int(answer) if answer else None
     record = last_record(b"".join(printed).decode(errors="replace"))
     error: str | None = None
-    if exit_code is None:
-        is_late = timeout_s is not None and seconds >= timeout_s
-        error = (
-            f"timed out after {timeout_s:g} s" if is_late else "the process that watched over it ended before it did"
-        )
+    if exit_code is None and timeout_s is not None and seconds >= timeout_s:
+        error = f"timed out after {timeout_s:g} s"
+    elif exit_code is None:
+        error = "the process that watched over it ended before it did"
     elif exit_code:
         how = f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         error = f"{words}\n{how}" if words else how

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 from common.say import say
@@ -40,13 +40,10 @@ def read_rows(output: str | Path) -> dict[str, dict]:
     rows = {}
     for number, row in read_lines(output):
         if not isinstance(row, dict) or row.get("status") not in (OK, FAILED) or not isinstance(row.get("key"), str):
-            raise ConfigError(
-                "a line is not a row of a sweep",
-                where=f"{output}, line {number}",
-                seen=str(row)[:80],
-                required=f"a JSON object with a key and a status, {OK} or {FAILED}",
-                fix="delete this line if it was damaged, or choose another --output if the file is of another kind",
-            )
+            what, where = "a line is not a row of a sweep", f"{output}, line {number}"
+            required = f"a JSON object with a key and a status, {OK} or {FAILED}"
+            fix = "delete this line if it was damaged, or choose another --output if the file is of another kind"
+            raise ConfigError(what, where=where, seen=str(row)[:80], required=required, fix=fix)
         rows[row["key"]] = row
     return rows
 
@@ -74,10 +71,8 @@ def run_cells(
     check_cells(cells)
     selected = select(cells, only) if cells else []
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
-        fix = "leave it out to let cells take their time"
-        raise ConfigError(
-            "no cell can end in this time", where="--timeout", seen=timeout_s, required="> 0 seconds", fix=fix
-        )
+        what, fix = "no cell can end in this time", "leave it out to let cells take their time"
+        raise ConfigError(what, where=flag("timeout"), seen=timeout_s, required="> 0 seconds", fix=fix)
     require_appendable(str(output))
     path = Path(output).resolve()
     with _only_runner(path) as lock:
@@ -94,8 +89,7 @@ def run_cells(
 
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    commit = git_commit()
+    started, commit = datetime.now(UTC).isoformat(timespec="seconds"), git_commit()
     outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, keep_open=[lock])
     return {
         "key": cell.key,
@@ -143,13 +137,10 @@ def _only_runner(output: Path) -> Iterator[int]:
         while not _takes_lock(file.fileno()):
             if time.monotonic() > deadline:
                 file.seek(0)
-                raise ConfigError(
-                    "another runner writes to the same file",
-                    where="--output",
-                    seen=f"{output}, locked by process {file.read().strip() or 'unknown'} or its child",
-                    required="one runner at a time",
-                    fix="wait until it is done, end it, or choose another --output",
-                )
+                seen = f"{output}, locked by process {file.read().strip() or 'unknown'} or its child"
+                what, required = "another runner writes to the same file", "one runner at a time"
+                fix = "wait until it is done, end it, or choose another --output"
+                raise ConfigError(what, where=flag("output"), seen=seen, required=required, fix=fix)
             time.sleep(LOCK_POLL_SECONDS)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -170,8 +161,8 @@ class _Progress:
 
     def __init__(self, selected: Sequence[Cell], n_left: int) -> None:
         self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
-        self._n_left = n_left
-        self._seconds: list[float] = []
+        self._n_left, self._seconds = n_left, list[float]()
+        self._lead = CLEAR_LINE if sys.stderr.isatty() else ""
         self.running: str | None = None
 
     def state(self, n_begun: int = 0) -> str:
@@ -179,15 +170,15 @@ class _Progress:
 
     def start(self, cell: Cell) -> None:
         self.running = self._labels[cell.key]
-        if sys.stderr.isatty():
+        if self._lead:
             text = f"[{self.state(1)}]  {self.running}  running, {time_left(self._seconds, self._n_left)}"
-            print(CLEAR_LINE + text, end="", file=sys.stderr, flush=True)
+            print(self._lead + text, end="", file=sys.stderr, flush=True)
 
     def end(self, row: Mapping[str, Any]) -> None:
         self._n_left -= 1
         self._seconds += [row["seconds"]] if row["status"] == OK else []
-        lead, left = CLEAR_LINE if sys.stderr.isatty() else "", time_left(self._seconds, self._n_left)
-        say(f"{lead}[{self.state()}]  {self.running}  {row['seconds']:.1f} s  {row['status']}  {left}")
+        left = time_left(self._seconds, self._n_left)
+        say(f"{self._lead}[{self.state()}]  {self.running}  {row['seconds']:.1f} s  {row['status']}  {left}")
         if row["error"]:
             say("    " + row["error"].replace("\n", "\n    "))
         self.running = None

@@ -1,0 +1,125 @@
+"""What a launch of a Triton kernel compiles to: registers, shared memory, spills. Needs Triton, and no GPU."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton._utils import canonicalize_dtype
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from common.say import dtype_name
+from kv_cache.entries import KV, largest
+from models.attention import triton_backend
+from models.attention.base import AttentionSpec
+
+# Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+# (tokens, group) with so many rows per KV head.
+BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
+BATCH, N_KV_HEAD = 8, 8
+# The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
+CACHES = {
+    "in order": (True, None, 32768),
+    "in order, window": (True, 4096, 32768),
+    "positions": (False, None, 32768),
+    "one chunk": (False, None, 256),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: bytes but for the registers of a thread and the threads of a block."""
+
+    variant: str
+    arch: int
+    registers: int
+    shared: int
+    spill_stores: int
+    spill_loads: int
+    threads: int
+
+    @property
+    def problems(self) -> list[str]:
+        found = []
+        if self.spill_stores or self.spill_loads:
+            found.append(f"spills {self.spill_stores} bytes and reads back {self.spill_loads}")
+        if self.shared > SHARED_LIMIT[self.arch]:
+            found.append(f"needs {self.shared} bytes of shared memory of {SHARED_LIMIT[self.arch]}")
+        return [f"sm_{self.arch}, {self.variant}: {problem}" for problem in found]
+
+
+def launches(
+    dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str
+) -> list[triton_backend.Launch]:
+    """What the backend would launch, on tensors without storage."""
+    empty = partial(torch.empty, device="meta")
+    (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
+    q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
+    stored = empty(BATCH, N_KV_HEAD, n_slot, head_dim, dtype=entries).transpose(1, 2)
+    scales = empty(BATCH, N_KV_HEAD, n_slot).transpose(1, 2) if entries in largest() else None
+    spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, window, dtype)
+    positions = empty(BATCH, n_slot, dtype=torch.int64)
+    slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
+    block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
+    return triton_backend.plan(q, KV(stored, stored, scales, scales), block)[0]
+
+
+def variants(
+    arch: int, dtypes: Sequence[torch.dtype], head_dims: Sequence[int], n_rows: Sequence[int]
+) -> Iterator[tuple[str, triton_backend.Launch]]:
+    """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
+        stored = [dtype, torch.int8, torch.float8_e4m3fn]
+        runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
+        merge = None
+        for entries, n_row, cache in itertools.product(runs, n_rows, CACHES):
+            split, *rest = launches(dtype, entries, head_dim, n_row, cache)
+            merge = next(iter(rest), merge)
+            yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", split
+        if merge is not None:
+            yield f"{dtype_name(dtype)}, {head_dim}, merge", merge
+
+
+def as_source(launch: triton_backend.Launch) -> ASTSource:
+    """The kernel, specialized to its arguments as Triton would do at the launch."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        may_specialize = not parameter.do_not_specialize
+        is_integer = isinstance(value, int)
+        if parameter.is_constexpr or (is_integer and may_specialize and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+            continue
+        if isinstance(value, float):
+            signature[name] = "fp32"
+        elif is_integer:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+        else:
+            signature[name] = f"*{canonicalize_dtype(value.dtype)}"
+        # Tensors are allocated at multiples of 16 bytes.
+        if isinstance(value, torch.Tensor) or (is_integer and may_specialize and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_launch(variant: str, launch: triton_backend.Launch, arch: int) -> Compiled:
+    """Compile for `sm_<arch>` and read what ptxas says."""
+    knobs, log = triton.knobs, io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        compiled = triton.compile(as_source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+    said = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+    registers, stores, loads = (max(map(int, re.findall(pattern, log.getvalue()))) for pattern in said)
+    return Compiled(variant, arch, registers, compiled.metadata.shared, stores, loads, 32 * launch.num_warps)
