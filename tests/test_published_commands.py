@@ -1,4 +1,4 @@
-"""The command lines for 8 GPUs of docs/ranks.md: of tiny models where theirs lie, on PG-19 in a hub cache, but small."""
+"""The command lines for 8 GPUs of docs/ranks.md: tiny models where theirs lie, on PG-19 in a hub cache, made small."""
 
 from __future__ import annotations
 
