@@ -74,7 +74,7 @@ class Filled:
         """With this draft, beside plain decoding one pass of speculation that is timed as a whole, and one whose
         phases are. The drafter's cache and graphs are let go afterwards.
         """
-        session = self.session.variant(draft=draft, sampling=sampling)
+        session = self.session.variant(draft=draft, sampling=sampling or self.session.config.sampling)
         mode = session.sampling.mode
         if mode not in self.baselines:
             passes.warm_up(session)
