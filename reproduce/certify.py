@@ -7,7 +7,7 @@
    the largest difference. If the two choose differently more often than rounding explains, forwards of several
    tokens are wrong, and the certificate fails.
 2. Run: self-speculation over rows of different lengths, --tokens in all.
-3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and judges each. A token
+3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and checks each. A token
    that is not its choice is a flip; one that it scores more than 2 eps below its choice is a flip outside
    near-ties, and there must be none. What eps overstates is seen beside it: `gap_change`, the most that a rival
    gained on the top token in calibration, and the counts by that stricter bound (greedy only), which decide nothing.

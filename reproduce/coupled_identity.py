@@ -2,8 +2,8 @@
 
     python reproduce/coupled_identity.py --output reproduce/results/coupled_identity.jsonl
 
-Rows of different prompt lengths are sampled once without a draft; every other way has to emit the same
-tokens. Prints a table and appends one record per way; exit code 1 if a row differs. In bfloat16 rows may
+Rows of different prompt lengths are sampled once without a draft; every other decoding has to emit the same
+tokens. Prints a table and appends one record per decoding; exit code 1 if a row differs. In bfloat16 rows may
 differ at near-ties: reproduce/certify.py tells those from errors.
 """
 
@@ -70,7 +70,7 @@ class Flags:
     """KV budgets of the draft"""
 
     def config(self) -> RunConfig:
-        """The run, with the largest draft that any way makes. Errors: ConfigError."""
+        """The run, with the largest draft that any of them makes. Errors: ConfigError."""
         from engine.bench.resolved import resolve_sampling
 
         require_at_least("budgets", min(self.budgets), LEAST_BUDGET)
@@ -98,7 +98,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Way:
+class Decoding:
     """What drafts, the order in which the prompts are handed in, and how many rows are decoded together."""
 
     name: str
@@ -111,7 +111,7 @@ def streaming(gamma: int, budget: int) -> SelfConfig:
     return SelfConfig(gamma=gamma, policy=Streaming(draft_budget=budget, n_sink=N_SINK))
 
 
-def ways(n_prompts: int, n_rows: int, budgets: Sequence[int]) -> list[Way]:
+def decodings(n_prompts: int, n_rows: int, budgets: Sequence[int]) -> list[Decoding]:
     """What has to give the baseline's tokens. A prompt's place is also its request id."""
     given, half = list(range(n_prompts)), max(1, n_rows // 2)
     pairs = [(gamma, budget) for gamma in (1, 3, 5) for budget in budgets]
@@ -120,31 +120,31 @@ def ways(n_prompts: int, n_rows: int, budgets: Sequence[int]) -> list[Way]:
     drafts |= {f"n-gram, gamma {gamma}": NGramConfig(gamma=gamma) for gamma in (1, 5)}
     drafts |= {f"oracle, gamma {MAX_GAMMA}": OracleConfig(gamma=MAX_GAMMA)}
     return [
-        *(Way(name, draft, given, n_rows) for name, draft in drafts.items()),
-        Way("rows reversed, self, gamma 3", streaming(3, budgets[-1]), given[::-1], n_rows),
-        Way("rows rotated, no draft", None, given[1:] + given[:1], n_rows),
-        Way(f"rows at a time: {half}, n-gram, gamma 3", NGramConfig(gamma=3), given, half),
+        *(Decoding(name, draft, given, n_rows) for name, draft in drafts.items()),
+        Decoding("rows reversed, self, gamma 3", streaming(3, budgets[-1]), given[::-1], n_rows),
+        Decoding("rows rotated, no draft", None, given[1:] + given[:1], n_rows),
+        Decoding(f"rows at a time: {half}, n-gram, gamma 3", NGramConfig(gamma=3), given, half),
     ]
 
 
-def run_way(session: engine.Session, way: Way, baseline: list[list[int]]) -> dict[str, Any]:
-    """Decode that way; the record of how it compares with the baseline."""
+def run_one(session: engine.Session, one: Decoding, baseline: list[list[int]]) -> dict[str, Any]:
+    """Decode so; the record of how it compares with the baseline."""
     from engine.bench.record import identical_rows, rounded, tokens_sha256
 
     prompts = session.prompts
-    session = session.variant(draft=way.draft, prompts=[prompts[i] for i in way.order])
-    if way.n_rows != session.plan.n_rows:
-        session = session.narrowed(way.n_rows, session.plan.capacity)
-    out = session.generate(session.drafter(texts=baseline) if way.draft else None, request_ids=way.order)
-    tokens = [out.tokens[way.order.index(i)] for i in range(len(way.order))]
+    session = session.variant(draft=one.draft, prompts=[prompts[i] for i in one.order])
+    if one.n_rows != session.plan.n_rows:
+        session = session.narrowed(one.n_rows, session.plan.capacity)
+    out = session.generate(session.drafter(texts=baseline) if one.draft else None, request_ids=one.order)
+    tokens = [out.tokens[one.order.index(i)] for i in range(len(one.order))]
     counts = out.stats.counts
     return rounded(
         {
             "benchmark": "coupled_identity",
             "model": session.name,
             "dtype": dtype_name(session.plan.dtype),
-            "way": way.name,
-            "B": way.n_rows,
+            "way": one.name,
+            "B": one.n_rows,
             "prompt_lengths": [len(prompt) for prompt in prompts],
             "gen_len": session.plan.gen_len,
             "verification": session.sampling.mode,
@@ -167,13 +167,13 @@ def main(flags: Flags) -> None:
     baseline = session.generate().tokens
     put_off: list[UserError] = []
     lines, records = ["| way | identical rows | acceptance | tokens per round |", "|---|---|---|---|"], []
-    for way in ways(len(session.prompts), session.plan.n_rows, flags.budgets):
-        record = run_way(session, way, baseline)
+    for one in decodings(len(session.prompts), session.plan.n_rows, flags.budgets):
+        record = run_one(session, one, baseline)
         append_or_put_off(flags.output.output, record, put_off)
         records.append(record)
         same, rate = f"{record['identical_sequences']} of {record['sequences']}", record["acceptance_rate"]
-        lines.append(f"| {way.name} | {same} | {'-' if rate is None else rate} | {record['mean_accepted_length']} |")
-        say(f"{way.name}: {same} rows identical")
+        lines.append(f"| {one.name} | {same} | {'-' if rate is None else rate} | {record['mean_accepted_length']} |")
+        say(f"{one.name}: {same} rows identical")
     differing = sum(record["sequences"] - record["identical_sequences"] for record in records)
     summary = {"benchmark": "coupled_identity", "ways": len(records), "rows_that_differ": differing}
     publish(None, summary, *lines, put_off=put_off)

@@ -52,12 +52,12 @@ def report(flags: CostFlags) -> None:
 
 
 def acceptance_record(drafts: Sequence[Draft], acceptances: Acceptances) -> dict[str, object]:
-    """For a JSON record: rates and judged drafts `[D][S]`, by draft and context; no counts where rates were given."""
+    """For a JSON record: rates and verified positions `[D][S]`, by draft and context; no counts where rates were given."""
     rows = [[at_context[draft] for at_context in acceptances.values()] for draft in drafts]
-    judged = [[acceptance.n for acceptance in row] for row in rows]
+    verified = [[acceptance.n for acceptance in row] for row in rows]
     return {
         "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
-        "acceptance_judged_by_context": None if None in judged[0] else judged,
+        "acceptance_judged_by_context": None if None in verified[0] else verified,
     }
 
 

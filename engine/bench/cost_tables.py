@@ -112,9 +112,9 @@ def cost_columns(grid: CostGrid) -> list[Column]:
     def share(costs: np.ndarray, place: int, head: str) -> Column:
         return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
 
-    places = {budget: place for place, (_, budget) in enumerate(grid.drafts)}
+    index = {budget: i for i, (_, budget) in enumerate(grid.drafts)}
     verify = [share(grid.verify, place, f"verify g={gamma}") for place, gamma in enumerate(grid.gammas)]
-    draft = [share(grid.draft, place, f"draft b={budget}") for budget, place in sorted(places.items())]
+    draft = [share(grid.draft, i, f"draft b={budget}") for budget, i in sorted(index.items())]
     return [*_size_columns(grid), Column(lambda at: grid.plain[at], "plain ms", ".1f"), *verify, *draft]
 
 

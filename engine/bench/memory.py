@@ -17,7 +17,7 @@ from models.packed_linear import can_pack
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, linear_bytes
 
 GIB = 2**30
-# Per logit: the laws of target and draft and two temporaries in float32, a Gumbel, a float64 uniform ...
+# Per logit: the distributions of target and draft, two temporaries in float32, a Gumbel, a float64 uniform ...
 SAMPLING_BYTES = 4 * 4 + 4 + 8
 # ... and for filters sorted values and their indices, four float64 temporaries of masses, ranks and masks.
 FILTER_BYTES = 4 + 8 + 4 * 8 + 8
@@ -38,8 +38,8 @@ class MemoryPlan:
     """Bytes that a run needs. Cache and logits bytes grow with the batch, weights and activations do not.
 
     dequantized_per_row: what attention holds, for one layer at a time, where it cannot read 8-bit entries.
-    captured_per_row: logits and laws that graphs of other rounds than the one that runs keep. libraries: what no tensor
-    holds.
+    captured_per_row: logits and distributions that graphs of other rounds than the one that runs keep.
+    libraries: what no tensor holds.
     """
 
     weights: int
@@ -111,10 +111,10 @@ def plan_memory(
     """Estimate a run of `capacity` cache entries a row whose verification takes `block` tokens a row.
 
     `dequantizes`: whether attention over blocks of so many tokens turns the target's 8-bit entries into `dtype` first;
-    None where entries have more bits. `sampling` holds laws and noise beside the logits; None is greedy. Of a sharded
-    model, `config` is that of the shard, and `vocab_size` that of the whole model, whose logits meet on one rank.
-    `captured_rows`: how many `[V]` of logits and laws the graphs of other rounds keep for a row; `n_communicator`: how
-    many NCCL has.
+    None where entries have more bits. `sampling` holds distributions and noise beside the logits; None is greedy. Of a
+    sharded model, `config` is that of the shard, and `vocab_size` that of the whole model, whose logits meet on one
+    rank. `captured_rows`: how many `[V]` of logits and distributions the graphs of other rounds keep for a row;
+    `n_communicator`: how many NCCL has.
     """
     itemsize, logit_size = dtype.itemsize, max(4, dtype.itemsize)
     head_size = INT8_OUTPUT_BYTES if quantize else itemsize  # a quantised head is in 8 bits
