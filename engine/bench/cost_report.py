@@ -52,7 +52,7 @@ def report(flags: CostFlags) -> None:
 
 
 def acceptance_record(drafts: Sequence[Draft], acceptances: Acceptances) -> dict[str, object]:
-    """For a JSON record: rates and verified positions `[D][S]`, by draft and context; no counts where rates were given."""
+    """For a JSON record: rates and verified positions `[D][S]`, by draft and context; of given rates no counts."""
     rows = [[at_context[draft] for at_context in acceptances.values()] for draft in drafts]
     verified = [[acceptance.n for acceptance in row] for row in rows]
     return {
