@@ -9,38 +9,31 @@ share of distinct 4-grams says how much a text repeats itself. The record is the
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.startup
 
 from tyro.conf import arg
 
+import engine
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import publish
+from common.say import say
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from reproduce.paper.columns import TEXTS
 
-if TYPE_CHECKING:
-    from engine.bench.session import Session
-    from engine.stats import Counts
-
 GREEDY = Sampling()
 # Settings that are each row's own.
-ROW_SETTINGS = (
-    "draft_policy",
-    "draft_budget",
-    "n_sink",
-    "snapkv_window",
-    "draft_positions",
-    "verification",
-    "temperature",
-)
+OF_POLICY = ("n_sink", "snapkv_window", "draft_positions")
+ROW_SETTINGS = ("draft_policy", "draft_budget", *OF_POLICY, "verification", "temperature")
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
 
 
@@ -88,87 +81,47 @@ class Flags:
 
     def drafts(self) -> list[dict[str, Any]]:
         """What each of the drafts is chosen to be."""
-        kind = (
-            {"draft": "self"} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
-        )
-        pairs = [(policy, budget) for policy in self.policies if policy != "full" for budget in self.budgets]
-        chosen = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
+        own_model = {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
+        pairs = itertools.product([policy for policy in self.policies if policy != "full"], self.budgets)
+        chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
         chosen += [{"draft_policy": "full"}] if "full" in self.policies else []
-        return [{**kind, "gamma": self.gamma, **one} for one in chosen]
+        return [{**own_model, "gamma": self.gamma, **one} for one in chosen]
 
 
 def main(flags: Flags) -> None:
-    from common.jsonl import publish
-    from common.provenance import provenance
-    from common.say import say
     from engine.bench import passes, record
+    from engine.bench.plan import resolve
     from engine.bench.resolved import largest_draft
-    from engine.bench.session import Session
 
     flags.check()
     variants = flags.draft.variants(*flags.drafts())
-    sizes = flags.sizes
     # All are checked before anything is loaded, and there is room for the one that needs most.
-    most = largest_draft(variants, flags.target, sizes)
-    config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output, draft=most)
-    session = Session.open(config)
-    session, continuations = _with_continuations(session)
+    most = largest_draft(variants, flags.target, flags.sizes)
+    config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output, draft=most)
+    session = engine.Session.of_plan(resolve(config), n_continued=flags.sizes.gen_len)
     prefill_seconds = passes.prefill(session)
     rows = []
-    for variant in variants:
-        for text in flags.texts:
-            one = session.variant(draft=variant, sampling=flags.sampling if text == "sampled" else GREEDY)
-            rows.append(_measured(one, text, continuations))
-            say(_line(rows[-1]))
-    settings = record.settings_record(session)
-    publish(
-        flags.output.output,
-        {
-            "benchmark": "acceptance",
-            "model": session.name,
-            "dataset": session.plan.dataset,
-            "B": sizes.B,
-            "prefix_len": session.plan.prefix_len,
-            "gen_len": sizes.gen_len,
-            **{name: value for name, value in settings.items() if name not in ROW_SETTINGS},
-            "prefill_seconds": round(prefill_seconds, 2),
-            "rows": rows,
-            **provenance(),
-        },
-    )
+    for variant, text in itertools.product(variants, flags.texts):
+        own = session.variant(draft=variant, sampling=flags.sampling if text == "sampled" else GREEDY)
+        rows.append(_row(own, text))
+        say(_line(rows[-1]))
+    measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
+    publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))
 
 
-def _with_continuations(session: Session) -> tuple[Session, list[list[int]]]:
-    """Prompts that the data set goes on behind, and what it goes on with."""
-    from engine.bench.data import make_prompts
-
-    assert session.tokenizer is not None
-    plan = session.plan
-    n_token = plan.prefix_len + plan.gen_len
-    stretches = make_prompts(session.books(), session.tokenizer, n_prompts=plan.n_rows, prefix_len=n_token)
-    prompts = [stretch[: plan.prefix_len] for stretch in stretches]
-    return session.variant(prompts=prompts), [stretch[plan.prefix_len :] for stretch in stretches]
-
-
-def _measured(session: Session, text: str, continuations: Sequence[Sequence[int]]) -> dict:
-    from engine.bench import passes
+def _row(session: engine.Session, text: str) -> dict[str, Any]:
+    from engine.bench import passes, record
     from engine.evaluation.teacher_forcing import forced_acceptance
     from engine.stats import total
 
     drafter = session.drafter()
     if text == "book":
-        counts = total(forced_acceptance(session.runner, drafter, session.prompts, continuations))
-        written: Sequence[Sequence[int]] = continuations
+        written = session.continuations
+        counts = total(forced_acceptance(session.runner, drafter, session.prompts, written))
     else:
         output = passes.decode(session, text, drafter)
         counts, written = output.stats.counts, output.tokens
     session.runner.drop_graphs()
-    return _row(session, text, counts, written)
-
-
-def _row(session: Session, text: str, counts: Counts, written: Sequence[Sequence[int]]) -> dict:
-    from engine.bench import record
-
     settings = record.settings_record(session)
     row = {
         "text": text,
@@ -176,7 +129,7 @@ def _row(session: Session, text: str, counts: Counts, written: Sequence[Sequence
         "verification": session.sampling.mode,
         "draft_policy": settings["draft_policy"],
         "draft_budget": settings["draft_budget"] if settings["draft_policy"] != "full" else None,
-        **{name: settings[name] for name in ("n_sink", "snapkv_window", "draft_positions")},
+        **{name: settings[name] for name in OF_POLICY},
         "acceptance_rate": counts.acceptance_rate,
         "judged": counts.verified,
         "acceptance_per_position": counts.acceptance_per_position,
@@ -186,7 +139,7 @@ def _row(session: Session, text: str, counts: Counts, written: Sequence[Sequence
     return record.rounded(row)
 
 
-def _line(row: dict) -> str:
+def _line(row: dict[str, Any]) -> str:
     budget = "" if row["draft_budget"] is None else f" {row['draft_budget']}"
     return (
         f"{row['text']:<8}{row['draft_policy']}{budget}: acceptance {row['acceptance_rate']:.3f} of {row['judged']}, "

@@ -36,7 +36,6 @@ import engine
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
-from common.provenance import provenance
 from common.say import say
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import ALIASES, draft_flags
@@ -118,18 +117,11 @@ def make_record(
     result: Certificate,
     strict: Certificate | None,
 ) -> dict[str, Any]:
-    from engine.bench.record import distinct_4gram_fraction, settings_record
+    from engine.bench.record import distinct_4gram_fraction, record_of
 
     counts = output.stats.counts
-    record = {
-        "benchmark": "certify",
-        "model": session.name,
-        "dataset": session.plan.dataset,
-        "B": session.plan.n_rows,
-        "prefix_len": session.plan.prefix_len,
+    measured = {
         "shortest_prompt": min(map(len, session.prompts)),
-        "gen_len": session.plan.gen_len,
-        **settings_record(session),
         "eps": calibration.eps,
         "eps_median": calibration.median,
         "gap_change": calibration.gap_change,
@@ -143,8 +135,8 @@ def make_record(
         "acceptance_rate": counts.acceptance_rate,
         "mean_accepted_length": counts.mean_accepted_length,
         "distinct_4gram_fraction": distinct_4gram_fraction(output.tokens),
-        **provenance(),
     }
+    record = record_of("certify", session, measured)
     # Digits that count, not decimals: in float64 eps is of the order of 1e-13.
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}
 

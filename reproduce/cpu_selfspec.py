@@ -19,33 +19,32 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.startup
 
 from tyro.conf import arg
 
+import engine
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import append_or_put_off, publish
+from common.provenance import provenance
 from engine.bench.config import Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
 from models.names import Dtype, Scheme
 
 if TYPE_CHECKING:
-    from engine.bench.session import Session
     from engine.noise import Source
     from models.pointwise import Pointwise
 
 USUAL, COMPILED, IN_EAGER = "usual", "compiled", "eager"
+SHARED = (
+    *("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma", "draft_policy"),
+    *("draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "pointwise", "compile", "sequences"),
+)
 MEDIANS = (
-    "speedup",
-    "wall_speedup",
-    "baseline_tokens_per_second",
-    "decode_tokens_per_second",
-    "baseline_step_ms",
-    "round_ms",
-    "draft_step_ms",
-    "verify_step_ms",
-    "acceptance_rate",
-    "mean_accepted_length",
-    "identical_sequences",
+    *("speedup", "wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
+    *("round_ms", "draft_step_ms", "verify_step_ms"),
+    *("acceptance_rate", "mean_accepted_length", "identical_sequences"),
 )
 Drafts: Any = draft_flags()
 
@@ -129,7 +128,7 @@ class Flags:
         return [Cell(*values) for values in itertools.product(itertools.product(*lists), functions)]
 
 
-def use_functions(session: Session, pointwise: Pointwise, source: Source) -> None:
+def use_functions(session: engine.Session, pointwise: Pointwise, source: Source) -> None:
     from models.pointwise import use_pointwise
 
     session.runner.noise_source = source
@@ -139,15 +138,9 @@ def use_functions(session: Session, pointwise: Pointwise, source: Source) -> Non
 
 def summarise(records: list[dict]) -> dict:
     """Medians over the pairs of one cell, the settings they share, and every pair's speedup."""
-    settings = ("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma")
-    settings += ("draft_policy", "draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "pointwise")
-    settings += ("compile",)
-    from common.provenance import provenance
-
     return {
         "benchmark": "cpu_selfspec_summary",
-        **{key: records[0][key] for key in settings},
-        "sequences": records[0]["sequences"],
+        **{key: records[0][key] for key in SHARED},
         "pairs": len(records),
         "median": {key: _median([record[key] for record in records]) for key in MEDIANS},
         "speedups": [record["speedup"] for record in records],
@@ -162,11 +155,8 @@ def _median(values: list) -> float | None:
 
 
 def main(flags: Flags) -> None:
-    from common.jsonl import append_or_put_off, publish
     from engine.bench import passes, record
-    from engine.bench.plan import resolve
     from engine.bench.resolved import largest_draft
-    from engine.bench.session import Session
     from engine.noise import compiled_source, in_passes
     from engine.timing import PhaseTimer
     from models.pointwise import EAGER, compiled
@@ -179,7 +169,7 @@ def main(flags: Flags) -> None:
     most = largest_draft(list(drafts.values()), target, flags.sizes)
     deepest = replace(most, gamma=max(int(draft.gamma) for draft in drafts.values()))
     config = RunConfig(target, flags.text, flags.sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
-    session = Session.of_plan(resolve(config))
+    session = engine.Session.open(config)
     sessions = {
         cell: session.variant(draft=draft, target=replace(target, compile=cell.functions == COMPILED))
         for cell, draft in drafts.items()

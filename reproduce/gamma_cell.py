@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.startup
 
+import engine
 from common import cli
 from common.errors import require_at_least
+from common.jsonl import publish
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 
 if TYPE_CHECKING:
-    from engine.bench.session import Session
     from engine.cost_model.costs import Costs
-    from engine.decoding import GenerateOutput
-    from engine.drafters import Drafter
 
 # Settings that are each row's own.
 ROW_SETTINGS = ("gamma", "draft_budget")
@@ -80,7 +80,7 @@ class Flags:
 class Run:
     """costs: what the run chose by, measured in `cost_seconds`; none where it had nothing to choose."""
 
-    output: GenerateOutput
+    output: engine.GenerateOutput
     costs: Sequence[Costs]
     cost_seconds: float
 
@@ -90,10 +90,10 @@ class Contender:
     """One of what is compared; without drafters, plain decoding."""
 
     name: str
-    session: Session
+    session: engine.Session
     budget: int | str | None
     gamma: int | str
-    drafters: Sequence[Drafter] = ()
+    drafters: Sequence[engine.Drafter] = ()
 
     def run(self) -> Run:
         from engine.bench.passes import costs_of, decode, make_pacing
@@ -108,17 +108,14 @@ class Contender:
 
 
 def main(flags: Flags) -> None:
-    from common.jsonl import publish
-    from common.provenance import provenance
     from engine.bench import passes, record
     from engine.bench.plan import resolve_several
-    from engine.bench.session import Session
 
     flags.check()
     chosen = flags.drafts()
     drafts = dict(zip(chosen, flags.draft.variants(*chosen.values()), strict=True))
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session = Session.of_plan(resolve_several(config, list(drafts.values())))
+    session = engine.Session.of_plan(resolve_several(config, list(drafts.values())))
     prefill_seconds = passes.prefill(session)
     passes.warm_up(session)
     plain = Contender("plain", session, None, 0)
@@ -132,23 +129,9 @@ def main(flags: Flags) -> None:
     for repeat in range(flags.repeats):
         for one in contenders if repeat % 2 == 0 else reversed(contenders):  # against drift
             runs[one.name].append(one.run())
-    settings = record.settings_record(session)
-    publish(
-        flags.output.output,
-        {
-            "benchmark": "gamma_cell",
-            "model": session.name,
-            "dataset": session.plan.dataset,
-            "B": session.plan.n_rows,
-            "prefix_len": session.plan.prefix_len,
-            "gen_len": session.plan.gen_len,
-            "repeats": flags.repeats,
-            **{name: value for name, value in settings.items() if name not in ROW_SETTINGS},
-            "prefill_seconds": round(prefill_seconds, 2),
-            "rows": [_row(one, runs[one.name], runs[plain.name]) for one in contenders],
-            **provenance(),
-        },
-    )
+    rows = [_row(one, runs[one.name], runs[plain.name]) for one in contenders]
+    measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
+    publish(flags.output.output, record.record_of("gamma_cell", session, measured, ROW_SETTINGS))
 
 
 def _row(one: Contender, own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:

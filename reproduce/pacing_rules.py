@@ -8,24 +8,28 @@ makes the rounds that have the most expected tokens per ms; a rule's score is it
 A score above 1 is luck.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from engine.bench.arguments import Parser
+import common.startup
 
-from common.exit import exit_on_user_error
+from common import cli
+from common.errors import require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from engine.acceptance import AcceptanceRate
+from engine.bench.config import Output
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
 from engine.drafters import Drafter
@@ -178,23 +182,29 @@ def oracle_ms(scenario: Scenario, costs: Sequence[Costs]) -> float:
     return ms
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=20, help="how often every scenario is decoded by every rule")
-    parser.add_argument("--output", help="append the JSON record to this file")
-    args = parser.parse_args()
-    require_appendable(args.output)
+@dataclass(frozen=True)
+class Flags:
+    seeds: int = 20
+    """how often every scenario is decoded by every rule"""
+    output: Output = field(default_factory=Output)
+
+
+def main(flags: Flags) -> None:
+    require_at_least("seeds", flags.seeds, 1)
+    require_appendable(flags.output.output)
     costs = recorded_costs()
     rows: list[dict] = []
     for scenario in SCENARIOS:
         own = costs[scenario.size]
-        shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(args.seeds)) for rule in RULES}
+        shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(flags.seeds)) for rule in RULES}
         rows.append({"scenario": scenario.name, **{rule: round(share, 4) for rule, share in shares.items()}})
     rows.append({"scenario": "mean", **{rule: round(fmean(row[rule] for row in rows), 4) for rule in RULES}})
     lines = [f"{row['scenario']:<40}" + "".join(f"{row[rule]:>10.3f}" for rule in RULES) for row in rows]
-    record = {"benchmark": "pacing_rules", "seeds": args.seeds, "rows": rows, **provenance()}
-    publish(args.output, record, f"{'share of the oracle':<40}" + "".join(f"{rule:>10}" for rule in RULES), *lines)
+    record = {"benchmark": "pacing_rules", "seeds": flags.seeds, "rows": rows, **provenance()}
+    publish(
+        flags.output.output, record, f"{'share of the oracle':<40}" + "".join(f"{rule:>10}" for rule in RULES), *lines
+    )
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    cli.run_alone(main, Flags)

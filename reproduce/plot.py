@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from textwrap import fill
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,6 +44,8 @@ MEASURED = ("speedup", "decode_tokens_per_second")
 
 @dataclass(frozen=True)
 class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"records": "RECORDS"}
+
     records: Positional[Annotated[tuple[str, ...], arg(metavar="RECORDS ...")]]
     """files of JSON lines"""
     x: Annotated[str | None, arg(help_behavior_hint="(default: the one with the most values)")] = None
@@ -55,8 +57,6 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    if not flags.records:
-        raise _refuse("there are no records to draw", "RECORDS", "no file", "one file or more", "name files of records")
     draw(flags.records, flags.x, flags.y, Path(flags.figures))
 
 

@@ -104,16 +104,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
 
 
 @pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a script in this process: `run_script(path, arguments)`."""
-    from scripts import Script
-
-    return Script(monkeypatch, capsys)
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def alone():
     """Runs a benchmark in this process: `alone("selfspec", arguments)`."""
-    from scripts import Benchmark
+    from programs import run
 
-    return Benchmark(monkeypatch, capsys)
+    return lambda name, arguments: run(f"tests/{name}_benchmark.py", arguments)

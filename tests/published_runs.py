@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from programs import Ended, run
 
 from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, speedup_tables, throughput_latency
 from reproduce.paper import figures, reproduction
@@ -48,11 +48,11 @@ def acceptance(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 class Runs:
-    """Runs scripts; `code` is the last one's exit code, `measured` all cells that were measured."""
+    """Runs scripts; `ended` is how the last one ended, `measured` all cells that were measured."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.patch, self.capture = folder, patch, capture
-        self.model, self.code, self.measured, self.save = BUILT_IN, 0, [], figures.save
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, patch
+        self.model, self.ended, self.measured, self.save = BUILT_IN, Ended(0, "", ""), [], figures.save
         patch.setattr(runner, "_run", self.measure)
         patch.setattr(reproduction, "DEFAULT_DRAFT", folder / "no draft")
 
@@ -71,14 +71,8 @@ class Runs:
         self.patch.setattr(figures, "save", self.save if draws else lambda figure, name, folder: [])
         file = reproduction.ACCEPTANCE if script in ACCEPTANCE else reproduction.SPEEDUPS
         own = ["--output", str(self.folder / file), "--figures", str(self.folder / "figures")]
-        self.patch.setattr(sys, "argv", [script.NAME, *own, *flags])
-        self.code = 0
-        try:
-            script.main()
-        except SystemExit as end:
-            self.code = end.code
-        said = self.capture.readouterr()
-        return said.out + said.err
+        self.ended = run(f"reproduce/{script.NAME}.py", [*own, *flags])
+        return self.ended.out + self.ended.err
 
 
 def words(text: str, *starts: str) -> list[list[str]]:

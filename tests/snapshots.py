@@ -22,7 +22,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -68,20 +68,20 @@ def flags_of(program: str) -> dict[str, Any]:
     raise AssertionError(f"{program} reads no command line: {ended.err}")
 
 
-def _flags_in(kind: type) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those that the fields of a dataclass are, and of the dataclasses within it."""
+def _flags_in(kind: type, own: object = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that the fields of a dataclass are, and of the dataclasses within it; `own`: one that has the defaults."""
     hints = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
         hint, *said = get_args(hints[one.name]) if get_origin(hints[one.name]) is Annotated else [hints[one.name]]
+        required = own is None and one.default is MISSING and one.default_factory is MISSING
+        default = None if required else getattr(own, one.name) if own else _default(one)
         if is_dataclass(hint):
-            yield from _flags_in(hint)
+            yield from _flags_in(hint, default)
             continue
         positional = any(marker in said for marker in get_args(Positional[str])[1:])
         name = next((how.name for how in said if getattr(how, "name", None)), one.name)
         aliases = [alias for how in said for alias in getattr(how, "aliases", None) or ()]
         defaults = [how.help_behavior_hint for how in said if getattr(how, "help_behavior_hint", None)]
-        required = one.default is MISSING and one.default_factory is MISSING
-        default = None if required else one.default_factory() if one.default is MISSING else one.default
         if default is None and defaults:  # what stands for it is only said
             default = defaults[0].removeprefix("(default: ").removesuffix(")")
         names = sorted([name if positional else f"--{name}", *aliases])
@@ -98,6 +98,10 @@ def _flags_in(kind: type) -> Iterator[tuple[str, dict[str, Any]]]:
                 else [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)] or None,
             },
         )
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
 def records_of(program: str, commands: Sequence[str]) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ from statistics import median
 from typing import Any
 
 import pytest
-from engine.bench.settings import DraftSettings
 
 from common.errors import ConfigError
-from reproduce import cost_model_error, gamma_cell
+from engine.bench.config import RunConfig, Sizes, Target
+from engine.bench.plan import resolve_several
+from reproduce import cost_model_error
 from reproduce.cost_model_error import CostModel
+from reproduce.gamma_cell import Flags
 from reproduce.pages.measured_tables import mode_section
 from reproduce.paper import auto_against_fixed, reproduction
 from reproduce.paper.auto_against_fixed import COLUMNS, GAMMA, GAMMA_AND_BUDGET, Against, against_fixed, summary
@@ -138,11 +140,11 @@ def test_the_panel_has_a_point_for_every_run():
 
 def test_every_cache_of_a_cell_is_planned_for():
     """One for each fixed pair, one for `auto`, and one for each budget that `auto budget` chooses among."""
-    pairs = [DraftSettings("self", gamma=gamma, capacity=budget) for budget in (16, 40) for gamma in (1, 9)]
-    auto = DraftSettings("self", gamma=6, auto_gamma=True, capacity=40)
-    both = DraftSettings("self", gamma=6, auto_gamma=True, capacity=128, budgets=(64, 128))
-    planned = gamma_cell.with_every_cache([*pairs, auto, both])
-    assert sum(planned.capacities) == 2 * 16 + 2 * 40 + 40 + 64 + 128
+    flags = Flags(gammas=(1, 9), budgets=(16, 40))
+    drafts = flags.draft.variants(*flags.drafts().values())
+    target = Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy")
+    planned = resolve_several(RunConfig(target, sizes=Sizes(2, 200)), drafts).draft
+    assert planned is not None and sum(planned.capacities) == 2 * 16 + 2 * 40 + 40 + 64 + 128
     assert (planned.gamma, planned.capacity) == (9, 128)
 
 

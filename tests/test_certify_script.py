@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from certificate_cases import Faulty
 from machine import needs_vnni
+from programs import ROOT
 
 from engine.evaluation.certificate import certify
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "reproduce" / "certify.py")
 FLAGS = {
     "--B": 3,
@@ -34,12 +35,12 @@ def flags(checkpoint: Path, books: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def certified(flags, tmp_path, monkeypatch, run_script):
+def certified(flags, tmp_path, monkeypatch):
     """Runs the script in this process with some flags changed: its exit code, record, other lines, and errors."""
 
     def run(changes: dict[str, object]) -> tuple[int, dict, list[str], str]:
         monkeypatch.chdir(tmp_path)
-        ended = run_script(SCRIPT, flat(flags | changes))
+        ended = programs.run(SCRIPT, flat(flags | changes))
         *lines, last = ended.out.splitlines() or ["{}"]
         return ended.code, json.loads(last), lines, ended.err
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from programs import Ended, run
 
-from common.errors import ConfigError
 from reproduce import plot
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure
@@ -21,16 +22,14 @@ def record(B: int, speedup: float | None, **changes: object) -> dict[str, object
 
 @pytest.fixture
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs the script on lines of JSON; the figure that it would have drawn."""
+    """Runs the script on lines of JSON: how it ended, and the figure that it would have drawn."""
 
-    def draw(lines: list[object], *flags: str) -> Figure:
+    def draw(lines: list[object], *flags: str) -> tuple[Ended, Figure | None]:
         file = tmp_path / "own.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        drawn = []
+        drawn: list[Figure] = []
         monkeypatch.setattr(figures, "save", lambda figure, name, folder: drawn.append(figure) or [])
-        monkeypatch.setattr(sys, "argv", ["plot.py", str(file), *flags])
-        plot.main()
-        return drawn[0]
+        return run("reproduce/plot.py", [str(file), *flags]), next(iter(drawn), None)
 
     return draw
 
@@ -39,36 +38,35 @@ def points(figure: Figure) -> list[dict[str, list[tuple[float, float]]]]:
     return [{one.label: list(zip(one.x, one.y, strict=True)) for one in panel.series} for panel in figure.panels]
 
 
-def test_a_line_for_each_combination_of_what_else_varies(draw, capsys):
+def test_a_line_for_each_combination_of_what_else_varies(draw):
     """Of three repeats the median; a row of a sweep is its record; a failed cell and a null are left out."""
     lines = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (1, 2, 4)]
     lines += [record(1, 9.0), record(1, 2.5), record(8, None)]
     lines[1] = {"key": "k", "status": "ok", "record": lines[1]}
     lines.append({"key": "l", "status": "failed", "record": None})
-    speedup, tokens = points(figure := draw(lines))
+    ended, figure = draw(lines)
+    speedup, tokens = points(figure)
     assert speedup == {
         "prefix_len 1000": [(1, 2.5), (2, 3.0), (4, 5.0)],
         "prefix_len 4000": [(1, 2.0), (2, 3.0), (4, 5.0)],
     }
     assert tokens["prefix_len 1000"] == [(1, 10.0), (2, 20.0), (4, 40.0), (8, 80.0)]
     assert [(panel.x_label, panel.y_label) for panel in figure.panels] == [("B", y) for y in plot.MEASURED]
-    said = capsys.readouterr().out
-    assert "speedup over B: 8 of 10 records" in said and "per_second over B: 9 of 10 records" in said
+    assert "speedup over B: 8 of 10 records" in ended.out and "per_second over B: 9 of 10 records" in ended.out
 
 
 def test_axes_can_be_named(draw):
     lines = [record(B, None, gamma=gamma, acceptance_rate=0.5) for B in (1, 2, 4) for gamma in ("auto", 0, 5)]
-    figure = draw(lines, "--x", "gamma", "--y", "acceptance_rate", "speedup")
+    _, figure = draw(lines, "--x", "gamma", "--y", "acceptance_rate", "speedup")
     assert points(figure) == [{f"B {B}": [(0, 0.5), (5, 0.5)] for B in (1, 2, 4)}]
     assert not figure.panels[0].is_log_x
 
 
-def test_the_figure_lies_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_the_figure_lies_where_it_is_asked_for(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text("\n".join(json.dumps(record(B, 1.1)) for B in (1, 2)))
-    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--y", "speedup", "--figures", str(tmp_path / "figures")])
-    plot.main()
-    said = capsys.readouterr().out.splitlines()[1:]
+    ended = run("reproduce/plot.py", [str(file), "--y", "speedup", "--figures", str(tmp_path / "figures")])
+    said = ended.out.splitlines()[1:]
     paths = [tmp_path / "figures" / f"own.{kind}" for kind in ("png", "svg")]
     assert [line.strip() for line in said] == list(map(str, paths)) and all(path.stat().st_size for path in paths)
 
@@ -85,11 +83,10 @@ def test_the_figure_lies_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     ids=["nothing varies", "nothing was measured", "no such setting", "no record", "no file"],
 )
 def test_what_cannot_be_drawn_is_told(draw, lines, flags, what):
-    with pytest.raises(ConfigError, match=what):
-        draw(lines, *flags)
+    assert re.search(what, draw(lines, *flags)[0].refusal)
 
 
 def test_without_matplotlib_it_says_what_to_install(draw, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install -r requirements-dev\.txt"):
-        draw([record(1, 1.1), record(2, 1.2)])
+    ended, _ = draw([record(1, 1.1), record(2, 1.2)])
+    assert "pip install -r requirements-dev.txt" in ended.refusal

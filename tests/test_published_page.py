@@ -102,8 +102,8 @@ def test_ratios_of_the_same_shape_are_measurements(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runs:
-    return Runs(tmp_path, monkeypatch, capsys)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path, monkeypatch)
 
 
 def test_the_same_model_is_measured_in_the_published_row(run, tmp_path):

@@ -33,7 +33,7 @@ def open_largest(flags: CostFlags) -> Session:
     rows = flags.batches if flags.alpha is not None else (*flags.batches, flags.n_acceptance_rows)
     sizes = Sizes(max(rows), max(flags.contexts), max(ROOM, flags.n_acceptance_tokens))
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
-    return Session.of_plan(resolve_several(config, list(flags.configs().values())))
+    return Session.of_plan(resolve_several(config, list(flags.configs().values()), one_of_each_budget=True))
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:

@@ -52,9 +52,11 @@ class DraftFlags:
         """
         given = self.given()
         configs = [drafter_config(self.KINDS, {**given, **chosen}, strict=False) for chosen in each]
-        allowed = {name for config in configs for name in _options(config)}
-        if useless := [name for name in given if name not in (*allowed, "draft")]:
-            _refuse(useless, given, " and ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))
+        every = given | {name: value for chosen in each for name, value in chosen.items()}
+        known = every.keys() | {one.name for one in fields(self)}
+        allowed = {name for config in configs for name in _options(config)} & known
+        if useless := [name for name in every if name not in (*allowed, "draft")]:
+            _refuse(useless, every, " and ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))
         for config in configs:
             config.check()
         return configs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from common.errors import OutOfMemoryError
+from common.errors import OutOfMemoryError, flag
 from engine.noise import blocks_per_pass
 from engine.sampling import SamplingParams
 from kv_cache.entries import largest
@@ -232,10 +232,10 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
         where=f"{device}: {listed}",
         seen=f"{needed / GIB:.2f} GiB for a batch of {batch}",
         required=f"<= {available / GIB:.2f} GiB available",
-        fix=f"use --B {largest}, the largest batch that fits"
+        fix=f"use {flag('B')} {largest}, the largest batch that fits"
         if largest
         else "use a narrower --dtype, --quantize, more ranks or a smaller model"
         if plan.total(0) > available
-        else "use a shorter --prefix_len"
-        + (", or a smaller draft budget (--draft_budget)" if plan.draft_kv_per_row else ""),
+        else f"use a shorter {flag('prefix_len')}"
+        + (f", or a smaller draft budget ({flag('draft_budget')})" if plan.draft_kv_per_row else ""),
     )

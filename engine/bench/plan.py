@@ -141,16 +141,20 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     )
 
 
-def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig]) -> Plan:
-    """With room for the caches of all those drafts at once, and for rounds of all their gammas. Errors: UserError."""
+def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig], one_of_each_budget: bool = False) -> Plan:
+    """With room for the caches of all those drafts at once, and for rounds of all their gammas.
+
+    one_of_each_budget: those of equal budgets are held in turn. Errors: UserError.
+    """
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
     deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))
     plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)))
     assert plan.draft is not None
-    budgets = tuple(sorted({capacity for draft in each for capacity in draft.capacities}))
-    held = replace(plan.draft, budgets=budgets, capacity=budgets[-1], auto_gamma=len(drafts) > 1)
-    return replace(plan, draft=held)
+    budgets = [capacity for draft in each for capacity in draft.capacities]
+    held = tuple(sorted(set(budgets) if one_of_each_budget else budgets))
+    several = replace(plan.draft, budgets=held, capacity=held[-1], auto_gamma=len(drafts) > 1)
+    return replace(plan, draft=several)
 
 
 def _check_files(config: RunConfig) -> None:

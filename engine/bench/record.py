@@ -6,7 +6,7 @@ import hashlib
 import json
 import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -151,6 +151,27 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         **provenance(),
     }
     return rounded(record)
+
+
+def record_of(
+    benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
+) -> dict[str, Any]:
+    """A record of several runs: their model, text, sizes and settings, but for those that vary, then what was measured.
+
+    without: the settings that vary, which are each row's own.
+    """
+    plan, settings = session.plan, settings_record(session)
+    return {
+        "benchmark": benchmark,
+        "model": session.name,
+        "dataset": plan.dataset,
+        "B": plan.n_rows,
+        "prefix_len": plan.prefix_len,
+        "gen_len": plan.gen_len,
+        **{name: value for name, value in settings.items() if name not in without},
+        **measured,
+        **provenance(),
+    }
 
 
 def settings_record(session: Session) -> dict[str, Any]:

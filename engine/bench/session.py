@@ -41,8 +41,8 @@ class Session:
 
     plan: the configuration with every `auto` resolved. models: what drafts, loaded once by (dtype, scheme, layers).
     startup_bytes: what the process held of its device's memory before anything was loaded, on a CPU mostly Python and
-    PyTorch themselves. run: what the record and the saved rows of this run have in common. put_off: errors that a run
-    outlives, and ends with.
+    PyTorch themselves. continuations: what the data set goes on with behind each prompt, where asked for. run: what the
+    record and the saved rows of this run have in common. put_off: errors that a run outlives, and ends with.
     """
 
     plan: Plan
@@ -53,6 +53,7 @@ class Session:
     draft_ranks: ModelRanks | None = None
     models: dict[tuple[object, ...], Transformer] = field(default_factory=dict)
     startup_bytes: int = 0
+    continuations: list[list[int]] = field(default_factory=list)
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     put_off: list[UserError] = field(default_factory=list)
 
@@ -65,8 +66,8 @@ class Session:
         return cls.of_plan(resolve(config, prompts))
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Session:
-        """The same, of a plan. Errors: UserError."""
+    def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
+        """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
         ranks = _join_ranks(plan)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
@@ -80,7 +81,9 @@ class Session:
             say(f"note: {remark}")
         say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
-        prompts = ranks.shared(lambda: _prompts(plan, tokenizer, books))
+        stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued))
+        prompts = [stretch[: plan.prefix_len] for stretch in stretches]
+        continuations = [stretch[plan.prefix_len :] for stretch in stretches]
         target, compiles = plan.config.target, plan.config.target.compile
         model = _load(plan, plan.target, plan.dtype, target_ranks, target.quantize)
         _choose_attention(plan, model, plan.kv_dtype, "attention")
@@ -97,7 +100,8 @@ class Session:
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
         for index, prompt in enumerate(prompts):
             check_prompt(runner, index, prompt, plan.gen_len, plan.draft.gamma if plan.draft else 0)
-        return cls(plan, runner, prompts, tokenizer, target_ranks, draft_ranks, models, startup_bytes)
+        held = target_ranks, draft_ranks, models, startup_bytes, continuations
+        return cls(plan, runner, prompts, tokenizer, *held)
 
     @property
     def config(self) -> RunConfig:
@@ -188,9 +192,7 @@ class Session:
         if draft is not None:
             return self.variant(draft=draft).drafter(texts=texts)
         assert self.draft is not None, "the session was opened without a draft"
-        model = self.draft_model
-        if model is None and self.draft_source is None:
-            model = self.runner.model
+        model = self.draft_model or (None if self.draft_source else self.runner.model)
         parts = Parts(self.runner, self.draft.gamma, model, self.new_cache, self._remote, texts)
         return self.draft.config.build(parts)
 
@@ -272,8 +274,8 @@ def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | Non
     say(f"{whose}: {model.backend.name} ({why})")
 
 
-def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str]) -> list[list[int]]:
-    """One's own, or stretches of the data set; random tokens for random weights, which have no tokenizer."""
+def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
+    """One's own, or stretches of the data set, so much longer; random tokens for random weights without a tokenizer."""
     if plan.own_prompts is not None:
         return [list(prompt) for prompt in plan.own_prompts]
     if tokenizer is None:
@@ -281,6 +283,6 @@ def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str]) -> l
         shape = (plan.n_prompts, plan.prefix_len)
         return torch.randint(plan.target.config.vocab_size, shape, generator=generator).tolist()
     say(f"tokenising {plan.n_prompts} prompts of {plan.prefix_len} tokens from {plan.dataset}")
-    prompts = make_prompts(books, tokenizer, n_prompts=plan.n_prompts, prefix_len=plan.prefix_len)
+    prompts = make_prompts(books, tokenizer, n_prompts=plan.n_prompts, prefix_len=plan.prefix_len + n_continued)
     plan.target.check_tokens(prompts)
     return prompts

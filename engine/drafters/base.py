@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from engine.modes import Drafts
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def check_gamma(gamma: int, window: int) -> None:
     if gamma + 1 > window:
         raise ConfigError(
             "the draft cache's window is smaller than one verification block",
-            where="gamma (--gamma) and the draft's budget (--draft_budget) or --snapkv_window",
+            where=f"gamma ({flag('gamma')}) and the draft's budget ({flag('draft_budget')}) or --snapkv_window",
             seen=f"gamma {gamma}, window {window}",
             required="gamma + 1 <= window",
             fix=f"raise the budget by {gamma + 1 - window} (snapkv: --snapkv_window), or lower gamma",

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,8 +35,8 @@ MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir 
 SELFSPEC, LONGSPEC, ACCEPT = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py", "reproduce/acceptance.py"
 
 
-DraftDtype = Annotated[Literal["auto", "same"] | Dtype | None, arg(help_behavior_hint="(default: auto)")]
-DraftWeights = Annotated[Literal["same"] | Scheme | None, arg(help_behavior_hint="(default: same)")]
+DraftDtype = Literal["auto", "same"] | Dtype
+DraftWeights = Literal["same"] | Scheme
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Grid:
 
     model: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
     """the target's converted checkpoint"""
-    dataset: Annotated[str | None, arg(help_behavior_hint="(default: auto)")] = None
+    dataset: str = "auto"
     """as that of the benchmarks"""
-    device: Annotated[str | None, arg(help_behavior_hint="(default: auto)")] = None
+    device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
-    dtype: Annotated[Literal["auto"] | Dtype | None, arg(help_behavior_hint="(default: auto)")] = None
+    dtype: Literal["auto"] | Dtype = "auto"
     """the target's"""
     B: tuple[int, ...] = (1, 2, 4, 8)
     """rows decoded together"""
@@ -81,9 +81,9 @@ class Grid:
     """new tokens per row"""
 
     def given(self, *flags: str) -> dict[str, object]:
-        """Only what was asked for: what the default means is the benchmarks' own affair."""
-        names = ("device", "dtype", "dataset", *flags)
-        return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
+        """Only what is not the benchmarks' own default."""
+        asked = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return {name: asked[name] for name in ("device", "dtype", "dataset", *flags) if name in asked}
 
     def target(self, load_format: str | None = None) -> dict[str, object]:
         return {} if self.model is None else {"model": checkpoint_path(self.model, "model", load_format)}
@@ -93,9 +93,9 @@ class Grid:
 class Speculation(Grid):
     """Runs of the speculation benchmarks."""
 
-    draft_dtype: DraftDtype = None
+    draft_dtype: DraftDtype = "auto"
     """the draft's"""
-    draft_weights: DraftWeights = None
+    draft_weights: DraftWeights = "same"
     """the draft's linear layers"""
     draft_model: Annotated[
         str | None, arg(help_behavior_hint="(default: checkpoints/SmolLM2-draft, if it is there)")
@@ -103,7 +103,7 @@ class Speculation(Grid):
     """a draft model's checkpoint"""
     draft_B: tuple[int, ...] = (1, 4)
     """rows decoded together beside it"""
-    load_format: Annotated[Literal["pth", "dummy"] | None, arg(help_behavior_hint="(default: pth)")] = None
+    load_format: Literal["pth", "dummy"] = "pth"
     """dummy: random weights, costs only"""
     model_name: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """with --load_format dummy: the published shape to build"""
@@ -145,9 +145,9 @@ class Acceptance(Grid):
     """rows decoded together"""
     gen_len: int = 128
     """new tokens per row"""
-    draft_dtype: DraftDtype = None
+    draft_dtype: DraftDtype = "auto"
     """the draft's"""
-    draft_weights: DraftWeights = None
+    draft_weights: DraftWeights = "same"
     """the draft's linear layers"""
     policies: tuple[PolicyName, ...] = ("streaming", "snapkv")
     """what the draft's cache keeps"""
