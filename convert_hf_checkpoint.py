@@ -15,22 +15,24 @@ from tyro.conf import arg
 from common import cli
 from common.errors import CheckpointError, ConfigError, flag
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.file_sums import remembered_sha256
 from models.checkpoints.manifest import (
+    CONFIG,
     MANIFEST,
+    SIDE_FILES,
+    WEIGHTS,
     atomic_path,
     check_files,
     describe,
     read_manifest,
+    remembered_sha256,
     update_manifest,
     write_text,
 )
-from models.checkpoints.side_files import CONFIG, SIDE_FILES, WEIGHTS
 from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 from models.names import parse_layers
 
 if TYPE_CHECKING:
-    from models.checkpoints.source import Source
+    from models.checkpoints.convert import Source
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ def flag(field: str) -> str:
 class UserError(Exception):
     """Bad input, told as: what is wrong, where, the value seen, the value required, one fix."""
 
-    def __init__(self, what: str, *, where: str, seen: object, required: object, fix: str) -> None:
+    def __init__(self, what: str, where: object, seen: object, required: object, fix: str) -> None:
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
 
     def told(self, flags: Mapping[str, str]) -> str:

@@ -57,12 +57,10 @@ class ModelConfig:
             if not isinstance(value, int) or value < 1:
                 raise _refuse(f"{name} is not a positive integer", name, value, "an integer >= 1")
         if self.n_head % self.n_kv_head:
-            raise _refuse(
-                "query heads do not divide into groups of KV heads",
-                "n_head and n_kv_head (num_attention_heads, num_key_value_heads)",
-                f"n_head {self.n_head}, n_kv_head {self.n_kv_head}",
-                "n_head a multiple of n_kv_head",
-            )
+            what = "query heads do not divide into groups of KV heads"
+            where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"
+            seen = f"n_head {self.n_head}, n_kv_head {self.n_kv_head}"
+            raise _refuse(what, where, seen, "n_head a multiple of n_kv_head")
         if self.head_dim % 2:
             raise _refuse("rotary embedding needs pairs", "head_dim", self.head_dim, "an even number")
         _check_tokens(self.eos_tokens, self.vocab_size, "eos_tokens")
@@ -104,34 +102,7 @@ class ModelConfig:
     @classmethod
     def from_json(cls, path: str | Path) -> ModelConfig:
         """Read a Hugging Face `config.json`. Raises ConfigError naming the file and the field."""
-        path = Path(path)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                "the model's config.json is missing",
-                where=str(path),
-                seen="no such file",
-                required="the config.json that belongs to the checkpoint",
-                fix="download it again (download.py), or copy config.json beside the weights",
-            ) from None
-        except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
-            raise ConfigError(
-                "the model's config.json is not JSON",
-                where=str(path),
-                seen=error,
-                required="a JSON object",
-                fix="download it again (download.py)",
-            ) from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                "the model's config.json is not a JSON object",
-                where=str(path),
-                seen=type(values).__name__,
-                required="a JSON object",
-                fix="download it again (download.py)",
-            )
-        return cls.from_hf(values, where=str(path))
+        return cls.from_hf(read_config(Path(path)), where=str(path))
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
@@ -142,20 +113,14 @@ class ModelConfig:
             raise _refuse("unsupported architecture", where, architecture, f"one of {', '.join(ARCHITECTURES)}")
         if values.get("hidden_act", "silu") != "silu":
             raise _refuse("unsupported activation", f"{where}: hidden_act", values["hidden_act"], "silu")
-        for key in ("mlp_bias", "use_sliding_window"):
+        qwen, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
+        for key in ("mlp_bias", "use_sliding_window", *([] if qwen else ["attention_bias"])):
             if values.get(key):
                 raise _refuse(f"{key} is not supported", where, values[key], "false or absent")
-        qwen, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
-        if values.get("attention_bias") and not qwen:
-            raise _refuse("attention_bias is not supported", where, values["attention_bias"], "false or absent")
         n_head, dim = _size(values, "num_attention_heads", where), _size(values, "hidden_size", where)
         if values.get("head_dim") is None and dim % n_head:
-            raise _refuse(
-                "hidden_size does not divide into heads",
-                where,
-                f"hidden_size {dim}, num_attention_heads {n_head}",
-                "a multiple, or head_dim given",
-            )
+            seen = f"hidden_size {dim}, num_attention_heads {n_head}"
+            raise _refuse("hidden_size does not divide into heads", where, seen, "a multiple, or head_dim given")
         # transformers gives a Mistral configuration without this key a window of 4096.
         window = {"sliding_window": values.get("sliding_window", 4096 if mistral else None)}
         windowed = not qwen and window["sliding_window"] is not None
@@ -185,14 +150,27 @@ class ModelConfig:
         )
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The keys of a `config.json` as they are. Raises ConfigError naming the file."""
+    required, fix = "a JSON object", "download it again (download.py)"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what, belonging = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
+        raise ConfigError(
+            what, path, "no such file", belonging, f"{fix}, or copy config.json beside the weights"
+        ) from None
+    except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
+        raise ConfigError("the model's config.json is not JSON", path, error, required, fix) from None
+    if not isinstance(values, dict):
+        what = "the model's config.json is not a JSON object"
+        raise ConfigError(what, path, type(values).__name__, required, fix)
+    return values
+
+
 def _refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
-    return ConfigError(
-        what,
-        where=where,
-        seen=seen,
-        required=required,
-        fix="use a checkpoint of a supported family (Llama, Mistral, Qwen2) with a matching config.json",
-    )
+    fix = "use a checkpoint of a supported family (Llama, Mistral, Qwen2) with a matching config.json"
+    return ConfigError(what, where, seen, required, fix)
 
 
 def _check_tokens(tokens: tuple[object, ...], vocab_size: int, where: str) -> None:
@@ -205,9 +183,8 @@ def _size(values: Mapping[str, Any], key: str, where: str, default: int | None =
     value = default if values.get(key) is None else values[key]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
         seen = "no such key" if value is None else repr(value)
-        raise _refuse(
-            f"{key} is not a positive integer", f"{where}: {key}", seen, f"an integer from 1 to {MAX_SIZE - 1}"
-        )
+        required = f"an integer from 1 to {MAX_SIZE - 1}"
+        raise _refuse(f"{key} is not a positive integer", f"{where}: {key}", seen, required)
     return value
 
 
@@ -239,11 +216,6 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
         if low >= high:
             seen = f"low_freq_factor {low}, high_freq_factor {high}"
             raise _refuse("the llama3 rope factors leave no ramp between them", where, seen, "low < high")
-        return RopeScaling(
-            "llama3",
-            _number(rope, "factor", where),
-            low,
-            high,
-            _size(rope, "original_max_position_embeddings", where),
-        )
+        original_context = _size(rope, "original_max_position_embeddings", where)
+        return RopeScaling("llama3", _number(rope, "factor", where), low, high, original_context)
     raise _refuse("unsupported rope type", where, kind, "default, linear or llama3")

@@ -192,7 +192,10 @@ MODEL_DAMAGE: Damage = {
     "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "config gone": (lambda d: (d / "config.json").unlink(), "config.json"),
     "another config beside it": (of_another_config, "rope_theta 500000.0"),
-    "a tensor of integers": (lambda d: rewrite(d, **{"norm.weight": torch.ones(16).int()}), "norm.weight torch.int32"),
+    "a tensor of integers": (
+        lambda d: rewrite(d, **{"norm.weight": torch.ones(16).int()}),
+        r"norm.weight \(16,\) torch.int32",
+    ),
     "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight \(15,\)"),
     "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
     "a tensor too many": (lambda d: rewrite(d, **{"q_norm.weight": torch.ones(4)}), "q_norm.weight"),

@@ -15,7 +15,7 @@ from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
 from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve
-from models.checkpoints import file_sums, manifest
+from models.checkpoints import manifest
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 
 
@@ -23,15 +23,14 @@ from models.checkpoints.loading import load_model, read_checkpoint, save_checkpo
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read for their sums; every file is large enough to be remembered."""
     names: list[str] = []
-    original = file_sums.sha256_of
+    original = manifest.sha256_of
 
     def counting(path: Path) -> str:
         names.append(path.name)
         return original(path)
 
-    monkeypatch.setattr(file_sums, "sha256_of", counting)
     monkeypatch.setattr(manifest, "sha256_of", counting)
-    monkeypatch.setattr(file_sums, "REMEMBERED_FROM", 0)
+    monkeypatch.setattr(manifest, "REMEMBERED_FROM", 0)
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     return names
 
@@ -92,7 +91,7 @@ def no_home() -> Path:
 
 @pytest.mark.parametrize("cache", [lambda: Path("/dev/null/cache"), no_home], ids=["unwritable", "no home"])
 def test_a_cache_that_cannot_be_had_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch, cache) -> None:
-    monkeypatch.setattr(file_sums, "cache_folder", cache)
+    monkeypatch.setattr(manifest, "cache_folder", cache)
     load_model(folder)
     zero(folder / "model.pth")
     with pytest.raises(CheckpointError, match="manifest"):
@@ -103,7 +102,7 @@ def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
     """As after a disk has changed a bit by itself: the file's times are those that the sum is remembered for."""
     whole = json.loads((folder / "manifest.json").read_text())["files"]["model.pth"]["sha256"]
     zero(folder / "model.pth")
-    (tmp_path / "cache" / "sha256" / file_sums.version_of(folder / "model.pth")).write_text(whole)
+    (tmp_path / "cache" / "sha256" / manifest.version_of(folder / "model.pth")).write_text(whole)
     target = Target(model=str(folder), device="cpu")
     sizes = Sizes(B=2, prefix_len=8, gen_len=4)
     load_model(folder)

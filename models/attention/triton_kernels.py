@@ -12,19 +12,12 @@ UNSEEN = tl.constexpr(2**31 - 1)
 @triton.jit
 def _attend_tile(
     state,
+    slot,
     q,
     query,
-    slot,
     stop,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    positions,
-    k_slot,
-    v_slot,
-    ks_slot,
-    vs_slot,
+    pointers,
+    strides,
     scale,
     window,
     HEAD_DIM: tl.constexpr,
@@ -40,6 +33,8 @@ def _attend_tile(
     units of log 2. The pointers are those of the row and head; one tile is 32-bit offsets away from them.
     """
     best, total, acc = state
+    keys, values, key_scales, value_scales, positions = pointers
+    k_slot, v_slot, ks_slot, vs_slot = strides
     offsets = tl.arange(0, SLOTS)
     dims = tl.arange(0, HEAD_DIM)
     first = tl.cast(slot, tl.int64)
@@ -182,60 +177,17 @@ def split_kv(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     state = (best, total, acc)
+    pointers = (keys, values, key_scales, value_scales, positions)
+    strides = (k_slot, v_slot, ks_slot, vs_slot)
+    shared = (q_tile, query, stop, pointers, strides, scale, window)
     masked_from = start
     if IN_ORDER and not WINDOWED:
         # Every query of the row sees the slots up to the earliest one's position.
         masked_from += tl.maximum(tl.minimum(stop, earliest + 1) - start, 0) // SLOTS * SLOTS
         for slot in tl.range(start, masked_from, SLOTS):
-            state = _attend_tile(
-                state,
-                q_tile,
-                query,
-                slot,
-                stop,
-                keys,
-                values,
-                key_scales,
-                value_scales,
-                positions,
-                k_slot,
-                v_slot,
-                ks_slot,
-                vs_slot,
-                scale,
-                window,
-                HEAD_DIM,
-                SLOTS,
-                QUANTIZED,
-                IN_ORDER,
-                WINDOWED,
-                MASKED=False,
-            )
+            state = _attend_tile(state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, IN_ORDER, WINDOWED, MASKED=False)
     for slot in tl.range(masked_from, stop, SLOTS):
-        state = _attend_tile(
-            state,
-            q_tile,
-            query,
-            slot,
-            stop,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            positions,
-            k_slot,
-            v_slot,
-            ks_slot,
-            vs_slot,
-            scale,
-            window,
-            HEAD_DIM,
-            SLOTS,
-            QUANTIZED,
-            IN_ORDER,
-            WINDOWED,
-            MASKED=True,
-        )
+        state = _attend_tile(state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, IN_ORDER, WINDOWED, MASKED=True)
 
     best, total, acc = state
     sums = tl.where(total > 0, total, 1.0)

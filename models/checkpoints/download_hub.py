@@ -26,6 +26,16 @@ FAILURES = {
     403: ("the Hub refuses this token", "access to the repository", "accept its licence on its Hub page"),
     404: ("the Hub has no such repository", "owner/name of a model", "check --repo_id"),
 }
+NOT_WRITTEN = (
+    "the download cannot be written",
+    "a writable folder with enough free space",
+    "free some space, or choose another --out_dir; a later run resumes",
+)
+NOT_REACHED = (
+    "the Hub cannot be reached",
+    "a connection to the Hub",
+    "check the network (and HF_ENDPOINT, HF_HUB_OFFLINE), then run download.py again: it resumes",
+)
 
 
 def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> None:
@@ -47,13 +57,10 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     except Exception as error:  # its HTTP library, and so the class of its errors, differs between releases
         raise _explain(repo_id, error) from error
     if not names:
-        raise CheckpointError(
-            "the repository holds no weights",
-            where=repo_id,
-            seen=", ".join(sorted(sibling.rfilename for sibling in info.siblings or ())[:6]) or "no files",
-            required="model*.safetensors, pytorch_model*.bin or *.gguf at its top level",
-            fix="name a repository of model weights in Hugging Face layout",
-        )
+        seen = ", ".join(sorted(sibling.rfilename for sibling in info.siblings or ())[:6]) or "no files"
+        required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
+        fix = "name a repository of model weights in Hugging Face layout"
+        raise CheckpointError("the repository holds no weights", repo_id, seen, required, fix)
     entries = describe(out_dir, names)
     _compare(out_dir, entries, info.siblings or ())
     update_manifest(out_dir, entries)
@@ -71,21 +78,19 @@ def select_files(names: Iterable[str]) -> list[str]:
 
 def _refuse_mixing(repo_id: str, out_dir: Path, names: Sequence[str]) -> None:
     """Weights or a tokenizer of another checkpoint would be taken for this one's."""
-    listed = read_manifest(out_dir)["files"]
     patterns = [pattern for group in WEIGHT_PATTERNS for pattern in group] + ["config.json", *TOKENIZER_FILES]
     others = [
         name
-        for name, entry in listed.items()
+        for name, entry in read_manifest(out_dir)["files"].items()
         if name not in names and not entry.get("generated") and any(fnmatch.fnmatch(name, p) for p in patterns)
     ]
     if names and others:
-        raise CheckpointError(
-            "the folder holds another checkpoint",
-            where=str(out_dir),
-            seen=f"{', '.join(others)}, which {repo_id} does not have",
-            required="a folder of its own for each checkpoint",
-            fix="choose another one with --out_dir",
+        seen, required = (
+            f"{', '.join(others)}, which {repo_id} does not have",
+            "a folder of its own for each checkpoint",
         )
+        fix = "choose another one with --out_dir"
+        raise CheckpointError("the folder holds another checkpoint", out_dir, seen, required, fix)
 
 
 def _compare(out_dir: Path, entries: Mapping[str, Any], siblings: Sequence[Any]) -> None:
@@ -93,34 +98,24 @@ def _compare(out_dir: Path, entries: Mapping[str, Any], siblings: Sequence[Any])
     for sibling in siblings:
         if sibling.rfilename not in entries:
             continue
-        entry = entries[sibling.rfilename]
-        stated = sibling.lfs.sha256 if sibling.lfs else entry["sha256"]
-        if sibling.size not in (None, entry["size"]) or stated != entry["sha256"]:
-            raise CheckpointError(
-                "a downloaded file is damaged",
-                where=str(out_dir / sibling.rfilename),
-                seen=f"{entry['size']} bytes, sha256 {entry['sha256']}",
-                required=f"{sibling.size} bytes, sha256 {stated}",
-                fix="delete that file and run download.py again",
-            )
+        size, sha256 = (entries[sibling.rfilename][key] for key in ("size", "sha256"))
+        stated = sibling.lfs.sha256 if sibling.lfs else sha256
+        if sibling.size not in (None, size) or stated != sha256:
+            seen, required = f"{size} bytes, sha256 {sha256}", f"{sibling.size} bytes, sha256 {stated}"
+            path, fix = out_dir / sibling.rfilename, "delete that file and run download.py again"
+            raise CheckpointError("a downloaded file is damaged", path, seen, required, fix)
 
 
 def _explain(repo_id: str, error: Exception) -> CheckpointError:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    gated = type(error).__name__ == "GatedRepoError"
-    if status in FAILURES:
-        what, required, fix = FAILURES[403 if gated else status]
-    elif isinstance(error, ValueError) and status is None:
-        what, required, fix = FAILURES[404]
+    kind, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", 0)
+    if kind == "GatedRepoError":
+        failure = FAILURES[403]
+    elif isinstance(error, ValueError) and not status:
+        failure = FAILURES[404]
     elif isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        what, required = "the download cannot be written", "a writable folder with enough free space"
-        fix = "free some space, or choose another --out_dir; a later run resumes"
+        failure = NOT_WRITTEN
     else:
-        what, required, fix = (
-            "the Hub cannot be reached",
-            "a connection to the Hub",
-            "check the network (and HF_ENDPOINT, HF_HUB_OFFLINE), then run download.py again: it resumes",
-        )
-    first_line = str(error).strip().splitlines()[:1] or [""]
-    seen = f"{type(error).__name__}: {first_line[0]}" + (f" (HTTP {status})" if status else "")
-    return CheckpointError(what, where=repo_id, seen=seen, required=required, fix=fix)
+        failure = FAILURES.get(status, NOT_REACHED)
+    seen = f"{kind}: {str(error).strip().partition(chr(10))[0]}" + (f" (HTTP {status})" if status else "")
+    what, required, fix = failure
+    return CheckpointError(what, repo_id, seen, required, fix)

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
+from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
 
 from common.errors import CheckpointError
+from models.checkpoints.convert import SourceTensor
 
 
-@dataclass(frozen=True)
-class GGUFTensor:
-    """One tensor as stored; `shape` is row-major, the reverse of the file's order."""
-
-    name: str
-    shape: tuple[int, ...]
-    quantization: GGMLQuantizationType
-    data: np.ndarray = field(repr=False)
-
-    def read(self) -> torch.Tensor:
-        """The tensor dequantised to float32, in memory of its own."""
-        values = dequantize(self.data, self.quantization)
-        return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class GGUFFile:
-    """Metadata and tensors of one file, both by name."""
+class GGUFFile(NamedTuple):
+    """Metadata and tensors of one file, both by the file's own names; shapes are row-major, the reverse of the file's
+    order, and tensors are read as float32."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, GGUFTensor]
+    tensors: dict[str, SourceTensor]
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -47,23 +33,21 @@ def read_gguf(path: Path) -> GGUFFile:
             reader = _ExactReader(path)
             _require_exact_size(reader)
             metadata = {name: entry.contents() for name, entry in reader.fields.items()}
-            tensors = {
-                tensor.name: GGUFTensor(
-                    tensor.name, tuple(map(int, reversed(tensor.shape))), tensor.tensor_type, tensor.data
-                )
-                for tensor in reader.tensors
-            }
+            shapes = [tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors]
     except Exception as error:  # on a damaged header the package raises whatever comes first
-        raise CheckpointError(
-            "the GGUF file is truncated or garbled",
-            where=str(path),
-            seen=f"{type(error).__name__}: {str(error)[:200]}",
-            required="a whole GGUF file",
-            fix="download the file again (download.py)",
-        ) from None
-    for tensor in tensors.values():
+        what, seen = "the GGUF file is truncated or garbled", f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(what, path, seen, "a whole GGUF file", "download the file again (download.py)") from None
+    tensors = {}
+    for tensor, shape in zip(reader.tensors, shapes, strict=True):
         _require_decodable(path, tensor)
+        tensors[tensor.name] = SourceTensor(shape, torch.float32, path, partial(_dequantized, tensor, shape))
     return GGUFFile(path, metadata, tensors)
+
+
+def _dequantized(tensor: ReaderTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """In memory of its own."""
+    values = dequantize(tensor.data, tensor.tensor_type)
+    return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
 
 
 class _ExactReader(GGUFReader):
@@ -91,14 +75,14 @@ def _require_exact_size(reader: GGUFReader) -> None:
         raise ValueError(f"{len(reader.data)} bytes, of which the header describes {end}")
 
 
-def _require_decodable(path: Path, tensor: GGUFTensor) -> None:
+def _require_decodable(path: Path, tensor: ReaderTensor) -> None:
     try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.quantization][1]), np.uint8), tensor.quantization)
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8), tensor.tensor_type)
     except NotImplementedError:
         raise CheckpointError(
             "unsupported GGUF quantisation",
-            where=str(path),
-            seen=f"{tensor.name}: {tensor.quantization.name}",
+            path,
+            seen=f"{tensor.name}: {tensor.tensor_type.name}",
             required="F32, F16, BF16, or a block quantisation that the gguf package decodes",
             fix="use a Q4_1, Q8_0 or F16 file of the same model",
         ) from None

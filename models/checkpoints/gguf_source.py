@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.gguf_reader import GGUFFile, GGUFTensor, read_gguf
+from models.checkpoints.convert import Source
+from models.checkpoints.gguf_reader import GGUFFile, read_gguf
 from models.checkpoints.gguf_tokenizer import tokenizer_json
-from models.checkpoints.side_files import CONFIG, own_side_files
-from models.checkpoints.source import Source, SourceTensor, read_hf_config
+from models.checkpoints.manifest import CONFIG, own_side_files
 from models.checkpoints.tokenizer import TOKENIZER_FILES
-from models.config import ModelConfig
+from models.config import ModelConfig, read_config
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 NAMES = {
@@ -45,86 +45,78 @@ def open_gguf(path: Path, side_files_are_theirs: bool = False) -> Source:
     """
     side_files = own_side_files(path.parent, [path], side_files_are_theirs)
     file = read_gguf(path)
-    architecture = _architecture(file)
-    if CONFIG in side_files:
-        hf_config, config = read_hf_config(path.parent)
-    elif ROPE_FACTORS in file.tensors:
-        raise CheckpointError(
-            "the GGUF holds only the result of its rope scaling, not the settings",
-            where=str(path),
-            seen=ROPE_FACTORS,
-            required="a config.json with rope_scaling beside the GGUF",
-            fix="copy config.json of the original model into this folder",
-        )
-    else:
-        hf_config = _hf_config(file, architecture)
-        config = ModelConfig.from_hf(hf_config, where=str(path))
+    architecture = str(file.metadata.get("general.architecture", "(none given)"))
+    _require_supported(file, architecture, has_config=CONFIG in side_files)
+    described = path.with_name(CONFIG) if CONFIG in side_files else path
+    hf_config = _hf_config(file, architecture) if described == path else read_config(described)
+    config = ModelConfig.from_hf(hf_config, where=str(described))
     tensors = {}
     for name, tensor in file.tensors.items():
+        if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
+            tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
         if name != ROPE_FACTORS:
-            read = _half_split(tensor, config) if architecture == "llama" else tensor.read
-            tensors[_hf_name(name)] = SourceTensor(tensor.shape, torch.float32, path, read)
+            tensors[_hf_name(name)] = tensor
     beside = not set(TOKENIZER_FILES).isdisjoint(side_files)
     tokenizer = None if beside else tokenizer_json(path, file.metadata)
     return Source((path,), tensors, hf_config, config, side_files, tokenizer)
 
 
-def _architecture(file: GGUFFile) -> str:
-    architecture = file.metadata.get("general.architecture", "(none given)")
+def _require_supported(file: GGUFFile, architecture: str, has_config: bool) -> None:
     experts = file.metadata.get(f"{architecture}.expert_count", 0)
-    if architecture not in ARCHITECTURES or experts:
-        raise CheckpointError(
-            "unsupported GGUF architecture",
-            where=str(file.path),
-            seen=f"{architecture} with {experts} experts" if experts else architecture,
-            required=f"a dense model of {' or '.join(ARCHITECTURES)}",
-            fix="use a GGUF of a Llama, Mistral or Qwen2 model",
-        )
-    if file.metadata.get("split.count", 1) > 1:
-        raise CheckpointError(
-            "the GGUF is one part of a split file",
-            where=str(file.path),
-            seen=f"{file.metadata['split.count']} parts",
-            required="one file",
-            fix="merge the parts with llama.cpp's gguf-split --merge",
-        )
-    return str(architecture)
+    parts = file.metadata.get("split.count", 1)
+    dense, use_dense = f"a dense model of {' or '.join(ARCHITECTURES)}", "use a GGUF of a Llama, Mistral or Qwen2 model"
+    merge = "merge the parts with llama.cpp's gguf-split --merge"
+    # It holds only the result of its rope scaling, not the settings.
+    unscaled, copy = "a config.json with rope_scaling beside it", "copy config.json of the original model there"
+    for is_refused, seen, required, fix in (
+        (architecture not in ARCHITECTURES, f"architecture {architecture}", dense, use_dense),
+        (experts, f"{architecture} with {experts} experts", dense, use_dense),
+        (parts > 1, f"one of {parts} parts", "one file", merge),
+        (ROPE_FACTORS in file.tensors and not has_config, ROPE_FACTORS, unscaled, copy),
+    ):
+        if is_refused:
+            raise CheckpointError("this GGUF is not supported", file.path, seen, required, fix)
 
 
 def _hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     """The metadata as the keys of a Hugging Face config.json."""
     metadata, prefix = file.metadata, f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     try:
-        dim, n_head = metadata[f"{prefix}embedding_length"], metadata[f"{prefix}attention.head_count"]
+        dim, n_head = own["embedding_length"], own["attention.head_count"]
+        head_dim = own.get("attention.key_length", dim // n_head)
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[architecture]],
             "model_type": architecture,
             "hidden_act": "silu",
             "vocab_size": file.tensors["token_embd.weight"].shape[0],
             "hidden_size": dim,
-            "intermediate_size": metadata[f"{prefix}feed_forward_length"],
-            "num_hidden_layers": metadata[f"{prefix}block_count"],
+            "intermediate_size": own["feed_forward_length"],
+            "num_hidden_layers": own["block_count"],
             "num_attention_heads": n_head,
-            "num_key_value_heads": metadata.get(f"{prefix}attention.head_count_kv", n_head),
-            "head_dim": metadata.get(f"{prefix}attention.key_length", dim // n_head),
-            "max_position_embeddings": metadata[f"{prefix}context_length"],
-            "rms_norm_eps": _short(metadata[f"{prefix}attention.layer_norm_rms_epsilon"]),
-            "rope_theta": _short(metadata.get(f"{prefix}rope.freq_base", 10000.0)),
+            "num_key_value_heads": own.get("attention.head_count_kv", n_head),
+            "head_dim": head_dim,
+            "max_position_embeddings": own["context_length"],
+            "rms_norm_eps": _short(own["attention.layer_norm_rms_epsilon"]),
+            "rope_theta": _short(own.get("rope.freq_base", 10000.0)),
             "tie_word_embeddings": "output.weight" not in file.tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": _stop_tokens(metadata),
         }
-        rotated = metadata.get(f"{prefix}rope.dimension_count", config["head_dim"])
-        scaling = metadata.get(f"{prefix}rope.scaling.type", "none")
-        if scaling != "none":
-            factor = _short(metadata.get(f"{prefix}rope.scaling.factor", 1.0))
-            config["rope_scaling"] = {"rope_type": scaling, "factor": factor}
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise _damaged(file, f"{type(error).__name__}: {error}", "the sizes of the model") from None
-    if rotated != config["head_dim"]:
-        raise _damaged(file, f"rope.dimension_count {rotated}", f"head_dim {config['head_dim']}")
-    if f"{prefix}attention.sliding_window" in metadata:
-        config["sliding_window"] = metadata[f"{prefix}attention.sliding_window"]
+        if (scaling := own.get("rope.scaling.type", "none")) != "none":
+            config["rope_scaling"] = {"rope_type": scaling, "factor": _short(own.get("rope.scaling.factor", 1.0))}
+        if "attention.sliding_window" in own:
+            config["sliding_window"] = own["attention.sliding_window"]
+        if (rotated := own.get("rope.dimension_count", head_dim)) != head_dim:
+            raise ValueError(f"rope.dimension_count {rotated} is not head_dim {head_dim}")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            "the GGUF metadata does not describe a supported model",
+            file.path,
+            seen=f"{type(error).__name__}: {error}",
+            required="the sizes of the model",
+            fix="put the original model's config.json beside the GGUF, or use another file",
+        ) from None
     return config
 
 
@@ -149,23 +141,7 @@ def _hf_name(name: str) -> str:
     return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
 
 
-def _half_split(tensor: GGUFTensor, config: ModelConfig) -> Callable[[], Tensor]:
+def _half_split(read: Callable[[], Tensor], head_dim: int) -> Tensor:
     """llama.cpp stores Q and K of the llama architecture with rotary pairs side by side: (0, d/2, 1, ...)."""
-    if not re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", tensor.name):
-        return tensor.read
-    return partial(_read_half_split, tensor, config.head_dim)
-
-
-def _read_half_split(tensor: GGUFTensor, head_dim: int) -> Tensor:
-    n_in = tensor.shape[-1]
-    return tensor.read().view(-1, head_dim // 2, 2, n_in).transpose(1, 2).reshape(-1, n_in)
-
-
-def _damaged(file: GGUFFile, seen: str, required: str) -> CheckpointError:
-    return CheckpointError(
-        "the GGUF metadata does not describe a supported model",
-        where=str(file.path),
-        seen=seen,
-        required=required,
-        fix="put the original model's config.json beside the GGUF, or use another file",
-    )
+    weight = read()
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +18,18 @@ _SPLIT = (
 )
 
 
-def _gpt2() -> PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")
 
 
-def _smollm() -> PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _split(digits: str) -> PreTokenizer:
-    pattern = Regex(_SPLIT.format(digits=digits))
-    split = pre_tokenizers.Split(pattern, behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
-    "smollm": _smollm,
-    "llama-bpe": partial(_split, "{1,3}"),
-    "qwen2": partial(_split, ""),
-    "gpt-2": _gpt2,
-    "default": _gpt2,
-}
+def _pre_tokenizer(name: str) -> PreTokenizer:
+    splits = name in ("llama-bpe", "qwen2")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
+    if splits:
+        pattern = Regex(_SPLIT.format(digits="{1,3}" if name == "llama-bpe" else ""))
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), byte_level])
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    return byte_level
 
 
 def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
@@ -52,7 +41,7 @@ def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         raise CheckpointError(
             "this GGUF's tokenizer is not supported",
-            where=str(path),
+            path,
             seen=f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}",
             required=f"gpt2 with one of {', '.join(PRE_TOKENIZERS)}",
             fix="put tokenizer.json or tokenizer.model of the original model beside the GGUF",
@@ -62,7 +51,7 @@ def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
     except Exception as error:  # the tokenizers package raises plain Exception on a bad vocabulary
         raise CheckpointError(
             "the GGUF's tokenizer is damaged",
-            where=str(path),
+            path,
             seen=f"{type(error).__name__}: {error}",
             required="tokens, token types and merges that belong together",
             fix="put tokenizer.json of the original model beside the GGUF, or download the GGUF again",
@@ -79,7 +68,7 @@ def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     added = {kind: [t for t, k in zip(tokens, types, strict=True) if k == kind] for kind in (CONTROL, USER_DEFINED)}
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added[CONTROL]])

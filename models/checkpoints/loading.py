@@ -12,13 +12,11 @@ from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
-from models.checkpoints.archive import check_archive
-from models.checkpoints.convert import is_finite, source_parts
-from models.checkpoints.manifest import atomic_path, check_files, read_manifest
-from models.checkpoints.mapped_file import copy_out
-from models.checkpoints.side_files import CONFIG, WEIGHTS
-from models.checkpoints.source import DTYPES
+from models.checkpoints.convert import DTYPES, is_finite, source_parts
+from models.checkpoints.fixes import CONVERT_AGAIN
+from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files, read_manifest
 from models.checkpoints.tokenizer import TOKENIZER_FILES
+from models.checkpoints.torch_files import check_archive, copy_out
 from models.config import ModelConfig
 from models.llama import Transformer, attention_spec
 from models.packed_linear import pack_linears, pack_model
@@ -55,23 +53,18 @@ def drop_layers(
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
     if not dropped <= set(range(config.n_layer)) or not kept:
-        raise ConfigError(
-            "these layers cannot be dropped",
-            where="layers to drop",
-            seen=sorted(dropped),
-            required=f"some, not all, of layers 0 to {config.n_layer - 1}",
-            fix="name layers of this model, and keep at least one",
+        required, fix = (
+            f"some, not all, of layers 0 to {config.n_layer - 1}",
+            "name layers of this model, and keep at least one",
         )
-    renumbered = {str(old): str(new) for new, old in enumerate(kept)}
+        raise ConfigError("these layers cannot be dropped", "layers to drop", sorted(dropped), required, fix)
     shallower: dict[str, Value] = {}
     for name, value in state_dict.items():
-        head, _, rest = name.partition(".")
+        head, *rest = name.split(".", 2)
         if head != "layers":
             shallower[name] = value
-            continue
-        layer, _, rest = rest.partition(".")
-        if layer in renumbered:
-            shallower[f"layers.{renumbered[layer]}.{rest}"] = value
+        elif int(rest[0]) in kept:
+            shallower[f"layers.{kept.index(int(rest[0]))}.{rest[1]}"] = value
     return shallower, replace(config, n_layer=len(kept))
 
 
@@ -96,7 +89,14 @@ def read_checkpoint(
     weights are compared with the check sums in the file itself. Raises CheckpointError, or ConfigError for the
     config.json.
     """
-    path = _weights_path(Path(path))
+    path = Path(path)
+    path = path if path.suffix == ".pth" else path / WEIGHTS
+    if not path.is_file():
+        required, fix = (
+            f"a {WEIGHTS}, or a folder with one",
+            "run download.py, then convert_hf_checkpoint.py --checkpoint_dir FOLDER",
+        )
+        raise CheckpointError("the weights are missing", path, "no such file", required, fix)
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
     try:
@@ -105,22 +105,19 @@ def read_checkpoint(
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        raise CheckpointError(
-            "the weights cannot be read",
-            where=str(path),
-            seen=f"{type(error).__name__}: {str(error)[:200]}",
-            required=f"a {WEIGHTS} written by convert_hf_checkpoint.py",
-            fix="convert the checkpoint again (convert_hf_checkpoint.py --force)",
-        ) from None
+        seen, required = (
+            f"{type(error).__name__}: {str(error)[:200]}",
+            f"a {WEIGHTS} written by convert_hf_checkpoint.py",
+        )
+        raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
     if stored != expected:
         ours, theirs = stored.to_dict(), expected.to_dict()
-        differing = [name for name in ours if ours[name] != theirs[name]]
-        raise _other_model(
-            "the weights belong to another config",
-            path,
-            ", ".join(f"{name} {ours[name]}" for name in differing),
-            ", ".join(f"{name} {theirs[name]}" for name in differing) + f" ({CONFIG})",
+        seen, required = (
+            ", ".join(f"{name} {values[name]}" for name in ours if ours[name] != theirs[name])
+            for values in (ours, theirs)
         )
+        what = "the weights belong to another config"
+        raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
     _check_tensors(path, state_dict, expected_shapes(expected))
     return expected, state_dict
 
@@ -181,13 +178,8 @@ def load_model(
             config = replace(config, n_layer=len(layers))
         state_dict = {}
     else:
-        raise ConfigError(
-            "unknown load format",
-            where="load_format",
-            seen=load_format,
-            required=" or ".join(LOAD_FORMATS),
-            fix="use pth to read a checkpoint, dummy for random weights",
-        )
+        required, fix = " or ".join(LOAD_FORMATS), "use pth to read a checkpoint, dummy for random weights"
+        raise ConfigError("unknown load format", "load_format", load_format, required, fix)
     if quantize:
         check_scheme(quantize, device)
     shard = exchange.shard if exchange else WHOLE
@@ -208,9 +200,8 @@ def load_model(
             if load_format == "pth":
                 tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
                 if not is_finite(tensor):
-                    raise _other_model(
-                        "NaN or infinite weights", Path(path), f"{name} in {dtype}", "finite numbers, as in float32"
-                    )
+                    seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
+                    raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
             weights[name.removeprefix(f"{module}.")] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):
@@ -237,19 +228,6 @@ def _blocks(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     return list(blocks.items())
 
 
-def _weights_path(path: Path) -> Path:
-    path = path if path.suffix == ".pth" else path / WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(
-            "the weights are missing",
-            where=str(path),
-            seen="no such file",
-            required=f"a {WEIGHTS}, or a folder with one",
-            fix="run download.py, then convert_hf_checkpoint.py --checkpoint_dir FOLDER",
-        )
-    return path
-
-
 def _dummy_config(path: Path) -> ModelConfig:
     folder = path.parent if path.suffix == ".pth" else path
     if path.name == CONFIG or (folder / CONFIG).is_file():
@@ -262,27 +240,11 @@ def _dummy_config(path: Path) -> ModelConfig:
 def _check_tensors(path: Path, state_dict: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     if state_dict.keys() != shapes.keys():
         missing, unknown = sorted(shapes.keys() - state_dict.keys()), sorted(state_dict.keys() - shapes.keys())
-        raise _other_model(
-            "the weights have other names",
-            path,
-            f"missing {missing[:4]}, unknown {unknown[:4]}",
-            f"the {len(shapes)} tensors of the config",
-        )
+        seen, required = f"missing {missing[:4]}, unknown {unknown[:4]}", f"the {len(shapes)} tensors of the config"
+        raise CheckpointError("the weights have other names", path, seen, required, CONVERT_AGAIN)
     for name, shape in shapes.items():
         tensor = state_dict[name]
-        if not isinstance(tensor, Tensor):
-            raise _other_model("not a tensor", path, f"{name}: {type(tensor).__name__}", "a tensor")
-        if tuple(tensor.shape) != shape:
-            raise _other_model("a tensor has the wrong shape", path, f"{name} {tuple(tensor.shape)}", shape)
-        if tensor.dtype not in DTYPES:
-            raise _other_model("a tensor has the wrong dtype", path, f"{name} {tensor.dtype}", "floating point")
-
-
-def _other_model(what: str, path: Path, seen: object, required: object) -> CheckpointError:
-    return CheckpointError(
-        what,
-        where=str(path),
-        seen=seen,
-        required=required,
-        fix="convert the checkpoint again (convert_hf_checkpoint.py --force)",
-    )
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype not in DTYPES:
+            seen = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            required = f"{shape} floating point"
+            raise CheckpointError("a tensor is not what it should be", path, f"{name} {seen}", required, CONVERT_AGAIN)

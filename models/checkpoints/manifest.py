@@ -1,24 +1,32 @@
-"""Files written whole or not at all, and the manifest.json of sizes and SHA-256 sums beside them."""
+"""The manifest.json of a checkpoint's folder: SHA-256 sums of its files, and which of them belong to which weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from models.checkpoints.file_sums import remembered_sha256, sha256_of
+from models.checkpoints.tokenizer import TOKENIZER_FILES
+from models.cpp_build import cache_folder
 
-MANIFEST = "manifest.json"
+MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
+SIDE_FILES = (CONFIG, *TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
+# Two changes within one tick of a file system's clock leave the same times.
+SETTLED_NS = 20_000_000
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it is flushed to disk and renamed."""
+    """Yield a temporary path in the same folder; on success it is flushed to disk and renamed. Raises CheckpointError
+    if it cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,13 +35,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        raise CheckpointError(
-            "a file cannot be written",
-            where=str(path),
-            seen=error,
-            required="a writable folder with enough free space",
-            fix="free some space, or choose another folder with --out_dir",
-        ) from None
+        required = "a writable folder with enough free space"
+        fix = "free some space, or choose another folder with --out_dir"
+        raise CheckpointError("a file cannot be written", path, error, required, fix) from None
     finally:
         with suppress(OSError):
             partial.unlink()
@@ -43,6 +47,44 @@ def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text atomically."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remembered_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file, from the cache folder if this version of the file was read before.
+
+    A version is a device, an inode, a size, and the times at which content and inode last changed: what any program
+    writes is another one. What a disk changes by itself is not; `sha256_of` finds that. The cache folder is that of
+    `cpp_build`; where it cannot be written, every call reads the file. Ranks that start together each read it once.
+    """
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_FROM:
+        return sha256_of(path)
+    version = version_of(path)
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: a user without a home folder
+        known = (cache_folder() / "sha256" / version).read_text(encoding="utf-8")
+        if re.fullmatch("[0-9a-f]{64}", known):
+            return known
+    unsettled = SETTLED_NS - (time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns))
+    time.sleep(min(max(unsettled, 0), SETTLED_NS) / 1e9)
+    seen = sha256_of(path)
+    if version_of(path) == version:
+        with suppress(OSError, RuntimeError):
+            note = cache_folder() / "sha256" / version
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(seen, encoding="utf-8")
+    return seen
+
+
+def version_of(path: Path) -> str:
+    """What tells one version of a file from another."""
+    stat = path.stat()
+    return "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -67,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not well_formed:
         raise CheckpointError(
             "the manifest is damaged",
-            where=str(path),
+            path,
             seen="other content, or not JSON",
             required='{"files": {name: {"size": ..., "sha256": ...}}}',
             fix=f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again",
@@ -115,8 +157,38 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False, siz
         if seen != required:
             raise CheckpointError(
                 "a file is not the one that the manifest describes",
-                where=str(path),
-                seen=seen,
+                path,
+                seen,
                 required=f"{required} ({MANIFEST})",
                 fix="download or convert it again; what replaces it on purpose belongs in a folder of its own",
             )
+
+
+def own_side_files(folder: Path, weights: Sequence[Path], are_theirs: bool = False) -> tuple[str, ...]:
+    """The side files that are there for `weights`, all in `folder`: not those that an earlier conversion generated.
+
+    are_theirs: they belong to these weights, whatever was converted before. Raises CheckpointError where weights or
+    side files are not what the manifest describes, or where it describes side files together with other weights.
+    """
+    manifest = read_manifest(folder)
+    listed, converted = manifest["files"], manifest.get("converted_from", {}).get("files", {})
+    generated = {name for name in SIDE_FILES if listed.get(name, {}).get("generated")}
+    gone = {name for name in generated if not (folder / name).is_file()}
+    indices = [name for name in listed if name.endswith(".index.json")]
+    checked = generated - gone if are_theirs else set(SIDE_FILES) - gone
+    check_files(folder, [*(path.name for path in weights), *indices, *sorted(checked)])
+
+    others = {name for name in SIDE_FILES if name in listed} - generated
+    known = [path.name in listed or remembered_sha256(path) in converted.values() for path in weights]
+    # Only a GGUF has what it takes to generate them again; beside other weights they are left from a GGUF.
+    foreign = (set() if all(known) else others) | (set() if weights[0].suffix == ".gguf" else generated - gone)
+    if foreign and not are_theirs:
+        raise CheckpointError(
+            "the weights were put beside files of another checkpoint",
+            folder,
+            seen=f"{weights[0].name} with the {' and '.join(sorted(foreign))} of other weights",
+            required="weights with their own config.json and tokenizer",
+            fix="move the weights, with the files that belong to them, into a folder of their own; or add --force "
+            "if the files that are here do",
+        )
+    return tuple(name for name in SIDE_FILES if (folder / name).is_file() and name not in generated)

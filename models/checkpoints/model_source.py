@@ -12,8 +12,8 @@ import torch
 
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.checkpoints.loading import CONFIG, WEIGHTS, load_model
-from models.checkpoints.manifest import check_files
+from models.checkpoints.loading import load_model
+from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
@@ -22,6 +22,7 @@ from models.tensor_parallel import Exchange
 
 # What downloads have their weights in.
 UNCONVERTED = (".gguf", ".safetensors", ".bin")
+CONVERT = "convert_hf_checkpoint.py"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ModelSource:
     @property
     def is_default(self) -> bool:
         """Whether it is the built-in model, as it was fetched; what was derived from it is another."""
-        return _is_default(self.path)
+        return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))
@@ -54,13 +55,10 @@ class ModelSource:
         """
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
-            raise CheckpointError(
-                "the tokenizer is not this model's",
-                where=str(find_tokenizer(_folder(self.path))),
-                seen=f"token id {largest} in a prompt",
-                required=f"0 <= id < {vocab_size}, the vocabulary of {self.name}",
-                fix="copy the model's own tokenizer into this folder, or download and convert it again",
-            )
+            what, where = "the tokenizer is not this model's", find_tokenizer(_folder(self.path))
+            seen, required = f"token id {largest} in a prompt", f"0 <= id < {vocab_size}, the vocabulary of {self.name}"
+            fix = "copy the model's own tokenizer into this folder, or download and convert it again"
+            raise CheckpointError(what, where, seen, required, fix)
 
     def load(
         self,
@@ -94,33 +92,23 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
     Errors: CheckpointError, ConfigError.
     """
     folder = _folder(path)
-    is_default = _is_default(path)
+    is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
         return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
     if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
-        raise CheckpointError(
+        what, required = (
             "a download is no converted checkpoint",
-            where=where,
-            seen=path,
-            required=f"the {WEIGHTS} that convert_hf_checkpoint.py makes of it, or its folder",
-            fix=f"run: python convert_hf_checkpoint.py --checkpoint_dir {folder}, then use {where} {folder / WEIGHTS}",
+            f"the {WEIGHTS} that {CONVERT} makes of it, or its folder",
         )
+        fix = f"run: python {CONVERT} --checkpoint_dir {folder}, then use {where} {folder / WEIGHTS}"
+        raise CheckpointError(what, where, path, required, fix)
     if is_default and not (folder / WEIGHTS).exists():
-        raise CheckpointError(
-            "the built-in default model has not been fetched and converted",
-            where=str(folder),
-            seen="no model.pth",
-            required="the converted default checkpoint",
-            fix="run `python download.py` and `python convert_hf_checkpoint.py`, or `make demo`",
-        )
+        what = "the built-in default model has not been fetched and converted"
+        fix = f"run `python download.py` and `python {CONVERT}`, or `make demo`"
+        raise CheckpointError(what, folder, f"no {WEIGHTS}", "the converted default checkpoint", fix)
     if not os.path.isdir(folder) or not (os.path.exists(path) or os.path.exists(folder / CONFIG)):
-        raise CheckpointError(
-            "there is no such checkpoint",
-            where=where,
-            seen=path,
-            required="a model.pth, or its folder",
-            fix="download it (download.py), then convert it (convert_hf_checkpoint.py --checkpoint_dir FOLDER)",
-        )
+        fix = f"download it (download.py), then convert it ({CONVERT} --checkpoint_dir FOLDER)"
+        raise CheckpointError("there is no such checkpoint", where, path, f"a {WEIGHTS}, or its folder", fix)
     config = ModelConfig.from_json(folder / CONFIG)
     if load_format != "dummy":
         _require_weights(Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS)
@@ -130,18 +118,13 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
 
 def _require_weights(path: Path) -> None:
     """Errors: CheckpointError if they are missing, not of the size in the manifest, or end early."""
-    seen = None if path.is_file() else "no such file"
-    if seen is None:
+    seen = "no such file"
+    if path.is_file():
         check_files(path.parent, (path.name, CONFIG), sizes_only=True)
-        seen = None if zipfile.is_zipfile(path) else "no zip archive, or not to its end"
-    if seen is not None:
-        raise CheckpointError(
-            "the weights cannot be read",
-            where=str(path),
-            seen=seen,
-            required=f"a {WEIGHTS} written by convert_hf_checkpoint.py",
-            fix=f"run: python convert_hf_checkpoint.py --force --checkpoint_dir {path.parent}",
-        )
+        seen = "no zip archive, or not to its end"
+    if not zipfile.is_zipfile(path):
+        fix = f"run: python {CONVERT} --force --checkpoint_dir {path.parent}"
+        raise CheckpointError("the weights cannot be read", path, seen, f"a {WEIGHTS} written by {CONVERT}", fix)
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
@@ -155,13 +138,10 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
             if mine != its:
-                raise ConfigError(
-                    "the draft has another vocabulary than the target",
-                    where=f"token id {token} of {draft.name} and {target.name}",
-                    seen=f"{its!r} and {mine!r}",
-                    required="the same token for every id",
-                    fix="use a draft of the target's family, or make one: convert_hf_checkpoint.py --drop_layers",
-                )
+                where = f"token id {token} of {draft.name} and {target.name}"
+                seen, required = f"{its!r} and {mine!r}", "the same token for every id"
+                fix = f"use a draft of the target's family, or make one: {CONVERT} --drop_layers"
+                raise ConfigError("the draft has another vocabulary than the target", where, seen, required, fix)
         pieces = len(ours), len(theirs)
     for sizes, have, so in (
         ((target.config.vocab_size, draft.config.vocab_size), "has the token ids", "which are never drafted"),
@@ -171,10 +151,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
             owner = target.name if sizes[0] > sizes[1] else draft.name
             return f"only {owner} {have} {min(sizes)} to {max(sizes) - 1}, {so}"
     return None
-
-
-def _is_default(path: str) -> bool:
-    return _folder(path).resolve() == DEFAULT_CHECKPOINT.resolve()
 
 
 def _folder(path: str) -> Path:

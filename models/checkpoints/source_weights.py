@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.archive import check_archive
+from models.checkpoints.convert import DTYPES, Source, SourceTensor
+from models.checkpoints.fixes import DOWNLOAD_AGAIN
 from models.checkpoints.gguf_source import open_gguf
-from models.checkpoints.side_files import own_side_files
-from models.checkpoints.source import DTYPES, Source, SourceTensor, read_hf_config
+from models.checkpoints.manifest import CONFIG, own_side_files
+from models.checkpoints.torch_files import check_archive
+from models.config import ModelConfig, read_config
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+# By name: shape, dtype (or what there is in its place), and what reads it.
+Stored = dict[str, tuple[Sequence[int], Any, Any]]
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
@@ -26,133 +32,111 @@ def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
     the file that is missing, truncated, garbled, or of another model.
     """
     if not folder.is_dir():
-        raise _broken("the checkpoint folder is missing", folder, "no such folder", "a downloaded checkpoint")
-    for stem, suffix, open_shard in (
-        ("model", ".safetensors", _open_safetensors),
-        ("pytorch_model", ".bin", _open_bin),
-    ):
+        missing, required = "the checkpoint folder is missing", "a downloaded checkpoint"
+        raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         files, weight_map = _find_shards(folder, stem, suffix)
         if files:
             side_files = own_side_files(folder, files, side_files_are_theirs)
-            tensors = _merge(files, weight_map, open_shard)
-            hf_config, config = read_hf_config(folder)
+            tensors = _merge(files, weight_map)
+            hf_config = read_config(folder / CONFIG)
+            config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
             return Source(files, tensors, hf_config, config, side_files)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
         return open_gguf(ggufs[0], side_files_are_theirs)
-    raise _broken(
+    raise CheckpointError(
         "no single set of weights in the folder",
         folder,
         ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf",
         "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf",
+        DOWNLOAD_AGAIN,
     )
 
 
-def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """The weight files of one format, and the index's map of tensor to shard if there is an index."""
-    index = folder / f"{stem}{suffix}.index.json"
-    if (folder / f"{stem}{suffix}").is_file() or not index.is_file():
-        single = folder / f"{stem}{suffix}"
-        return ((single,) if single.is_file() else tuple(sorted(folder.glob(f"{stem}*{suffix}")))), None
+def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """The weight files of one format, and which of them has each tensor if there is an index."""
+    single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
+    if single.is_file():
+        return (single,), {}
+    if not index.is_file():
+        return tuple(sorted(folder.glob(f"{stem}*{suffix}"))), {}
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        outside = [name for name in weight_map.values() if Path(name).name != name]
-        if outside:
+        if outside := [name for name in weight_map.values() if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
         files = tuple(folder / name for name in sorted(set(weight_map.values())))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _broken("the index is not readable", index, repr(error), '{"weight_map": {tensor: shard}}') from None
+        required = '{"weight_map": {tensor: shard}}'
+        raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
     for file in files:
         if not file.is_file():
-            raise _broken("a shard is missing", file, "no such file", f"every shard that {index.name} names")
+            required = f"every shard that {index.name} names"
+            raise CheckpointError("a shard is missing", file, "no such file", required, DOWNLOAD_AGAIN)
     return files, weight_map
 
 
-def _merge(
-    files: Iterable[Path],
-    weight_map: dict[str, str] | None,
-    open_shard: Callable[[Path], dict[str, SourceTensor]],
-) -> dict[str, SourceTensor]:
-    shards = {file.name: open_shard(file) for file in files}
-    if weight_map is None:
-        tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
-    else:
-        for name, shard in weight_map.items():
-            if name not in shards[shard]:
-                where = next(file for file in files if file.name == shard)
-                raise _broken("the index names a tensor that its shard lacks", where, f"no {name}", f"{name} in it")
-        tensors = {name: shards[shard][name] for name, shard in weight_map.items()}
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED_SUFFIXES)}
+def _merge(files: tuple[Path, ...], weight_map: dict[str, str]) -> dict[str, SourceTensor]:
+    """The tensors of all files, or those that the index names."""
+    shards = {file.name: _open_shard(file) for file in files}
+    for name, shard in weight_map.items():
+        if name not in shards[shard] and not name.endswith(IGNORED_SUFFIXES):
+            what, where = "the index names a tensor that its shard lacks", files[0].with_name(shard)
+            raise CheckpointError(what, where, f"no {name}", f"{name} in it", DOWNLOAD_AGAIN)
+    return {
+        name: tensor
+        for file, shard in shards.items()
+        for name, tensor in shard.items()
+        if not weight_map or weight_map.get(name) == file
+    }
 
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
-
-def _open_safetensors(path: Path) -> dict[str, SourceTensor]:
-    from safetensors import SafetensorError, safe_open
-
+def _open_shard(path: Path) -> dict[str, SourceTensor]:
+    """The tensors of one file but for those that are ignored, which may be of any kind."""
     try:
-        shard = safe_open(str(path), framework="pt", device="cpu")
-        slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _broken("a shard is truncated or garbled", path, error, "a whole safetensors file") from None
-    tensors = {}
-    for name, view in slices.items():
-        dtype = _SAFETENSORS_DTYPES.get(view.get_dtype())
-        if dtype is None and not name.endswith(IGNORED_SUFFIXES):
-            raise _not_floating(path, name, view.get_dtype())
-        read = partial(shard.get_tensor, name)
-        tensors[name] = SourceTensor(tuple(view.get_shape()), dtype or torch.float32, path, read)
-    return tensors
-
-
-def _open_bin(path: Path) -> dict[str, SourceTensor]:
-    try:
-        try:
-            check_archive(path)
-            shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
-                raise
-            shard = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
-        items = list(shard.items())
+        stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen = f"{type(error).__name__}: {str(error)[:200]}"
-        raise _broken("a shard is truncated or garbled", path, seen, "a whole state dict saved by torch") from None
+        seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
+        raise CheckpointError("a shard is truncated or garbled", path, seen, required, DOWNLOAD_AGAIN) from None
     tensors = {}
-    for name, tensor in items:
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
-            if str(name).endswith(IGNORED_SUFFIXES):
-                continue
-            raise _not_floating(path, str(name), getattr(tensor, "dtype", type(tensor).__name__))
-        tensors[name] = SourceTensor(tuple(tensor.shape), tensor.dtype, path, partial(_identity, tensor))
+    for name, (shape, dtype, read) in stored.items():
+        if name.endswith(IGNORED_SUFFIXES):
+            continue
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                "a tensor has the wrong dtype",
+                path,
+                seen=f"{name}: {dtype}",
+                required="float64, float32, float16 or bfloat16",
+                fix="use the checkpoint's unquantised weights; quantise while loading instead",
+            )
+        tensors[name] = SourceTensor(tuple(shape), dtype, path, read)
     return tensors
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
+def _read_safetensors(path: Path) -> Stored:
+    from safetensors import safe_open
+
+    shard = safe_open(str(path), framework="pt", device="cpu")
+    stored = {}
+    for name in shard.keys():  # noqa: SIM118 (not a dict)
+        view = shard.get_slice(name)
+        dtype = SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+        stored[name] = view.get_shape(), dtype, partial(shard.get_tensor, name)
+    return stored
 
 
-def _not_floating(path: Path, name: str, dtype: object) -> CheckpointError:
-    return CheckpointError(
-        "a tensor has the wrong dtype",
-        where=str(path),
-        seen=f"{name}: {dtype}",
-        required="float64, float32, float16 or bfloat16",
-        fix="use the checkpoint's unquantised weights; quantise while loading instead",
-    )
-
-
-def _broken(what: str, where: Path, seen: object, required: str) -> CheckpointError:
-    return CheckpointError(
-        what,
-        where=str(where),
-        seen=seen,
-        required=required,
-        fix="download the checkpoint again (download.py resumes and replaces what is missing)",
-    )
+def _read_bin(path: Path) -> Stored:
+    check_archive(path)
+    try:
+        shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        if "mmap can only be used" not in str(error):
+            raise
+        shard = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    return {
+        str(name): (tensor.shape, tensor.dtype, tensor.detach)
+        if isinstance(tensor, Tensor)
+        else ((), type(tensor).__name__, None)
+        for name, tensor in shard.items()
+    }

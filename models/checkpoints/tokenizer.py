@@ -91,13 +91,9 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     """Load the tokenizer of a checkpoint folder, one of `names`. Raises CheckpointError if it is missing or damaged."""
     path = find_tokenizer(checkpoint_dir, names)
     if path is None:
-        raise CheckpointError(
-            "the tokenizer is missing",
-            where=str(checkpoint_dir),
-            seen="neither file",
-            required=" or ".join(TOKENIZER_FILES),
-            fix="download the checkpoint again (download.py), or copy its tokenizer into this folder",
-        )
+        fix = "download the checkpoint again (download.py), or copy its tokenizer into this folder"
+        required = " or ".join(TOKENIZER_FILES)
+        raise CheckpointError("the tokenizer is missing", checkpoint_dir, "neither file", required, fix)
     backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
     try:
         return backend(path)
@@ -106,7 +102,7 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
         raise CheckpointError(
             "the tokenizer cannot be read",
-            where=str(path),
+            path,
             seen=str(error)[:200],
             required="a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model",
             fix="download it again (download.py); where it was made from a GGUF, delete it and convert again",
