@@ -45,12 +45,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     for _ in range(ROUNDS):
         # The product may wrap to a negative int64: its bits are right, and the mask drops the sign's copies.
         high, low = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((low >> 32) & MASK) ^ c1 ^ k0,
-            low & MASK,
-            ((high >> 32) & MASK) ^ c3 ^ k1,
-            high & MASK,
-        )
+        c0, c1, c2, c3 = (((low >> 32) & MASK) ^ c1 ^ k0, low & MASK, ((high >> 32) & MASK) ^ c3 ^ k1, high & MASK)
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
     return c0, c1, c2, c3
 

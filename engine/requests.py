@@ -126,10 +126,7 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
     needed = len(prompt) + limit + gamma + 1
-    rooms = (
-        ("the model's context", runner.model.config.max_context),
-        ("the KV cache", runner.cache.max_block),
-    )
+    rooms = (("the model's context", runner.model.config.max_context), ("the KV cache", runner.cache.max_block))
     for name, room in rooms:
         if needed > room:
             raise ConfigError(

@@ -59,11 +59,7 @@ class Drafter(Protocol):
 
 
 def draw_drafts(
-    gamma: int,
-    current: Tensor,
-    step: Callable[[int, Tensor], Tensor],
-    verification: Verification,
-    ranks: Ranks,
+    gamma: int, current: Tensor, step: Callable[[int, Tensor], Tensor], verification: Verification, ranks: Ranks
 ) -> Drafts:
     """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft.
 
