@@ -7,26 +7,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, UserError
 from engine.batch import Batch
+from engine.drafters import Drafter
 from engine.modes import Drafts, resolve_mode, verification_in
 from engine.pacing import Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
 from engine.round import Round, batch_and_parts
+from engine.runner import ModelRunner
 from engine.sampling import Filters, SamplingParams
 from engine.slot import Slot
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.drafters import Drafter
-    from engine.runner import ModelRunner
 
 Phase = Callable[[str], AbstractContextManager[object]]
 IDLE = Request(prompt=(), limit=0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from common.errors import ConfigError
+from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 

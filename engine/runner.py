@@ -5,23 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from engine.noise import Source, in_passes
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import largest
+from models import ModelConfig, Transformer
 from models.attention import ObservingAttention
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from models import ModelConfig, Transformer
 
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
 # launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms

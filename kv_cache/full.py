@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from kv_cache.base import KVCache, KVShape
 from kv_cache.policy import Policy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FullKVCache(KVCache):
@@ -37,10 +34,10 @@ class FullKVCache(KVCache):
     def max_length(self) -> int:
         return self.capacity
 
-    def slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
         return positions
 
-    def retained_positions(self, length: int) -> Tensor:
+    def retained_positions(self, length: int) -> torch.Tensor:
         return torch.arange(length)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -12,9 +12,6 @@ from common.errors import ConfigError, flag
 from kv_cache.base import KVShape
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SnapKVCache(StreamingKVCache):
@@ -50,8 +47,12 @@ class SnapKVCache(StreamingKVCache):
         return self.window
 
     def selected(
-        self, kept: Tensor, length: int, keys: Callable[[], Tensor], queries: Callable[[], Tensor] | None
-    ) -> Tensor:
+        self,
+        kept: torch.Tensor,
+        length: int,
+        keys: Callable[[], torch.Tensor],
+        queries: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
         if length <= self.capacity:
             return kept
         if queries is None:
@@ -69,7 +70,7 @@ class SnapKVCache(StreamingKVCache):
         return torch.cat([chosen, recent.expand(len(chosen), -1)], dim=1)
 
 
-def attention_received(queries: Tensor, keys: Tensor) -> Tensor:
+def attention_received(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """What each entry gets of the attention of a text's last queries, summed over them and averaged over heads.
 
     Args:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from common.errors import ConfigError, flag
 from kv_cache.base import KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class StreamingKVCache(KVCache):
@@ -56,23 +53,23 @@ class StreamingKVCache(KVCache):
     def max_length(self) -> None:
         return None
 
-    def slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
         ring = self.n_sink + (positions - self.n_sink) % self.window
         return torch.where(positions < self.n_sink, positions, ring)
 
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self.rotate_on_read:
             return positions, None
         in_window = self.positions >= self.n_sink
         oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
 
-        def in_cache(p: Tensor) -> Tensor:
+        def in_cache(p: torch.Tensor) -> torch.Tensor:
             """The window follows the sinks without a gap; an empty slot's position means nothing."""
             return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
 
         return in_cache(positions), in_cache(self.positions)
 
-    def retained_positions(self, length: int) -> Tensor:
+    def retained_positions(self, length: int) -> torch.Tensor:
         sinks = torch.arange(min(self.n_sink, length))
         recent = torch.arange(max(self.n_sink, length - self.window), max(self.n_sink, length))
         return torch.cat([sinks, recent])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
 
-    from kv_cache.base import KVCache
-    from kv_cache.entries import KV
+from kv_cache.base import KVCache
+from kv_cache.entries import KV
 
 
 class WriteThroughKVCache:
@@ -25,7 +23,7 @@ class WriteThroughKVCache:
         self._draft_layer = dict(zip(layers or own, own, strict=True))
 
     @property
-    def positions(self) -> Tensor:
+    def positions(self) -> torch.Tensor:
         return self.target.positions
 
     @property
@@ -36,13 +34,13 @@ class WriteThroughKVCache:
     def block_ends_view(self) -> bool:
         return self.target.block_ends_view
 
-    def begin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)
 
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.target.rotary_positions(positions)
 
-    def write(self, layer: int, slots: tuple[Tensor, Tensor], new: Tensor) -> None:
+    def write(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
         self.target.write(layer, slots[0], new)
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], new)
