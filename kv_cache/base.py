@@ -11,7 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ from common.errors import ConfigError
 from kv_cache.entries import KV, dequantize, largest, quantize
 
 EMPTY = -1
+Device: TypeAlias = "str | torch.device"
+NewTensor: TypeAlias = "Callable[[], torch.Tensor]"
 
 
 class KVShape(Protocol):
@@ -48,12 +50,7 @@ class KVCache(ABC):
     block_ends_view = False
 
     def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        capacity: int,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, config: KVShape, max_batch: int, capacity: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         dtype = dtype or torch.float32
         for name, value in (("max_batch", max_batch), ("capacity", capacity)):
@@ -165,13 +162,7 @@ class KVCache(ABC):
         """How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone."""
         return 0
 
-    def selected(
-        self,
-        kept: torch.Tensor,
-        length: int,
-        keys: Callable[[], torch.Tensor],
-        queries: Callable[[], torch.Tensor] | None,
-    ) -> torch.Tensor:
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
 
         keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`.

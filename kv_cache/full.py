@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kv_cache.base import KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import Policy
 
 
@@ -15,12 +15,7 @@ class FullKVCache(KVCache):
     """A cache of `max_len` tokens a row. Errors: ConfigError if `max_batch` or `max_len` is below 1."""
 
     def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        max_len: int,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, config: KVShape, max_batch: int, max_len: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
 
@@ -51,6 +46,6 @@ class Full(Policy):
         return length
 
     def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
     ) -> FullKVCache:
         return FullKVCache(config, max_batch, length, device, dtype)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from common.errors import ConfigError, flag
-from kv_cache.base import KVShape
+from kv_cache.base import Device, KVShape, NewTensor
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
 
@@ -34,7 +33,7 @@ class SnapKVCache(StreamingKVCache):
         max_batch: int,
         budget: int,
         window: int = 32,
-        device: str | torch.device = "cpu",
+        device: Device = "cpu",
         dtype: torch.dtype | None = None,
         pool: int = 5,
     ) -> None:
@@ -46,13 +45,7 @@ class SnapKVCache(StreamingKVCache):
     def n_observed(self) -> int:
         return self.window
 
-    def selected(
-        self,
-        kept: torch.Tensor,
-        length: int,
-        keys: Callable[[], torch.Tensor],
-        queries: Callable[[], torch.Tensor] | None,
-    ) -> torch.Tensor:
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:
             return kept
         if queries is None:
@@ -133,6 +126,6 @@ class SnapKV(BudgetedPolicy):
             check_snapkv(self.budget, self.snapkv_window)
 
     def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
     ) -> SnapKVCache:
         return SnapKVCache(config, max_batch, self.budget, self.snapkv_window, device, dtype)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from common.errors import ConfigError, flag
-from kv_cache.base import KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
 
 
@@ -30,7 +30,7 @@ class StreamingKVCache(KVCache):
         max_batch: int,
         budget: int,
         n_sink: int = 4,
-        device: str | torch.device = "cpu",
+        device: Device = "cpu",
         dtype: torch.dtype | None = None,
         rotate_on_read: bool = False,
     ) -> None:
@@ -120,6 +120,6 @@ class Streaming(BudgetedPolicy):
         return replace(self, draft_positions="cache" if trained < length else "absolute")
 
     def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
     ) -> StreamingKVCache:
         return StreamingKVCache(config, max_batch, self.budget, self.n_sink, device, dtype, self.in_cache_positions)

@@ -19,20 +19,9 @@ class WriteThroughKVCache:
 
     def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
         self.target, self.draft, self.layers = target, draft, layers
+        self.positions, self.in_order, self.block_ends_view = target.positions, target.in_order, target.block_ends_view
         own = range(len(draft.entries))
         self._draft_layer = dict(zip(layers or own, own, strict=True))
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.target.positions
-
-    @property
-    def in_order(self) -> bool:
-        return self.target.in_order
-
-    @property
-    def block_ends_view(self) -> bool:
-        return self.target.block_ends_view
 
     def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import ConfigError
-from engine.drafters.base import check_gamma, check_room, draw_drafts, require_gamma
+from common.errors import ConfigError, require_at_least
+from engine.drafters.base import check_gamma, check_room, check_rows, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class StandaloneDraft:
     """
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
-        require_gamma(gamma)
+        require_at_least("gamma", gamma, 0)
         if runner.cache is not None:
             check_gamma(gamma, runner.cache.max_block)
         self.gamma = gamma
@@ -54,14 +54,7 @@ class StandaloneDraft:
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's, and vocabularies differ by a padded tail at most."""
-        if self._runner.max_batch != target.cache.max_batch:
-            raise ConfigError(
-                "the draft cache has another number of rows than the target's",
-                where="StandaloneDraft: cache.max_batch",
-                seen=self._runner.max_batch,
-                required=target.cache.max_batch,
-                fix="build both caches with the same max_batch",
-            )
+        check_rows("StandaloneDraft", self._runner.max_batch, target.cache)
         if self._runner.ranks != target.ranks:
             raise ConfigError(
                 "draft and target run on other ranks",
