@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from models.attention import ObservingAttention
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
+OnTokens: TypeAlias = "Callable[[int], None] | None"
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
 # launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms
 # for an 8B model, whose products take as long with 4096 tokens.
@@ -116,7 +117,7 @@ class ModelRunner:
             self.captured.clear()
             self.graphs.close()
 
-    def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> Prefilled:
+    def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> Prefilled:
         """Fill one row with `prompt` unless it holds it; `on_tokens` is given each chunk's length."""
         positions = torch.arange(len(prompt), device=self.device)[None]
         if self._holds(row, prompt, positions):
@@ -137,9 +138,7 @@ class ModelRunner:
         self.cache.notes[row] = done
         return done
 
-    def fill_row(
-        self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> tuple[Tensor, Tensor]:
         """Run `prompt` into one row, in chunks; what the row held is forgotten.
 
         Returns: the last token's hidden state `[dim]`, and which positions have finite ones, `[n]` bool.
@@ -150,7 +149,7 @@ class ModelRunner:
         return self.extend_row(row, prompt, 0, on_tokens)
 
     def extend_row(
-        self, row: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
+        self, row: int, text: Sequence[int], known: int, on_tokens: OnTokens = None
     ) -> tuple[Tensor, Tensor]:
         """Run what of `text` lies behind its first `known` tokens, which the row holds; returns as `fill_row`."""
         tokens = torch.tensor(text, device=self.device)[None]
@@ -165,9 +164,7 @@ class ModelRunner:
                 on_tokens(end - start)
         return hidden[0, -1], torch.cat(finite)
 
-    def _fill_from_whole(
-        self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _fill_from_whole(self, row: int, prompt: Sequence[int], on_tokens: OnTokens) -> tuple[Tensor, Tensor]:
         """As `fill_row` for a cache that selects by attention: the prompt runs over a whole cache of its own first."""
         own = self.cache
         whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
@@ -234,7 +231,7 @@ class RemoteRunner:
     def device(self) -> torch.device:
         return self.ranks.device
 
-    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> None:
+    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> None:
         pass
 
     def extend_row(self, row: int, text: Sequence[int], known: int) -> None:
