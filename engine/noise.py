@@ -1,9 +1,8 @@
 """Counter-based random numbers: a function of what they are for, not of what was drawn before.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor
-arithmetic, so that every device gives the same bits. The key is the seed; the counter is (pair of
-vocabulary ids, stream, position, request). No state, so a batch's order, its size and what was accepted
-cannot matter.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor arithmetic, so
+that every device gives the same bits. The key is the seed; the counter is (pair of vocabulary ids, stream, position,
+request). No state, so a batch's order, its size and what was accepted cannot matter.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 from engine.noise import Source, in_passes
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
@@ -43,6 +43,17 @@ class Prefilled:
 def finite_rows(x: Tensor) -> Tensor:
     """Whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
     return torch.isfinite(x.sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
+def not_finite(where: str, seen: str) -> UserError:
+    """The error of logits that are NaN or infinite."""
+    return UserError(
+        "the model's logits are not finite",
+        where=where,
+        seen=seen,
+        required="finite logits at every position of every row",
+        fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
+    )
 
 
 def prefill_chunk_of(device: torch.device) -> int:
@@ -231,16 +242,12 @@ class RemoteRunner:
     def device(self) -> torch.device:
         return self.ranks.device
 
-    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> None:
-        pass
+    def _leave_out(self, *given: object) -> None:
+        """What only those do that hold the model."""
 
-    def extend_row(self, row: int, text: Sequence[int], known: int) -> None:
-        pass
+    fill_row = extend_row = rollback = _leave_out
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
         widths = vocab_widths(self.vocab_size, len(self._holders.ranks))
         return self._holders.receive([len(tokens)], widths, logits_dtype(self._dtype, self.device))
-
-    def rollback(self, lengths: Tensor) -> None:
-        pass

@@ -37,26 +37,18 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        bounds = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+        fits = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         checks = (
-            (
-                "temperature",
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
-                f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
-                "use 0 for greedy decoding, 0.6 to 1 for usual sampling",
-            ),
+            ("temperature", fits, bounds, "use 0 for greedy decoding, 0.6 to 1 for usual sampling"),
             ("top_k", _is_int63(self.top_k), "an integer, 0 <= top_k < 2**63", "use 0 to keep every token"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
             ("seed", _is_int63(self.seed), "an integer, 0 <= seed < 2**63", "use a smaller non-negative integer"),
         )
         for name, good, required, fix in checks:
             if not good:
-                raise ConfigError(
-                    f"{name} is out of range",
-                    where=f"SamplingParams.{name} (--{name})",
-                    seen=getattr(self, name),
-                    required=required,
-                    fix=fix,
-                )
+                where, seen = f"SamplingParams.{name} (--{name})", getattr(self, name)
+                raise ConfigError(f"{name} is out of range", where=where, seen=seen, required=required, fix=fix)
 
     @property
     def greedy(self) -> bool:
