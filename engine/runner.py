@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,15 +80,13 @@ class ModelRunner:
         new_graphs: Callable[[torch.device], Any] | None = None,
         noise_source: Source = in_passes,
     ) -> None:
-        self.model = model
-        self.cache = cache
+        self.model, self.cache, self.ranks, self.noise_source = model, cache, ranks, noise_source
+        self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)
-        self.noise_source = noise_source
         # What `engine.round` has captured over this model and cache.
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
-        self.ranks = ranks
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
         given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
@@ -102,21 +100,9 @@ class ModelRunner:
             )
 
     @property
-    def device(self) -> torch.device:
-        return self.cache.device
-
-    @property
     def narrows(self) -> bool:
         """Whether rounds read only the slots that their positions can take: captured ones keep one shape."""
         return self.graphs is None
-
-    @property
-    def max_batch(self) -> int:
-        return self.cache.max_batch
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.config.vocab_size
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
         """The same ranks running the model, or another one, over another cache."""
@@ -225,22 +211,24 @@ class ModelRunner:
         return self.model.logits(self.model.hidden(tokens, positions, cache or self.cache)[:, -1])
 
 
+@dataclass(frozen=True)
 class RemoteRunner:
     """Stands for the ModelRunner of a model that other ranks hold: the same calls, no weights and no cache."""
 
-    cache = None
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, max_batch: int, ranks: Ranks, holders: ModelRanks
-    ) -> None:
-        self.vocab_size = config.vocab_size
-        self.max_batch = max_batch
-        self.ranks = ranks
-        self._dtype, self._holders = dtype, holders
+    config: ModelConfig
+    dtype: torch.dtype
+    max_batch: int
+    ranks: Ranks
+    holders: ModelRanks
+    cache: ClassVar[None] = None
 
     @property
     def device(self) -> torch.device:
         return self.ranks.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     def _leave_out(self, *given: object) -> None:
         """What only those do that hold the model."""
@@ -249,5 +237,5 @@ class RemoteRunner:
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
-        widths = vocab_widths(self.vocab_size, len(self._holders.ranks))
-        return self._holders.receive([len(tokens)], widths, logits_dtype(self._dtype, self.device))
+        widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
+        return self.holders.receive([len(tokens)], widths, logits_dtype(self.dtype, self.device))

@@ -114,9 +114,9 @@ class KVCache(ABC):
         return self.max_block
 
     @property
-    @abstractmethod
     def max_length(self) -> int | None:
         """The longest context that a row can follow; None if there is no bound."""
+        return None
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
         """Claim slots for a forward over `positions [B, T]`; returns the slots `[B, T]`."""

@@ -49,10 +49,6 @@ class StreamingKVCache(KVCache):
         """Half the window: a block evicts before it attends, and leaves its first token the other half."""
         return max(1, self.window // 2)
 
-    @property
-    def max_length(self) -> None:
-        return None
-
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         ring = self.n_sink + (positions - self.n_sink) % self.window
         return torch.where(positions < self.n_sink, positions, ring)

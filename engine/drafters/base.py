@@ -79,9 +79,7 @@ class TextDrafter(ABC):
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
-        self.gamma = gamma
-        self._target_cache = runner.cache
-        self._ranks = runner.ranks
+        self.gamma, self.verification_cache, self._ranks = gamma, runner.cache, runner.ranks
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
@@ -95,12 +93,8 @@ class TextDrafter(ABC):
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
         return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
-    @property
-    def verification_cache(self) -> KVCache:
-        return self._target_cache
-
     def check(self, target: ModelRunner, length: int) -> None:
-        check_target(type(self).__name__, self._target_cache, target.cache)
+        check_target(type(self).__name__, self.verification_cache, target.cache)
 
     def rollback(self, lengths: Tensor) -> None:
         """Text behind `lengths` is written over before it is looked at."""

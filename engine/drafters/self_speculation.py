@@ -49,16 +49,9 @@ class SelfSpeculation:
                 required=False,
                 fix="build the cache with rotate_on_read=False: the draft sees the target's own positions",
             )
-        self.gamma = gamma
-        self.cache = cache
-        self._target = runner
-        self._runner = runner.over(cache, model)
-        self._layers = layers
-        self._write_through = WriteThroughKVCache(runner.cache, cache, layers)
-
-    @property
-    def verification_cache(self) -> WriteThroughKVCache:
-        return self._write_through
+        self.gamma, self.cache, self._layers = gamma, cache, layers
+        self._target, self._runner = runner, runner.over(cache, model)
+        self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target("SelfSpeculation", self._target.cache, target.cache)

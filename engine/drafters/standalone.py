@@ -35,22 +35,18 @@ class StandaloneDraft:
     Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
     """
 
+    verification_cache = None
+
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
         if runner.cache is not None:
             check_gamma(gamma, runner.cache.max_block)
-        self.gamma = gamma
-        self._runner = runner
-        self._vocab_size = runner.vocab_size
+        self.gamma, self._runner, self._vocab_size = gamma, runner, runner.vocab_size
         n_rows = runner.max_batch
         # The block that the target verifies, from position `start`: current tokens, then drafts.
         self._block = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=runner.device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._previous = torch.zeros_like(self._start)
-
-    @property
-    def verification_cache(self) -> None:
-        return None
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's, and vocabularies differ by a padded tail at most."""
