@@ -18,59 +18,33 @@ LONGEST_NAME = 255  # of what file systems take, in bytes
 
 def require_appendable(path: str | None, flag: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
-    if path is None:
-        return
-    parent = Path(path).resolve().parent
-    exists = os.path.exists(path)
+    if path is not None and (obstacle := _obstacle(path)):
+        what, seen, required, fix = obstacle
+        raise ConfigError(what, where=f"--{flag}", seen=seen, required=required, fix=fix)
+
+
+def _obstacle(path: str) -> tuple[str, str, str, str] | None:
+    """Why nothing can be appended: what is wrong, what is seen, what is required, and a fix."""
+    parent, exists, other = Path(path).resolve().parent, os.path.exists(path), "choose another file"
     if not path or len(os.fsencode(Path(path).name)) > LONGEST_NAME:
-        raise ConfigError(
-            "a file cannot be written",
-            where=f"--{flag}",
-            seen=path[:80] or "an empty name",
-            required=f"a name of 1 to {LONGEST_NAME} bytes",
-            fix="choose another file",
-        )
+        return "a file cannot be written", path[:80] or "an empty name", f"a name of 1 to {LONGEST_NAME} bytes", other
     if exists and _is_stdout(path):
-        raise ConfigError(
-            "what is printed goes to the same file",
-            where=f"--{flag}",
-            seen=path,
-            required="a file of its own",
-            fix="name another file, or leave the flag out: the record is the last line that is printed",
-        )
+        fix = "name another file, or leave the flag out: the record is the last line that is printed"
+        return "what is printed goes to the same file", path, "a file of its own", fix
     if os.path.isdir(path):
-        raise ConfigError(
-            "a folder cannot be appended to",
-            where=f"--{flag}",
-            seen=path,
-            required="a file",
-            fix=f"name a file in it, such as {Path(path) / 'results.jsonl'}",
-        )
+        fix = f"name a file in it, such as {Path(path) / 'results.jsonl'}"
+        return "a folder cannot be appended to", path, "a file", fix
     if exists and not os.path.isfile(path):
-        raise ConfigError(
-            "a pipe or a device cannot be appended to",
-            where=f"--{flag}",
-            seen=path,
-            required="a file, or a name for a new one",
-            fix="name a file; records are printed, too",
-        )
+        fix = "name a file; records are printed, too"
+        return "a pipe or a device cannot be appended to", path, "a file, or a name for a new one", fix
     if not (os.access(path, os.R_OK | os.W_OK) if exists else os.access(parent, os.W_OK)):
-        raise ConfigError(
-            "a file cannot be written",
-            where=f"--{flag}",
-            seen=path,
-            required="a file in an existing, writable folder",
-            fix=f"create {parent}, or choose another file",
-        )
+        fix = f"create {parent}, or {other}"
+        return "a file cannot be written", path, "a file in an existing, writable folder", fix
     begin = _begin(path) if exists else b""
     if not begin.startswith(b'{"') and begin not in (b"", b"{"):
-        raise ConfigError(
-            "the file has something else in it",
-            where=f"--{flag}",
-            seen=f"{path}, which begins with {begin[:20]!r}",
-            required="lines of JSON, or a new file",
-            fix="choose another file",
-        )
+        seen = f"{path}, which begins with {begin[:20]!r}"
+        return "the file has something else in it", seen, "lines of JSON, or a new file", other
+    return None
 
 
 def _is_stdout(path: str) -> bool:

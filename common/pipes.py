@@ -6,7 +6,7 @@ import io
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any, TextIO, cast
 
@@ -47,26 +47,22 @@ class _Heedless:
         self._stream = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        with _dropping():
-            self._stream.write(text)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with _dropping():
-            self._stream.flush()
+        self._try(self._stream.flush)
+
+    def _try(self, do: Callable[..., object], *args: str) -> None:
+        try:
+            do(*args)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            _discard(STDERR)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-@contextmanager
-def _dropping() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError:
-        _discard(STDERR)
 
 
 def tell(message: str) -> None:
@@ -86,13 +82,12 @@ def _let_go(fd: int) -> bool:
     """Write out what is buffered; whether the reader has left. Then, or where nothing can be written for another
     reason, the rest goes nowhere: Python flushes once more when it ends, and would complain and exit with 120.
     """
-    has_left, has_failed = False, False
     try:
         _flush(fd)
-        has_left = _has_lost_its_reader(fd)
+        has_left = must_discard = _has_lost_its_reader(fd)
     except OSError as error:
-        has_left, has_failed = isinstance(error, BrokenPipeError), True
-    if has_left or has_failed:
+        has_left, must_discard = isinstance(error, BrokenPipeError), True
+    if must_discard:
         _discard(fd)
     return has_left
 

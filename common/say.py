@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from common.process import is_leader
-
-if TYPE_CHECKING:
-    import torch
 
 
 def say(message: str) -> None:
@@ -17,5 +13,5 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")

@@ -24,23 +24,4 @@ _HOMES = {
     "engine.sampling": ("SamplingParams",),
     "engine.verification": ("Verdict", "verify_coupled", "verify_greedy", "verify_rejection"),
 }
-__all__ = [
-    "Decoder",
-    "Drafter",
-    "GenerateOutput",
-    "ModelRunner",
-    "NGram",
-    "Request",
-    "RunConfig",
-    "SamplingParams",
-    "SavedText",
-    "SelfSpeculation",
-    "Session",
-    "StandaloneDraft",
-    "Verdict",
-    "generate",
-    "verify_coupled",
-    "verify_greedy",
-    "verify_rejection",
-]
 __getattr__ = lazily(__name__, {name: module for module, names in _HOMES.items() for name in names})

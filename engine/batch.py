@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.noise import Source, in_passes
 from engine.sampling import Distribution, Filters, SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 
 class Batch:

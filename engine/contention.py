@@ -18,8 +18,6 @@ LEAST_SECONDS = 2.0
 # machine of 4 processors showed 0.02 at most, also beside work on processors that they left over; a thread that shared
 # its processor with one other showed 0.5.
 QUIET = 0.1
-
-
 # Seconds that a thread may wait whenever it is woken: 0.0001 or 0.0002 where a processor is idle, also of ranks that
 # wake each other thousands of times a second; 0.004 where another thread has it.
 WAKING = 0.0005

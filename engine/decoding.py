@@ -7,26 +7,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from engine.batch import Batch
+from engine.drafters import Drafter
 from engine.modes import Drafts, resolve_mode, verification_in
 from engine.pacing import Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
 from engine.round import Round, batch_and_parts
+from engine.runner import ModelRunner, not_finite
 from engine.sampling import Filters, SamplingParams
 from engine.slot import Slot
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.drafters import Drafter
-    from engine.runner import ModelRunner
 
 Phase = Callable[[str], AbstractContextManager[object]]
 IDLE = Request(prompt=(), limit=0)
@@ -47,13 +43,7 @@ class GenerateOutput:
     def require_finite(self, where: str) -> None:
         """Raise UserError naming rows and positions if any row ended because its logits were not finite."""
         if broken := [error for error in self.errors if error]:
-            raise UserError(
-                "the model's logits are not finite",
-                where=where,
-                seen="; ".join(broken[:8]),
-                required=f"finite logits in all {len(self.errors)} rows",
-                fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
-            )
+            raise not_finite(where, "; ".join(broken[:8]))
 
 
 class Decoder:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from common.errors import ConfigError
 
 Outputs = TypeVar("Outputs")
-
-
-class Graphs(Protocol):
-    """The captured parts of one runner. `capture` returns what replays `part`, and the tensors that every replay
-    fills; `close` destroys all of them, after which others may be captured."""
-
-    def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]: ...
-    def close(self) -> None: ...
 
 
 class CudaGraphs:
@@ -36,6 +28,7 @@ class CudaGraphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        """What replays `part`, and the tensors that every replay fills."""
         graph = torch.cuda.CUDAGraph()
         # The thread that watches over NCCL asks the GPU for its progress meanwhile, which "global" would refuse.
         with _uncollected(), torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -44,6 +37,7 @@ class CudaGraphs:
         return graph.replay, outputs
 
     def close(self) -> None:
+        """Destroy all of them; after that, others may be captured."""
         torch.cuda.synchronize(self._device)  # they are replayed on other streams than their own
         for graph in self._graphs:
             graph.reset()
@@ -71,7 +65,7 @@ class Captured:
     Errors: ConfigError if an operation of the part cannot be captured.
     """
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: CudaGraphs) -> None:
         self._graphs = graphs
         self._warm: set[str] = set()
         self._captured: dict[str, tuple[Callable[[], object], Any]] = {}

@@ -43,11 +43,9 @@ class Verification(Protocol):
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
-        ...
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         """The verdict of the target's `logits [B, g + 1, V]`."""
-        ...
 
 
 class Greedy:

@@ -1,9 +1,8 @@
 """Counter-based random numbers: a function of what they are for, not of what was drawn before.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor
-arithmetic, so that every device gives the same bits. The key is the seed; the counter is (pair of
-vocabulary ids, stream, position, request). No state, so a batch's order, its size and what was accepted
-cannot matter.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor arithmetic, so
+that every device gives the same bits. The key is the seed; the counter is (pair of vocabulary ids, stream, position,
+request). No state, so a batch's order, its size and what was accepted cannot matter.
 """
 
 from __future__ import annotations
@@ -45,12 +44,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     for _ in range(ROUNDS):
         # The product may wrap to a negative int64: its bits are right, and the mask drops the sign's copies.
         high, low = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((low >> 32) & MASK) ^ c1 ^ k0,
-            low & MASK,
-            ((high >> 32) & MASK) ^ c3 ^ k1,
-            high & MASK,
-        )
+        c0, c1, c2, c3 = (((low >> 32) & MASK) ^ c1 ^ k0, low & MASK, ((high >> 32) & MASK) ^ c3 ^ k1, high & MASK)
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
     return c0, c1, c2, c3
 

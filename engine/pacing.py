@@ -25,20 +25,16 @@ class Pacing(Protocol):
     @property
     def drafters(self) -> tuple[Drafter, ...]:
         """Those that a choice can name."""
-        ...
 
     @property
     def max_gamma(self) -> int:
         """The largest gamma of any choice."""
-        ...
 
     def choose(self) -> Choice | None:
         """What the next round is; None ends the decode, and every row keeps the tokens that it has."""
-        ...
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         """How many drafts of each decoding row were accepted in a round of that choice."""
-        ...
 
 
 class Fixed:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from common.errors import ConfigError
+from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 
@@ -110,35 +108,22 @@ def _check_noise(ids: Sequence[int], samplings: Sequence[SamplingParams]) -> Non
 
 def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: int, gamma: int) -> None:
     """Raise ConfigError unless `prompt` can be continued by `limit` tokens at that gamma."""
-    where = f"prompt {index}"
-    vocab_size = runner.model.config.vocab_size
+    where, vocab_size = f"prompt {index}", runner.model.config.vocab_size
     if not prompt:
         raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         outside = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise ConfigError(
-            "a token id is outside the vocabulary",
-            where=where,
-            seen=outside,
-            required=f"0 <= id < {vocab_size}",
-            fix="encode the prompt with the model's own tokenizer",
-        )
+        fix = "encode the prompt with the model's own tokenizer"
+        raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
     needed = len(prompt) + limit + gamma + 1
-    rooms = (
-        ("the model's context", runner.model.config.max_context),
-        ("the KV cache", runner.cache.max_block),
-    )
+    rooms = (("the model's context", runner.model.config.max_context), ("the KV cache", runner.cache.max_block))
     for name, room in rooms:
         if needed > room:
-            raise ConfigError(
-                f"prompt + new tokens + gamma + 1 exceeds {name}",
-                where=where,
-                seen=f"{len(prompt)} + {limit} + {gamma} + 1 = {needed} tokens",
-                required=f"<= {room}",
-                fix=f"shorten the prompt (--prefix_len) by {needed - room} tokens or generate fewer (--gen_len)",
-            )
+            seen = f"{len(prompt)} + {limit} + {gamma} + 1 = {needed} tokens"
+            fix = f"shorten the prompt (--prefix_len) by {needed - room} tokens or generate fewer (--gen_len)"
+            raise _refuse(f"prompt + new tokens + gamma + 1 exceeds {name}", where, seen, f"<= {room}", fix)
 
 
 def _stops_per_prompt(stop_tokens: Sequence[int] | Sequence[Sequence[int]], n_prompts: int) -> list[list[int]]:
@@ -150,5 +135,7 @@ def _stops_per_prompt(stop_tokens: Sequence[int] | Sequence[Sequence[int]], n_pr
     return [list(row) for row in stop_tokens if not isinstance(row, int)]
 
 
-def _refuse(what: str, where: str, seen: object, required: object) -> ConfigError:
-    return ConfigError(what, where=where, seen=seen, required=required, fix="correct the call to generate()")
+def _refuse(
+    what: str, where: str, seen: object, required: object, fix: str = "correct the call to generate()"
+) -> ConfigError:
+    return ConfigError(what, where=where, seen=seen, required=required, fix=fix)

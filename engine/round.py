@@ -6,9 +6,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.batch import Batch
 from engine.drafters import Drafter
@@ -16,9 +17,6 @@ from engine.graphs import Captured
 from engine.modes import Drafts, verification_in
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Outcome(NamedTuple):

@@ -5,24 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 from engine.noise import Source, in_passes
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import largest
+from models import ModelConfig, Transformer
 from models.attention import ObservingAttention
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from models import ModelConfig, Transformer
-
+OnTokens: TypeAlias = "Callable[[int], None] | None"
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
 # launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms
 # for an 8B model, whose products take as long with 4096 tokens.
@@ -45,6 +43,17 @@ class Prefilled:
 def finite_rows(x: Tensor) -> Tensor:
     """Whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
     return torch.isfinite(x.sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
+def not_finite(where: str, seen: str) -> UserError:
+    """The error of logits that are NaN or infinite."""
+    return UserError(
+        "the model's logits are not finite",
+        where=where,
+        seen=seen,
+        required="finite logits at every position of every row",
+        fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
+    )
 
 
 def prefill_chunk_of(device: torch.device) -> int:
@@ -71,15 +80,13 @@ class ModelRunner:
         new_graphs: Callable[[torch.device], Any] | None = None,
         noise_source: Source = in_passes,
     ) -> None:
-        self.model = model
-        self.cache = cache
+        self.model, self.cache, self.ranks, self.noise_source = model, cache, ranks, noise_source
+        self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)
-        self.noise_source = noise_source
         # What `engine.round` has captured over this model and cache.
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
-        self.ranks = ranks
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
         given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
@@ -93,21 +100,9 @@ class ModelRunner:
             )
 
     @property
-    def device(self) -> torch.device:
-        return self.cache.device
-
-    @property
     def narrows(self) -> bool:
         """Whether rounds read only the slots that their positions can take: captured ones keep one shape."""
         return self.graphs is None
-
-    @property
-    def max_batch(self) -> int:
-        return self.cache.max_batch
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.config.vocab_size
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
         """The same ranks running the model, or another one, over another cache."""
@@ -119,7 +114,7 @@ class ModelRunner:
             self.captured.clear()
             self.graphs.close()
 
-    def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> Prefilled:
+    def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> Prefilled:
         """Fill one row with `prompt` unless it holds it; `on_tokens` is given each chunk's length."""
         positions = torch.arange(len(prompt), device=self.device)[None]
         if self._holds(row, prompt, positions):
@@ -140,9 +135,7 @@ class ModelRunner:
         self.cache.notes[row] = done
         return done
 
-    def fill_row(
-        self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> tuple[Tensor, Tensor]:
         """Run `prompt` into one row, in chunks; what the row held is forgotten.
 
         Returns: the last token's hidden state `[dim]`, and which positions have finite ones, `[n]` bool.
@@ -153,7 +146,7 @@ class ModelRunner:
         return self.extend_row(row, prompt, 0, on_tokens)
 
     def extend_row(
-        self, row: int, text: Sequence[int], known: int, on_tokens: Callable[[int], None] | None = None
+        self, row: int, text: Sequence[int], known: int, on_tokens: OnTokens = None
     ) -> tuple[Tensor, Tensor]:
         """Run what of `text` lies behind its first `known` tokens, which the row holds; returns as `fill_row`."""
         tokens = torch.tensor(text, device=self.device)[None]
@@ -168,9 +161,7 @@ class ModelRunner:
                 on_tokens(end - start)
         return hidden[0, -1], torch.cat(finite)
 
-    def _fill_from_whole(
-        self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _fill_from_whole(self, row: int, prompt: Sequence[int], on_tokens: OnTokens) -> tuple[Tensor, Tensor]:
         """As `fill_row` for a cache that selects by attention: the prompt runs over a whole cache of its own first."""
         own = self.cache
         whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
@@ -220,33 +211,31 @@ class ModelRunner:
         return self.model.logits(self.model.hidden(tokens, positions, cache or self.cache)[:, -1])
 
 
+@dataclass(frozen=True)
 class RemoteRunner:
     """Stands for the ModelRunner of a model that other ranks hold: the same calls, no weights and no cache."""
 
-    cache = None
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, max_batch: int, ranks: Ranks, holders: ModelRanks
-    ) -> None:
-        self.vocab_size = config.vocab_size
-        self.max_batch = max_batch
-        self.ranks = ranks
-        self._dtype, self._holders = dtype, holders
+    config: ModelConfig
+    dtype: torch.dtype
+    max_batch: int
+    ranks: Ranks
+    holders: ModelRanks
+    cache: ClassVar[None] = None
 
     @property
     def device(self) -> torch.device:
         return self.ranks.device
 
-    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: Callable[[int], None] | None = None) -> None:
-        pass
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
-    def extend_row(self, row: int, text: Sequence[int], known: int) -> None:
-        pass
+    def _leave_out(self, *given: object) -> None:
+        """What only those do that hold the model."""
+
+    fill_row = extend_row = rollback = _leave_out
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
-        widths = vocab_widths(self.vocab_size, len(self._holders.ranks))
-        return self._holders.receive([len(tokens)], widths, logits_dtype(self._dtype, self.device))
-
-    def rollback(self, lengths: Tensor) -> None:
-        pass
+        widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
+        return self.holders.receive([len(tokens)], widths, logits_dtype(self.dtype, self.device))

@@ -12,14 +12,10 @@ from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
 from operator import or_
-from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 
@@ -41,26 +37,18 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        bounds = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+        fits = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         checks = (
-            (
-                "temperature",
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
-                f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
-                "use 0 for greedy decoding, 0.6 to 1 for usual sampling",
-            ),
+            ("temperature", fits, bounds, "use 0 for greedy decoding, 0.6 to 1 for usual sampling"),
             ("top_k", _is_int63(self.top_k), "an integer, 0 <= top_k < 2**63", "use 0 to keep every token"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
             ("seed", _is_int63(self.seed), "an integer, 0 <= seed < 2**63", "use a smaller non-negative integer"),
         )
         for name, good, required, fix in checks:
             if not good:
-                raise ConfigError(
-                    f"{name} is out of range",
-                    where=f"SamplingParams.{name} (--{name})",
-                    seen=getattr(self, name),
-                    required=required,
-                    fix=fix,
-                )
+                where, seen = f"SamplingParams.{name} (--{name})", getattr(self, name)
+                raise ConfigError(f"{name} is out of range", where=where, seen=seen, required=required, fix=fix)
 
     @property
     def greedy(self) -> bool:
@@ -102,9 +90,9 @@ class Filters:
 class Distribution:
     """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter."""
 
-    temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
     filters: Filters
 
     @classmethod
@@ -132,18 +120,18 @@ class Distribution:
                 own.copy_(theirs)
         self.temperature.copy_(other.temperature)
 
-    def logprobs(self, logits: Tensor) -> Tensor:
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
 
         float64 for float64 logits, else float32.
         """
         return self._filtered(logits).log_softmax(dim=-1)
 
-    def probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities, shape and dtype as `logprobs`."""
         return self._filtered(logits).softmax(dim=-1)
 
-    def _filtered(self, logits: Tensor) -> Tensor:
+    def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
         """Scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature = _like(self.temperature, logits)
@@ -156,7 +144,7 @@ class Distribution:
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
 
-    def _kept(self, scaled: Tensor) -> Tensor:
+    def _kept(self, scaled: torch.Tensor) -> torch.Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
         vocab_size = scaled.shape[-1]
         if self.filters.most_kept is None:
@@ -178,12 +166,12 @@ class Distribution:
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
 
 
-def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
     return Distribution.of([params], logits.device).probs(logits[None])[0]
 
 
-def greedy(logits: Tensor) -> Tensor:
+def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
     return logits.argmax(dim=-1)
 
@@ -192,6 +180,6 @@ def _is_int63(value: object) -> bool:
     return isinstance(value, Integral) and 0 <= int(value) < 2**63
 
 
-def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _like(per_row: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`per_row [B]` shaped to broadcast against `x [B, ..., V]`."""
     return per_row.to(dtype or x.dtype).reshape(-1, *[1] * (x.dim() - 1))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.drafters import Drafter
-    from engine.requests import Request
-    from engine.round import Outcome
+from engine.drafters import Drafter
+from engine.requests import Request
+from engine.round import Outcome
 
 
 @dataclass

@@ -8,20 +8,3 @@ from kv_cache.read_only import ReadOnlyKVCache
 from kv_cache.snapkv import SnapKV, SnapKVCache
 from kv_cache.streaming import Streaming, StreamingKVCache
 from kv_cache.write_through import WriteThroughKVCache
-
-__all__ = [
-    "EMPTY",
-    "KV",
-    "BudgetedPolicy",
-    "Full",
-    "FullKVCache",
-    "KVCache",
-    "Policy",
-    "ReadOnlyKVCache",
-    "SnapKV",
-    "SnapKVCache",
-    "Streaming",
-    "StreamingKVCache",
-    "WriteThroughKVCache",
-    "policies",
-]

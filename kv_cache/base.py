@@ -11,17 +11,16 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from common.errors import ConfigError
 from kv_cache.entries import KV, dequantize, largest, quantize
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 EMPTY = -1
+Device: TypeAlias = "str | torch.device"
+NewTensor: TypeAlias = "Callable[[], torch.Tensor]"
 
 
 class KVShape(Protocol):
@@ -51,12 +50,7 @@ class KVCache(ABC):
     block_ends_view = False
 
     def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        capacity: int,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, config: KVShape, max_batch: int, capacity: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         dtype = dtype or torch.float32
         for name, value in (("max_batch", max_batch), ("capacity", capacity)):
@@ -87,12 +81,12 @@ class KVCache(ABC):
         return self.entries.device
 
     @property
-    def keys(self) -> Tensor:
+    def keys(self) -> torch.Tensor:
         """`[n_layer, max_batch, n_kv_head, capacity, head_dim]`, as stored."""
         return self.entries[:, 0]
 
     @property
-    def values(self) -> Tensor:
+    def values(self) -> torch.Tensor:
         """As `keys`."""
         return self.entries[:, 1]
 
@@ -102,11 +96,11 @@ class KVCache(ABC):
         return sum(x.numel() * x.element_size() for x in (self.entries, self.scales) if x is not None)
 
     @abstractmethod
-    def slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """The slot of each position: int64, same shape as `positions`."""
 
     @abstractmethod
-    def retained_positions(self, length: int) -> Tensor:
+    def retained_positions(self, length: int) -> torch.Tensor:
         """The positions `[n]` int64, ascending, that the policy keeps of a context of `length` tokens."""
 
     @property
@@ -120,24 +114,24 @@ class KVCache(ABC):
         return self.max_block
 
     @property
-    @abstractmethod
     def max_length(self) -> int | None:
         """The longest context that a row can follow; None if there is no bound."""
+        return None
 
-    def begin(self, positions: Tensor) -> Tensor:
+    def begin(self, positions: torch.Tensor) -> torch.Tensor:
         """Claim slots for a forward over `positions [B, T]`; returns the slots `[B, T]`."""
         slots = self.slots(positions)
         self.positions.scatter_(1, slots, positions)
         return slots
 
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`.
 
         Asked after `begin`. None for the slots: keys are stored already rotated, by the first.
         """
         return positions, None
 
-    def write(self, layer: int, slots: Tensor, new: Tensor) -> None:
+    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
         """Store one layer's `new [B, T, 2, n_kv_head, head_dim]` entries, made by `entries.pack`, in `slots [B, T]`."""
         if self.scales is None:
             self.entries[layer][:, self._rows, :, slots] = new.to(self.entries.dtype)
@@ -154,7 +148,7 @@ class KVCache(ABC):
         scales = self.scales[layer].transpose(2, 3)
         return KV(entries[0], entries[1], scales[0], scales[1])
 
-    def rollback(self, lengths: Tensor) -> None:
+    def rollback(self, lengths: torch.Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
         self.positions.masked_fill_(self.positions >= lengths[:, None], EMPTY)
 
@@ -168,9 +162,7 @@ class KVCache(ABC):
         """How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone."""
         return 0
 
-    def selected(
-        self, kept: Tensor, length: int, keys: Callable[[], Tensor], queries: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
 
         keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`.
@@ -183,7 +175,7 @@ class KVCache(ABC):
         source: KVCache,
         length: int,
         layers: Sequence[int] | None = None,
-        queries: Sequence[Tensor] | None = None,
+        queries: Sequence[torch.Tensor] | None = None,
         source_row: int | None = None,
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
@@ -211,7 +203,7 @@ class KVCache(ABC):
                 self.scales[to_layer, :, row][:, :, to_slots] = scale
         self.positions[row, to_slots] = kept
 
-    def keys_in_order(self, layer: int, row: int, length: int) -> Tensor:
+    def keys_in_order(self, layer: int, row: int, length: int) -> torch.Tensor:
         """One layer's keys of a row that holds all positions below `length`, `[n_kv_head, length, head_dim]`."""
         slots = self.slots(torch.arange(length, device=self.device))
         scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Keeps the scale of an all-zero vector from dividing by zero.
 SMALLEST_SCALE = 1e-12
@@ -27,17 +24,17 @@ class KV(NamedTuple):
     `[B, C, n_kv_head]` float32; None where the entries are the values.
     """
 
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
-    def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in `dtype`; the entries themselves where they are stored in it."""
         return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
 
 
-def pack(keys: Tensor, values: Tensor) -> Tensor:
+def pack(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """What a cache is given to store: keys and values `[..., n_kv_head, head_dim]` as `[..., 2, n_kv_head, head_dim]`.
 
     What is not finite becomes 0: a masked slot has weight 0, and 0 * NaN would spread a token that overflows to
@@ -46,7 +43,7 @@ def pack(keys: Tensor, values: Tensor) -> Tensor:
     return torch.nan_to_num(torch.stack((keys, values), dim=-3), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`x [..., head_dim]` in 8 bits: entries of `dtype` (a key of `largest()`), and scales `[...]` float32.
 
     Symmetric, one scale per vector: the largest magnitude of each becomes the largest that `dtype` holds.
@@ -57,7 +54,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
-def dequantize(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dequantize(stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The values `[..., head_dim]` in `dtype` of entries with scales `[...]`, or of entries that are the values."""
     if scale is None:
         return stored.to(dtype)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
-from kv_cache.base import KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import Policy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FullKVCache(KVCache):
     """A cache of `max_len` tokens a row. Errors: ConfigError if `max_batch` or `max_len` is below 1."""
 
     def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        max_len: int,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, config: KVShape, max_batch: int, max_len: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
 
@@ -37,10 +29,10 @@ class FullKVCache(KVCache):
     def max_length(self) -> int:
         return self.capacity
 
-    def slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
         return positions
 
-    def retained_positions(self, length: int) -> Tensor:
+    def retained_positions(self, length: int) -> torch.Tensor:
         return torch.arange(length)
 
 
@@ -54,6 +46,6 @@ class Full(Policy):
         return length
 
     def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
     ) -> FullKVCache:
         return FullKVCache(config, max_batch, length, device, dtype)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from kv_cache.base import KVCache, KVShape
+    from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -28,9 +28,7 @@ class Policy(ABC):
         """KV entries that a row holds of a run whose rows grow to `length` tokens."""
 
     @abstractmethod
-    def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
-    ) -> KVCache:
+    def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         """An empty cache for rows of up to `length` tokens."""
 
     @property

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kv_cache.base import KVCache
-    from kv_cache.entries import KV
+from kv_cache.base import KVCache
+from kv_cache.entries import KV
 
 
 class ReadOnlyKVCache:
@@ -20,13 +17,13 @@ class ReadOnlyKVCache:
         self.in_order = cache.in_order
         self.block_ends_view = cache.block_ends_view
 
-    def begin(self, positions: Tensor) -> None:
+    def begin(self, positions: torch.Tensor) -> None:
         return None
 
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._cache.rotary_positions(positions)
 
-    def write(self, layer: int, slots: None, new: Tensor) -> None:
+    def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
         return None
 
     def read(self, layer: int) -> KV:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from common.errors import ConfigError, flag
-from kv_cache.base import KVShape
+from kv_cache.base import Device, KVShape, NewTensor
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SnapKVCache(StreamingKVCache):
@@ -37,7 +33,7 @@ class SnapKVCache(StreamingKVCache):
         max_batch: int,
         budget: int,
         window: int = 32,
-        device: str | torch.device = "cpu",
+        device: Device = "cpu",
         dtype: torch.dtype | None = None,
         pool: int = 5,
     ) -> None:
@@ -49,9 +45,7 @@ class SnapKVCache(StreamingKVCache):
     def n_observed(self) -> int:
         return self.window
 
-    def selected(
-        self, kept: Tensor, length: int, keys: Callable[[], Tensor], queries: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:
             return kept
         if queries is None:
@@ -69,7 +63,7 @@ class SnapKVCache(StreamingKVCache):
         return torch.cat([chosen, recent.expand(len(chosen), -1)], dim=1)
 
 
-def attention_received(queries: Tensor, keys: Tensor) -> Tensor:
+def attention_received(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """What each entry gets of the attention of a text's last queries, summed over them and averaged over heads.
 
     Args:
@@ -132,6 +126,6 @@ class SnapKV(BudgetedPolicy):
             check_snapkv(self.budget, self.snapkv_window)
 
     def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
     ) -> SnapKVCache:
         return SnapKVCache(config, max_batch, self.budget, self.snapkv_window, device, dtype)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from common.errors import ConfigError, flag
-from kv_cache.base import KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class StreamingKVCache(KVCache):
@@ -33,7 +30,7 @@ class StreamingKVCache(KVCache):
         max_batch: int,
         budget: int,
         n_sink: int = 4,
-        device: str | torch.device = "cpu",
+        device: Device = "cpu",
         dtype: torch.dtype | None = None,
         rotate_on_read: bool = False,
     ) -> None:
@@ -52,27 +49,23 @@ class StreamingKVCache(KVCache):
         """Half the window: a block evicts before it attends, and leaves its first token the other half."""
         return max(1, self.window // 2)
 
-    @property
-    def max_length(self) -> None:
-        return None
-
-    def slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
         ring = self.n_sink + (positions - self.n_sink) % self.window
         return torch.where(positions < self.n_sink, positions, ring)
 
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self.rotate_on_read:
             return positions, None
         in_window = self.positions >= self.n_sink
         oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
 
-        def in_cache(p: Tensor) -> Tensor:
+        def in_cache(p: torch.Tensor) -> torch.Tensor:
             """The window follows the sinks without a gap; an empty slot's position means nothing."""
             return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
 
         return in_cache(positions), in_cache(self.positions)
 
-    def retained_positions(self, length: int) -> Tensor:
+    def retained_positions(self, length: int) -> torch.Tensor:
         sinks = torch.arange(min(self.n_sink, length))
         recent = torch.arange(max(self.n_sink, length - self.window), max(self.n_sink, length))
         return torch.cat([sinks, recent])
@@ -123,6 +116,6 @@ class Streaming(BudgetedPolicy):
         return replace(self, draft_positions="cache" if trained < length else "absolute")
 
     def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: str | torch.device, dtype: torch.dtype
+        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
     ) -> StreamingKVCache:
         return StreamingKVCache(config, max_batch, self.budget, self.n_sink, device, dtype, self.in_cache_positions)

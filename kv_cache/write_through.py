@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
 
-    from kv_cache.base import KVCache
-    from kv_cache.entries import KV
+from kv_cache.base import KVCache
+from kv_cache.entries import KV
 
 
 class WriteThroughKVCache:
@@ -21,28 +19,17 @@ class WriteThroughKVCache:
 
     def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
         self.target, self.draft, self.layers = target, draft, layers
+        self.positions, self.in_order, self.block_ends_view = target.positions, target.in_order, target.block_ends_view
         own = range(len(draft.entries))
         self._draft_layer = dict(zip(layers or own, own, strict=True))
 
-    @property
-    def positions(self) -> Tensor:
-        return self.target.positions
-
-    @property
-    def in_order(self) -> bool:
-        return self.target.in_order
-
-    @property
-    def block_ends_view(self) -> bool:
-        return self.target.block_ends_view
-
-    def begin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)
 
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.target.rotary_positions(positions)
 
-    def write(self, layer: int, slots: tuple[Tensor, Tensor], new: Tensor) -> None:
+    def write(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
         self.target.write(layer, slots[0], new)
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], new)

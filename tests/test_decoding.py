@@ -265,7 +265,7 @@ def test_drafters_refuse_what_cannot_work(model, prompts):
     one, two = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
     streaming = StreamingKVCache(TINY, 2, 6, 2, dtype=torch.float64)
     for cache, gamma, message in (
-        (streaming, -1, "gamma is negative"),
+        (streaming, -1, "gamma is too small"),
         (streaming, 4, "smaller than one verification block"),
         (full_cache(model, 3), 3, "another number of rows"),
     ):

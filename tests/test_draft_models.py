@@ -114,7 +114,7 @@ def test_what_cannot_work_is_refused():
         generate(runner, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 3))
     with pytest.raises(ConfigError, match="window is smaller"):
         standalone(TINY, 2, gamma=10)
-    with pytest.raises(ConfigError, match="gamma is negative"):
+    with pytest.raises(ConfigError, match="gamma is too small"):
         standalone(TINY, 2, gamma=-1)
     short = StandaloneDraft(ModelRunner(target, full_cache(target, 2, max_len=8)), 3)
     with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):

@@ -105,7 +105,7 @@ def test_drafters_refuse_what_cannot_work():
         with pytest.raises(ConfigError, match="n-gram lengths"):
             NGram(runner, 3, max_ngram=lengths[1], min_ngram=lengths[0])
     for build in (lambda gamma: NGram(runner, gamma), lambda gamma: SavedText(runner, {}, gamma)):
-        with pytest.raises(ConfigError, match="gamma is negative"):
+        with pytest.raises(ConfigError, match="gamma is too small"):
             build(-1)
         with pytest.raises(ConfigError, match="another runner"):
             generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=build(2))

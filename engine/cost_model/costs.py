@@ -18,21 +18,13 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
     alpha: the probability that a draft is accepted, given that those before it were, the same for every draft.
     Errors: ConfigError.
     """
-    if not 0 <= alpha <= 1:
+    if not 0 <= alpha <= 1 or gamma < 0:
         raise ConfigError(
-            "an acceptance rate is a probability",
-            where="tokens_per_round: alpha",
-            seen=alpha,
-            required="0 to 1",
-            fix="divide accepted drafts by verified ones",
-        )
-    if gamma < 0:
-        raise ConfigError(
-            "no fewer than zero tokens can be drafted",
-            where="tokens_per_round: gamma",
-            seen=gamma,
-            required=">= 0",
-            fix="use a gamma of 1 or more, or 0 for plain decoding",
+            "rounds of no such acceptance rate or gamma",
+            where="tokens_per_round: alpha, gamma",
+            seen=f"{alpha}, {gamma}",
+            required="0 <= alpha <= 1, gamma >= 0",
+            fix="divide accepted drafts by verified ones; gamma 0 is plain decoding",
         )
     return float(sum(alpha**position for position in range(gamma + 1)))
 

@@ -96,12 +96,7 @@ def measure_costs(
         """Until every choice had so many rounds; returns what each decode of those that were missing did."""
         pacing.n_rounds, decodes = n_rounds, []
         for stats, timer in interleaved_rounds(
-            runner,
-            pacing,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            verification=verification,
+            runner, pacing, prompts, max_new_tokens=max_new_tokens, sampling=sampling, verification=verification
         ):
             decodes.append(stats)
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))

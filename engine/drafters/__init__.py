@@ -6,19 +6,3 @@ from engine.drafters.ngram import NGram, NGramConfig
 from engine.drafters.saved_text import OracleConfig, SavedText
 from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
 from engine.drafters.standalone import StandaloneConfig, StandaloneDraft
-
-__all__ = [
-    "Drafter",
-    "DrafterConfig",
-    "ModelDrafterConfig",
-    "NGram",
-    "NGramConfig",
-    "OracleConfig",
-    "SavedText",
-    "SelfConfig",
-    "SelfSpeculation",
-    "StandaloneConfig",
-    "StandaloneDraft",
-    "check_gamma",
-    "drafters",
-]

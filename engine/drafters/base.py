@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
 from engine.modes import Drafts
 
 if TYPE_CHECKING:
@@ -27,23 +27,19 @@ class Drafter(Protocol):
     @property
     def gamma(self) -> int:
         """The most tokens proposed per row and round."""
-        ...
 
     @property
     def verification_cache(self) -> KVCache | WriteThroughKVCache | None:
         """The cache that the target verifies through; None for its own."""
-        ...
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
-        ...
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         """The target's row holds `text`, of which this drafter has followed the first `known` tokens.
 
         With 0 the text is the prompt of another request, the one with that id. More: rounds went by without it.
         """
-        ...
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which
@@ -51,19 +47,13 @@ class Drafter(Protocol):
 
         A draft model's tokens are those that `verification.draw` gives for its logits.
         """
-        ...
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget what was rejected: the round left `lengths [B]` tokens of each row committed to the target's cache."""
-        ...
 
 
 def draw_drafts(
-    gamma: int,
-    current: Tensor,
-    step: Callable[[int, Tensor], Tensor],
-    verification: Verification,
-    ranks: Ranks,
+    gamma: int, current: Tensor, step: Callable[[int, Tensor], Tensor], verification: Verification, ranks: Ranks
 ) -> Drafts:
     """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft.
 
@@ -88,10 +78,8 @@ class TextDrafter(ABC):
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
-        require_gamma(gamma)
-        self.gamma = gamma
-        self._target_cache = runner.cache
-        self._ranks = runner.ranks
+        require_at_least("gamma", gamma, 0)
+        self.gamma, self.verification_cache, self._ranks = gamma, runner.cache, runner.ranks
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
@@ -105,12 +93,8 @@ class TextDrafter(ABC):
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
         return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
-    @property
-    def verification_cache(self) -> KVCache:
-        return self._target_cache
-
     def check(self, target: ModelRunner, length: int) -> None:
-        check_target(type(self).__name__, self._target_cache, target.cache)
+        check_target(type(self).__name__, self.verification_cache, target.cache)
 
     def rollback(self, lengths: Tensor) -> None:
         """Text behind `lengths` is written over before it is looked at."""
@@ -141,21 +125,21 @@ def check_room(drafter: str, cache: KVCache, length: int) -> None:
         )
 
 
-def require_gamma(gamma: int) -> None:
-    """Raise ConfigError if gamma is negative."""
-    if gamma < 0:
+def check_rows(drafter: str, n_rows: int, target: KVCache) -> None:
+    """Raise ConfigError unless the draft has a row for each of the target's."""
+    if n_rows != target.max_batch:
         raise ConfigError(
-            "gamma is negative",
-            where="gamma (--gamma)",
-            seen=gamma,
-            required=">= 0",
-            fix="use 0 for plain decoding, 3 for a usual speculation",
+            "the draft cache has another number of rows than the target's",
+            where=f"{drafter}: cache.max_batch",
+            seen=n_rows,
+            required=target.max_batch,
+            fix="build both caches with the same max_batch",
         )
 
 
 def check_gamma(gamma: int, window: int) -> None:
     """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
-    require_gamma(gamma)
+    require_at_least("gamma", gamma, 0)
     if gamma + 1 > window:
         raise ConfigError(
             "the draft cache's window is smaller than one verification block",

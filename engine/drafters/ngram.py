@@ -40,8 +40,7 @@ class NGram(TextDrafter):
                 fix="use 1 and 3",
             )
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        shape = (runner.cache.max_batch, runner.cache.capacity)
-        self._text = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+        self._text = torch.zeros_like(runner.cache.positions)
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
-from engine.drafters.base import check_gamma, check_room, check_target, draw_drafts
+from engine.drafters.base import check_gamma, check_room, check_rows, check_target, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from models.names import parse_layers
@@ -40,14 +40,7 @@ class SelfSpeculation:
         layers: Sequence[int] | None = None,
     ) -> None:
         check_gamma(gamma, cache.max_block)
-        if cache.max_batch != runner.cache.max_batch:
-            raise ConfigError(
-                "the draft cache has another number of rows than the target's",
-                where="SelfSpeculation: cache.max_batch",
-                seen=cache.max_batch,
-                required=runner.cache.max_batch,
-                fix="build both caches with the same max_batch",
-            )
+        check_rows("SelfSpeculation", cache.max_batch, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             raise ConfigError(
                 "self-speculation copies the target's keys, which are rotated already",
@@ -56,16 +49,9 @@ class SelfSpeculation:
                 required=False,
                 fix="build the cache with rotate_on_read=False: the draft sees the target's own positions",
             )
-        self.gamma = gamma
-        self.cache = cache
-        self._target = runner
-        self._runner = runner.over(cache, model)
-        self._layers = layers
-        self._write_through = WriteThroughKVCache(runner.cache, cache, layers)
-
-    @property
-    def verification_cache(self) -> WriteThroughKVCache:
-        return self._write_through
+        self.gamma, self.cache, self._layers = gamma, cache, layers
+        self._target, self._runner = runner, runner.over(cache, model)
+        self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target("SelfSpeculation", self._target.cache, target.cache)

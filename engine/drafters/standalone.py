@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import ConfigError
-from engine.drafters.base import check_gamma, check_room, draw_drafts, require_gamma
+from common.errors import ConfigError, require_at_least
+from engine.drafters.base import check_gamma, check_room, check_rows, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
 
 if TYPE_CHECKING:
@@ -35,33 +35,22 @@ class StandaloneDraft:
     Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
     """
 
+    verification_cache = None
+
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
-        require_gamma(gamma)
+        require_at_least("gamma", gamma, 0)
         if runner.cache is not None:
             check_gamma(gamma, runner.cache.max_block)
-        self.gamma = gamma
-        self._runner = runner
-        self._vocab_size = runner.vocab_size
+        self.gamma, self._runner, self._vocab_size = gamma, runner, runner.vocab_size
         n_rows = runner.max_batch
         # The block that the target verifies, from position `start`: current tokens, then drafts.
         self._block = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=runner.device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._previous = torch.zeros_like(self._start)
 
-    @property
-    def verification_cache(self) -> None:
-        return None
-
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's, and vocabularies differ by a padded tail at most."""
-        if self._runner.max_batch != target.cache.max_batch:
-            raise ConfigError(
-                "the draft cache has another number of rows than the target's",
-                where="StandaloneDraft: cache.max_batch",
-                seen=self._runner.max_batch,
-                required=target.cache.max_batch,
-                fix="build both caches with the same max_batch",
-            )
+        check_rows("StandaloneDraft", self._runner.max_batch, target.cache)
         if self._runner.ranks != target.ranks:
             raise ConfigError(
                 "draft and target run on other ranks",

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from engine.noise import Stream, gumbel
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, not_finite
 from engine.sampling import Distribution, SamplingParams, greedy
 from kv_cache import KVCache
 from kv_cache.entries import largest
@@ -106,24 +107,14 @@ def calibrate(
     Errors: UserError if a logit is not finite.
     """
     n_rows, n_tokens = forced.shape
-    assert n_rows == len(prompts) and n_tokens % block == 0 and n_tokens > 0
+    assert n_tokens % block == 0 and n_tokens > 0
     runner = ModelRunner(model, cache)
-    _prefill_anew(runner, prompts)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=cache.device)
-    longest = max(map(len, prompts))
+    lengths, _ = _prefill_anew(runner, prompts)
     worst = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
     gained, flipped = torch.zeros_like(worst), torch.zeros_like(worst, dtype=torch.bool)
 
-    def forced_logits(width: int) -> Iterator[Tensor]:
-        """Behind the prompts, the logits `[B, V]` of each position of the text, by forwards of `width` tokens."""
-        cache.rollback(lengths)
-        for start in range(0, n_tokens, width):
-            positions = lengths[:, None] + start + torch.arange(width, device=cache.device)
-            view = cache.view(extent=longest + start + width)
-            yield from runner.step(forced[:, start : start + width], positions, view).unbind(1)
-
-    at_once = [logits.cpu() for logits in forced_logits(block)]
-    for i, logits in enumerate(forced_logits(1)):
+    at_once = [logits.cpu() for logits in _forced_logits(runner, lengths, forced, block)]
+    for i, logits in enumerate(_forced_logits(runner, lengths, forced, 1)):
         single = logits.to(worst.dtype)
         blocks = at_once[i].to(cache.device)
         difference = blocks.to(worst.dtype) - single
@@ -176,17 +167,11 @@ def replay(
             fix="certify with a temperature alone",
         )
     n_rows, n_tokens = emitted.shape
-    assert n_rows == len(prompts)
     runner = ModelRunner(model, cache)
-    logits = _prefill_anew(runner, prompts)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=cache.device)
-    longest = max(map(len, prompts))
+    lengths, first = _prefill_anew(runner, prompts)
     gap = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
     deficit, flipped = torch.zeros_like(gap), torch.zeros_like(gap, dtype=torch.bool)
-    for i in range(n_tokens):
-        if i > 0:
-            last = lengths[:, None] + i - 1
-            logits = runner.step(emitted[:, i - 1 : i], last, cache.view(extent=longest + i))[:, 0]
+    for i, logits in enumerate(chain([first], _forced_logits(runner, lengths, emitted[:, :-1], 1))):
         scores = _scores(logits, lengths + i, sampling)
         top, second = scores.topk(2, dim=-1).values.unbind(dim=-1)
         gap[:, i] = top - second
@@ -223,14 +208,25 @@ def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tens
     return logprobs + gumbel(seed, request, positions, Stream.COUPLED, logits.shape[-1], logprobs.dtype)
 
 
-def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Fill every row with its prompt, whatever it held; the logits `[B, V]` after each."""
-    assert len(prompts) == runner.cache.max_batch
+def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Fill every row with its prompt, whatever it held; their lengths `[B]`, and the logits `[B, V]` after each."""
+    assert len(prompts) == runner.max_batch
     logits = []
     for row, prompt in enumerate(prompts):
         runner.cache.reset_row(row)
         logits.append(runner.prefill_row(row, prompt).logits)
-    return torch.stack(logits)
+    return torch.tensor([len(prompt) for prompt in prompts], device=runner.device), torch.stack(logits)
+
+
+def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: int) -> Iterator[Tensor]:
+    """Behind prompts of those lengths, the logits `[B, V]` after each token of `text [B, n]`, by forwards of `width`
+    tokens."""
+    runner.rollback(lengths)
+    longest = int(lengths.max())
+    for start in range(0, text.shape[1], width):
+        positions = lengths[:, None] + start + torch.arange(width, device=runner.device)
+        view = runner.cache.view(extent=longest + start + width)
+        yield from runner.step(text[:, start : start + width], positions, view).unbind(1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -239,13 +235,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _require_finite(values: Tensor, lengths: Tensor, where: str) -> None:
     """Raise UserError unless all `values [B, n]` are finite: NaN compares as no flip, infinity as any."""
-    bad = (~torch.isfinite(values)).nonzero().tolist()
-    if bad:
+    if bad := (~torch.isfinite(values)).nonzero().tolist():
         row, index = bad[0]
-        raise UserError(
-            "the model's logits are not finite, so nothing can be certified",
-            where=where,
-            seen=f"row {row}, the token at position {int(lengths[row]) + index}, and {len(bad) - 1} more",
-            required="finite logits at every position",
-            fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
-        )
+        seen = f"row {row}, the token at position {int(lengths[row]) + index}, and {len(bad) - 1} more"
+        raise not_finite(f"{where} of a certificate", seen)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.modes import resolve_mode
 from engine.requests import check_prompt
 from engine.round import Round
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, not_finite
 from engine.sampling import Filters, SamplingParams
 from engine.stats import Counts
 
@@ -53,13 +53,7 @@ def forced_acceptance(
     mode = resolve_mode(verification, params)
     for row, prompt in enumerate(prompts):
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
-            raise UserError(
-                "the model's logits are not finite",
-                where=f"teacher forcing, row {row}",
-                seen=f"NaN or infinity at position {bad}",
-                required="finite logits",
-                fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
-            )
+            raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
         drafter.follow(row, row, prompt, 0)
     batch = Batch(n_rows, Filters.of(params), runner.device, runner.noise_source)
     batch.set_rows(params, range(n_rows))

@@ -53,11 +53,8 @@ class SymmetricAllReduce:
     name = "symmetric memory"
 
     def __init__(self, group: dist.ProcessGroup, workspace: Tensor, ops: Any) -> None:
-        self._ops = ops
-        self._group_name = group.group_name
-        self._size = group.size()
-        self._otherwise = ProcessGroupAllReduce(group)
-        self._workspace = workspace
+        self._ops, self._workspace, self._otherwise = ops, workspace, ProcessGroupAllReduce(group)
+        self._group_name, self._size = group.group_name, group.size()
 
     def __call__(self, x: Tensor) -> Tensor:
         n_bytes = x.numel() * x.element_size()

@@ -10,12 +10,12 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import RankError, UserError
-from common.exit import exit_on_user_error
 from common.pipes import readers_may_leave, tell
 from common.process import is_leader, own_rank, world_size
 from engine.parallel.ranks import LINGER_SECONDS
@@ -33,6 +33,7 @@ LOST_RANK_SIGNS = (
     "communicator was aborted",
 )
 _TOLD = "foretoken/user_error"
+Answer = TypeVar("Answer")
 
 
 def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
@@ -42,9 +43,6 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
     Garbage is collected before a communicator goes: while a CUDA graph with a collective is alive, that never ends
     (pytorch #115388).
     """
-    if world_size() == 1:
-        exit_on_user_error(main, flags)
-        return
     code = 0
     try:
         with readers_may_leave():
@@ -75,14 +73,11 @@ def _tell_user_error(error: UserError, message: str) -> None:
     """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and a rank
     with an error of its own names itself."""
     if isinstance(error, RankError):
-        if _is_first():
+        if _on_store(lambda store: store.add(f"{_TOLD}/count", 1) == 1, True):  # no other rank asked before
             tell(f"\nerror: {message}")
-    elif is_leader():
-        _store_set(_TOLD, message)
-        tell(f"error: {message}")
-    elif not _leader_says(message):
-        _store_set(_TOLD, message)
-        tell(f"\nerror on rank {own_rank()}: {message}")
+    elif is_leader() or not _leader_says(message):
+        _on_store(lambda store: store.set(_TOLD, message), None)
+        tell(f"error: {message}" if is_leader() else f"\nerror on rank {own_rank()}: {message}")
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
     _tell_torchrun(error.with_traceback(None))
 
@@ -90,7 +85,7 @@ def _tell_user_error(error: UserError, message: str) -> None:
 def _leader_says(message: str) -> bool:
     """Whether the leader comes to the same error; it is given some time to."""
     deadline = time.monotonic() + LINGER_SECONDS
-    while (told := _store_get(_TOLD)) is None and time.monotonic() < deadline:
+    while (told := _on_store(_told, None)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     return told == message
 
@@ -109,45 +104,35 @@ def _is_lost_rank(error: RuntimeError) -> bool:
 def _report_lost_rank(error: RuntimeError) -> None:
     """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
     hangs = "timed out" in str(error).lower()
-    if _store_get(_TOLD) is None:
-        what = "did not answer in time (--rank_timeout)" if hangs else "died"
-        fix = "see which rank torchrun names as the first to fail, and why"
+    if _on_store(_told, None) is None:
+        what, fix = "died", "see which rank torchrun names as the first to fail, and why"
         if hangs:
-            others = [rank for rank in range(world_size()) if rank != own_rank()]
-            fix = (
-                f"look at what rank {' or '.join(map(str, others))} is doing; torchrun will name this one, which waited"
-            )
-        tell(
-            f"\nerror: rank {own_rank()} lost another rank, which {what}\n"
-            f"  where:    a collective of all ranks\n"
-            f"  seen:     {error}\n"
-            f"  required: an answer of every rank\n"
-            f"  fix:      {fix}; rows that had finished are in --save_rows, if it was given"
+            others = " or ".join(str(rank) for rank in range(world_size()) if rank != own_rank())
+            what = "did not answer in time (--rank_timeout)"
+            fix = f"look at what rank {others} is doing; torchrun will name this one, which waited"
+        lost = RankError(
+            f"rank {own_rank()} lost another rank, which {what}",
+            where="a collective of all ranks",
+            seen=error,
+            required="an answer of every rank",
+            fix=f"{fix}; rows that had finished are in --save_rows, if it was given",
         )
+        tell(f"\nerror: {lost}")
     if hangs:
         _tell_torchrun(error.with_traceback(None))
     else:
         time.sleep(LINGER_SECONDS)
 
 
-def _is_first() -> bool:
-    """Whether no other rank has asked this before."""
+def _on_store(do: Callable[[dist.Store], Answer], otherwise: Answer) -> Answer:
+    """What `do` returns of the store that ranks share; `otherwise` without one, or if it went with the rank that kept
+    it."""
     try:
-        return dist.distributed_c10d._get_default_store().add(f"{_TOLD}/count", 1) == 1
+        return do(dist.distributed_c10d._get_default_store())
     except (RuntimeError, ValueError):
-        return True
+        return otherwise
 
 
-def _store_get(key: str) -> str | None:
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return store.get(key).decode() if store.check([key]) else None
-    except (RuntimeError, ValueError):  # no process group yet, or its store went with the rank that kept it
-        return None
-
-
-def _store_set(key: str, value: str) -> None:
-    try:
-        dist.distributed_c10d._get_default_store().set(key, value)
-    except (RuntimeError, ValueError):
-        return
+def _told(store: dist.Store) -> str | None:
+    """The error that a rank has told its user of."""
+    return store.get(_TOLD).decode() if store.check([_TOLD]) else None

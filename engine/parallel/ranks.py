@@ -111,11 +111,6 @@ class ModelRanks:
         return self.own_rank in self.ranks
 
     @property
-    def listens(self) -> bool:
-        """Whether this process gathers logits of a model that it has no part of."""
-        return self.own_rank == LEADER and not self.holds
-
-    @property
     def shard(self) -> Shard:
         return Shard(self.ranks.index(self.own_rank), len(self.ranks))
 
@@ -138,19 +133,20 @@ class ModelRanks:
     def receive(self, shape: Sequence[int], widths: list[int], dtype: torch.dtype) -> Tensor:
         """`gather` on a rank without a part, for logits of which `shape` is all but the last dimension."""
         nothing = torch.zeros(*shape, max(widths), dtype=dtype, device=self.device)
-        return self.gather(nothing, widths) if self.listens else nothing[..., :0]
+        return self.gather(nothing, widths) if self.own_rank == LEADER else nothing[..., :0]
 
 
 def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     """Form the group of ranks that hold a model; every rank has to call this, in the same order."""
-    among = tuple(holders)
-    members = sorted({LEADER, *among})
-    everyone = len(members) == ranks.size
-    world = dist.group.WORLD if ranks.size > 1 else None
-    with_leader = None if len(members) == 1 else world if everyone else dist.new_group(members)
-    holding = None
-    if len(among) > 1:
-        holding = with_leader if LEADER in among else dist.new_group(sorted(among))
+    among, members = tuple(holders), sorted({LEADER, *holders})
+
+    def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
+        if len(members) == 1:
+            return None
+        return dist.group.WORLD if len(members) == ranks.size else dist.new_group(members)
+
+    with_leader = group_of(members)
+    holding = with_leader if LEADER in among else group_of(sorted(among))
     own = holding if ranks.rank in among else None
     return ModelRanks(
         ranks=among,
