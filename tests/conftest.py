@@ -101,19 +101,3 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
     from rank_jobs import make_models
 
     return make_models(tmp_path_factory.mktemp("models"), books)
-
-
-@pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a script in this process: `run_script(path, arguments)`."""
-    from scripts import Script
-
-    return Script(monkeypatch, capsys)
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a benchmark in this process: `alone("selfspec", arguments)`."""
-    from scripts import Benchmark
-
-    return Benchmark(monkeypatch, capsys)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
-from scripts import ROOT, Ended
+from programs import ROOT, Ended
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
