@@ -24,7 +24,6 @@ from programs import ROOT, Ended
 
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
-from models.checkpoints.model_source import find_model
 
 BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
@@ -234,19 +233,6 @@ def test_logits_that_are_no_numbers_are_an_error(
     message = call(SELFSPEC, f"{SIZES} {DRAFT} --model {broken} --output {output}").refusal
     assert "baseline" in message and not output.exists()
     assert all(f"row {row}: logits at position {position}" in message for row, position in rows.items())
-
-
-def test_random_weights_are_found_by_the_names_of_their_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither folder is there, and --model_name names the target alone."""
-    monkeypatch.chdir(tmp_path)
-    draft = find_model("checkpoints/TinyLlama/TinyLlama_v1.1/model.pth", "dummy", None, "--model")
-    named = find_model("anything/model.pth", "dummy", "togethercomputer/LLaMA-2-7B-32K", "--target")
-    found = find_model("checkpoints/togethercomputer/LLaMA-2-7B-32K/model.pth", "dummy", None, "--target")
-    assert (draft.name, draft.config.n_layer) == ("TinyLlama/TinyLlama_v1.1", 22)
-    assert (named.name, named.config) == (found.name, found.config)
-    assert find_model("TinyLlama_v1.1", "dummy", None, "--model").config == draft.config
 
 
 def test_the_batch_that_the_refusal_names_fits(call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,16 +105,6 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
     assert (sorted(source.iterdir()) if source.exists() else []) == before
 
 
-@pytest.mark.parametrize("layout", ["bin", "old bin"])
-def test_truncated_bin_is_refused(tmp_path, layout):
-    (path,) = write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)), layout)
-    for fraction in (0.99, 0.5, 0.1, 0):
-        truncate(path, fraction)
-        with pytest.raises(CheckpointError, match=path.name):
-            convert(tmp_path, tmp_path)
-    assert not (tmp_path / "model.pth").exists()
-
-
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])
 @pytest.mark.parametrize(
     "name, tensor, said",
