@@ -101,11 +101,3 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
     from rank_jobs import make_models
 
     return make_models(tmp_path_factory.mktemp("models"), books)
-
-
-@pytest.fixture
-def alone():
-    """Runs a benchmark in this process: `alone("selfspec", arguments)`."""
-    from programs import run
-
-    return lambda name, arguments: run(f"tests/{name}_benchmark.py", arguments)

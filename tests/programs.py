@@ -69,3 +69,8 @@ def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
             code = 1
             err.write(f"{type(error).__name__}: {error}")
     return Ended(code, out.getvalue(), err.getvalue())
+
+
+def benchmark(name: str, arguments: Sequence[str]) -> Ended:
+    """The same of `selfspec`, `longspec` or `baseline`."""
+    return run(f"tests/{name}_benchmark.py", arguments)

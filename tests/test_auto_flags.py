@@ -69,10 +69,3 @@ def test_a_standalone_draft_with_snapkv_and_an_automatic_gamma(call, checkpoint)
     record = call(LONGSPEC, flags).record
     assert record["draft_policy"] == "snapkv" and record["identical_sequences"] == 2
     assert record["snapkv_window"] == 32 and record["n_sink"] is None
-
-
-def test_draft_budget_is_another_name(call):
-    one = call(SELFSPEC, f"{SIZES} --draft_budget 24").record
-    other = call(SELFSPEC, f"{SIZES} --streamingllm_budget 24").record
-    assert one["draft_budget"] == other["draft_budget"] == 24 and one["measured_costs_seconds"] is None
-    assert one["acceptance_rate"] == other["acceptance_rate"]

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 from programs import ROOT, Ended
+from rank_jobs import copy_edited
 
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
-from models.checkpoints.model_source import find_model
 
 BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
@@ -236,19 +236,6 @@ def test_logits_that_are_no_numbers_are_an_error(
     assert all(f"row {row}: logits at position {position}" in message for row, position in rows.items())
 
 
-def test_random_weights_are_found_by_the_names_of_their_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither folder is there, and --model_name names the target alone."""
-    monkeypatch.chdir(tmp_path)
-    draft = find_model("checkpoints/TinyLlama/TinyLlama_v1.1/model.pth", "dummy", None, "--model")
-    named = find_model("anything/model.pth", "dummy", "togethercomputer/LLaMA-2-7B-32K", "--target")
-    found = find_model("checkpoints/togethercomputer/LLaMA-2-7B-32K/model.pth", "dummy", None, "--target")
-    assert (draft.name, draft.config.n_layer) == ("TinyLlama/TinyLlama_v1.1", 22)
-    assert (named.name, named.config) == (found.name, found.config)
-    assert find_model("TinyLlama_v1.1", "dummy", None, "--model").config == draft.config
-
-
 def test_the_batch_that_the_refusal_names_fits(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 10 MB free; the next larger batch is refused again."""
     monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 10_000_000)
@@ -293,6 +280,15 @@ def test_entries_that_attention_cannot_read_take_memory(
     script, given = (LONGSPEC, f"{flags} {checkpoint}") if flags.endswith("--target") else (SELFSPEC, flags)
     message = call(script, f"{SIZES} --B 5000 --attention torch --dtype bfloat16 {policy} {given}").refusal
     assert "weights" in message and ("dequantised KV" in message) == of_all_rows
+
+
+def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(call, checkpoint: Path, tmp_path: Path) -> None:
+    def renumbered(content: dict[str, Any]) -> dict[str, Any]:
+        content["model"]["vocab"]["1"] = len(content["model"]["vocab"])
+        return content
+
+    copy_edited(checkpoint, tmp_path / "larger", "tokenizer.json", renumbered)
+    assert "not this model's" in call(BASELINE, f"{SIZES} --model {tmp_path / 'larger'}").refusal
 
 
 def test_the_default_model_is_asked_for_by_name(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

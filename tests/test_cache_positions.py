@@ -12,10 +12,9 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, SelfSpeculation
 from kv_cache import EMPTY, StreamingKVCache
 from models import Transformer
-from models.attention.torch_backend import TorchAttention, visibility
 from models.config import RopeScaling
 
 TOLERANCE = 1e-10
@@ -147,132 +146,6 @@ def test_blocks_and_rollbacks_of_any_size(seed):
         both.step([[rng.randrange(61) for _ in range(n_token)] for _ in range(3)], rewritten)
         losable = held_behind()
         both.rollback([length - rng.randint(0, losable) for length in both.lengths])
-
-
-class Overheard(StandaloneDraft):
-    """Keeps every round: the lengths and current tokens that it started from, and what it proposed."""
-
-    rounds: list[tuple[list[int], list[int], list[list[int]]]]
-
-    def propose(self, batch, verification, gamma):
-        drafts = super().propose(batch, verification, gamma)
-        self.rounds.append((batch.lengths.tolist(), batch.current.tolist(), drafts.tokens.tolist()))
-        return drafts
-
-
-@pytest.mark.parametrize("n_sink", [0, 4])
-def test_drafts_are_those_of_streamingllm(n_sink):
-    """The whole of a standalone draft, in rows that keep different numbers of its drafts; a fourth row idles."""
-    target, budget, gamma, n_new = tiny_model(), n_sink + 10, 3, 24
-    # A draft that is right now and then: the target's body under a slightly other head.
-    model = tiny_model()
-    model.output.weight += 0.3 * tiny_model(seed=5).output.weight
-    prompts = random_prompts([1, 7, 61], seed=3)
-    cache = StreamingKVCache(TINY, 4, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
-    drafter = Overheard(ModelRunner(model, cache), gamma)
-    drafter.rounds = []
-    out = generate(ModelRunner(target, full_cache(target, 4)), prompts, max_new_tokens=n_new, drafter=drafter)
-    for row, prompt in enumerate(prompts):
-        reference, text = StreamingLLM(model, budget, n_sink), prompt + out.tokens[row]
-        for start in range(0, len(prompt), 5):  # half the window
-            reference.run(prompt[start : start + 5])
-        n_rounds = out.stats.rows[row].rounds  # later ones only idle
-        for lengths, current, drafts in drafter.rounds[:n_rounds]:
-            length, token = lengths[row], current[row]
-            assert token == text[length]
-            reference.forget(length - 1)  # where all drafts were accepted, it ends there by itself
-            assert reference.length == length - 1
-            logits, expected = reference.run([text[length - 1], token])[-1], []
-            for i in range(gamma):
-                expected.append(int(logits.argmax()))
-                if i < gamma - 1:
-                    logits = reference.run(expected[-1:])[-1]
-            assert drafts[row] == expected
-    counts = [row.accepted for row in out.stats.rows]
-    assert len(set(counts)) > 1 and 0 < out.stats.counts.acceptance_rate < 1
-
-
-@pytest.mark.parametrize("n_sink", [0, 4])
-def test_until_something_is_evicted_places_are_positions(n_sink):
-    """Then rotating at the read, at the write, and a full cache are three ways to the same logits."""
-    model, budget = tiny_model(), 48
-    runners = [
-        ModelRunner(model, cache, prefill_chunk=7)
-        for cache in (
-            StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=True),
-            StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64),
-            full_cache(model, 2),
-        )
-    ]
-    lengths = [29, 3]
-    for row, prompt in enumerate(random_prompts(lengths)):
-        hidden = [runner.fill_row(row, prompt)[0] for runner in runners]
-        assert all(torch.allclose(h, hidden[0], rtol=0, atol=TOLERANCE) for h in hidden)
-    generator = torch.Generator().manual_seed(1)
-
-    def logits_of_a_block(n_token: int, start: Tensor) -> list[Tensor]:
-        tokens = torch.randint(61, (2, n_token), generator=generator)
-        positions = start[:, None] + torch.arange(n_token)
-        logits = [
-            runner.step(tokens, positions, runner.cache.view(extent=int(positions.max()) + 1)) for runner in runners
-        ]
-        in_cache = runners[0].cache
-        places, slot_places = in_cache.rotary_positions(positions)
-        if int(positions.max()) < budget:
-            assert torch.equal(places, positions)
-            used = in_cache.positions != EMPTY
-            assert torch.equal(slot_places[used], in_cache.positions[used])
-        return logits
-
-    start = torch.tensor(lengths)
-    for n_token in (1, 4, 2, 6, 6):  # 29 + 19 = the budget
-        logits = logits_of_a_block(n_token, start)
-        assert all(torch.allclose(each, logits[0], rtol=0, atol=TOLERANCE) for each in logits)
-        start = start + n_token
-    in_cache, absolute, full = logits_of_a_block(1, start)
-    assert all(torch.allclose(each[1], full[1], rtol=0, atol=TOLERANCE) for each in (in_cache, absolute))
-    if n_sink:  # the sinks are now closer than the text has them
-        assert (in_cache[0] - absolute[0]).abs().max() > 1e-3
-    else:  # the window moves as one, and a rotation knows only distances
-        assert torch.allclose(in_cache[0], absolute[0], rtol=0, atol=TOLERANCE)
-    assert (absolute[0] - full[0]).abs().max() > 1e-3
-
-
-class CountingAttention(TorchAttention):
-    """Keeps what each query of each forward was shown: its position, and those of the slots it saw."""
-
-    def __init__(self) -> None:
-        self.shown: list[tuple[int, list[int]]] = []
-
-    def prepare(self, spec, queries, slots):
-        visible = visibility(queries, slots.positions, spec.sliding_window)
-        for row, positions in enumerate(queries.tolist()):
-            for i, position in enumerate(positions):
-                self.shown.append((position, sorted(slots.positions[row, visible[row, i]].tolist())))
-        return super().prepare(spec, queries, slots)
-
-
-@pytest.mark.parametrize("rotate_on_read", [False, True])
-@pytest.mark.parametrize("budget,n_sink", [(8, 4), (9, 0), (24, 4)])
-def test_no_query_sees_more_than_the_budget(budget, n_sink, rotate_on_read):
-    """Neither while decoding nor in a prefill: sinks, then one gapless window that ends at the query."""
-    target = tiny_model(replace(TINY, max_context=512))
-    draft = tiny_model(replace(TINY, max_context=512))
-    draft.backend = counting = CountingAttention()
-    cache = StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=rotate_on_read)
-    runner = ModelRunner(target, full_cache(target, 2, 400))
-    drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=3)
-    generate(runner, random_prompts([1, 150, 33]), max_new_tokens=12, drafter=drafter)
-    sizes = set()
-    for position, seen in counting.shown:
-        assert len(seen) <= budget
-        sinks, recent = [p for p in seen if p < n_sink], [p for p in seen if p >= n_sink]
-        assert sinks == list(range(min(n_sink, position + 1)))
-        assert recent == list(range(position + 1 - len(recent), position + 1))
-        # A prefill chunk of half the window leaves its first token the other half.
-        assert len(recent) > min(position - n_sink, (budget - n_sink) // 2 - 4)
-        sizes.add(len(seen))
-    assert max(sizes) == budget and max(position for position, _ in counting.shown) > 150
 
 
 def test_self_speculation_refuses_positions_inside_the_cache():

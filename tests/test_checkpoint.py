@@ -113,11 +113,6 @@ def test_parse_layers_refuses(text: str) -> None:
         parse_layers(text)
 
 
-def test_dropping_in_place_is_refused(source: Path) -> None:
-    with pytest.raises(ConfigError, match="--out_dir"):
-        convert(source, source, layers_to_drop=(1,))
-
-
 def test_second_conversion_reuses_the_first(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = source / "model.pth"
     convert(source, source)
@@ -169,9 +164,3 @@ def test_command_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_model(out_dir).config.n_layer == 1
     written = {path.name for path in out_dir.iterdir()}
     assert written == {"model.pth", "config.json", "tokenizer.json", "manifest.json"}
-
-
-def test_a_file_in_the_folders_place_is_pointed_to_its_folder(tmp_path):
-    (tmp_path / "smol.gguf").touch()
-    with pytest.raises(ConfigError, match=f"use --checkpoint_dir {tmp_path}$"):
-        convert_hf_checkpoint.main(convert_hf_checkpoint.Flags(checkpoint_dir=tmp_path / "smol.gguf"))

@@ -15,7 +15,6 @@ from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints import loading
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
-from models.checkpoints.manifest import describe, update_manifest
 from models.config import ModelConfig
 
 Damage = dict[str, tuple[Callable[[Path], object], str]]
@@ -105,16 +104,6 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
     assert (sorted(source.iterdir()) if source.exists() else []) == before
 
 
-@pytest.mark.parametrize("layout", ["bin", "old bin"])
-def test_truncated_bin_is_refused(tmp_path, layout):
-    (path,) = write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)), layout)
-    for fraction in (0.99, 0.5, 0.1, 0):
-        truncate(path, fraction)
-        with pytest.raises(CheckpointError, match=path.name):
-            convert(tmp_path, tmp_path)
-    assert not (tmp_path / "model.pth").exists()
-
-
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])
 @pytest.mark.parametrize(
     "name, tensor, said",
@@ -131,14 +120,6 @@ def test_tensor_unlike_the_config(tmp_path: Path, layout: str, name: str, tensor
         convert(tmp_path, tmp_path)
     assert name in str(refusal.value)
     assert not (tmp_path / "model.pth").exists()
-
-
-def test_flipped_source_bit_is_caught_by_the_manifest(converted: Path) -> None:
-    """As after a download: the manifest lists the shards."""
-    update_manifest(converted, describe(converted, [SHARD]))
-    flip_bit(converted / SHARD)
-    with pytest.raises(CheckpointError, match=SHARD):
-        convert(converted, converted, force=True)
 
 
 def test_not_enough_disk_space(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

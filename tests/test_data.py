@@ -203,17 +203,6 @@ def test_damaged_parquet_is_named(tmp_path):
             list(load_books(str(tmp_path / f"{name}.parquet")))
 
 
-def test_what_is_no_dataset_is_refused(tmp_path):
-    (tmp_path / "book.pdf").write_bytes(b"")
-    for name, said in (
-        ("nowhere", "no such file or folder"),
-        ("book.pdf", "another kind of file"),
-        ("", "holds no books"),
-    ):
-        with pytest.raises(DataError, match=said):
-            load_books(str(tmp_path / name))
-
-
 def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int] | None = None) -> list[list[int]]:
     return make_prompts(books, CharacterTokenizer(bos), n_prompts=n_prompts, prefix_len=prefix_len)
 

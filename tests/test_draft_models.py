@@ -57,6 +57,33 @@ def test_a_draft_of_all_layers_is_the_model():
     assert len(model.layers) == model.config.n_layer == 4, "the model itself is as it was"
 
 
+def recorded(drafter: StandaloneDraft) -> list[tuple[list[int], list[list[int]]]]:
+    """What it will have proposed in every round, and behind which lengths."""
+    rounds, propose = [], drafter.propose
+
+    def recording(batch, *others):
+        drafts = propose(batch, *others)
+        rounds.append((batch.lengths.tolist(), drafts.tokens.tolist()))
+        return drafts
+
+    drafter.propose = recording
+    return rounds
+
+
+def test_every_draft_is_what_the_draft_model_continues_with():
+    """A draft that is right now and then, the target under a slightly other head; rows keep unlike parts of a block."""
+    target, draft, prompts = tiny_model(), tiny_model(), random_prompts([1, 7, 61], seed=3)
+    draft.output.weight += 0.3 * tiny_model(seed=5).output.weight
+    drafter = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), 3)
+    rounds = recorded(drafter)
+    out = generate(ModelRunner(target, full_cache(target, 3)), prompts, max_new_tokens=24, drafter=drafter)
+    for row, prompt in enumerate(prompts):
+        for lengths, drafts in rounds[: out.stats.rows[row].rounds]:
+            known = (prompt + out.tokens[row])[: lengths[row] + 1]
+            assert drafts[row] == continue_by_recomputing(draft, known, 3)
+    assert len({row.accepted for row in out.stats.rows}) > 1 and 0 < out.stats.counts.acceptance_rate < 1
+
+
 @pytest.mark.parametrize("mode,temperature", [("greedy", 0.0), ("coupled", 1.5)])
 @pytest.mark.parametrize("vocab_size", [50, TINY.vocab_size, 80])
 def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
@@ -65,20 +92,13 @@ def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
     assert any(token >= 50 for prompt in prompts for token in prompt)
     sampling = SamplingParams(temperature, seed=4)
     drafter = standalone(replace(TINY, vocab_size=vocab_size), 3)
-    proposed = []
-    propose = drafter.propose
-
-    def recording(*arguments):
-        drafts = propose(*arguments)
-        proposed.append(drafts.tokens)
-        return drafts
-
-    drafter.propose = recording
+    rounds = recorded(drafter)
     runner = ModelRunner(target, full_cache(target, 3))
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafter, sampling=sampling, verification=mode)
     expected = [continue_by_recomputing(target, p, 10, sampling, request) for request, p in enumerate(prompts)]
     assert out.tokens == expected
-    assert int(torch.cat(proposed).max()) < min(vocab_size, TINY.vocab_size)
+    proposed = {token for _, drafts in rounds for row in drafts for token in row}
+    assert max(proposed) < min(vocab_size, TINY.vocab_size)
 
 
 def test_a_draft_law_over_a_padded_vocabulary_verifies_in_rejection_mode():

@@ -90,21 +90,3 @@ def test_devices_without_flash_are_named(machine, device, reason):
     machine((7, 5), FA2)
     flavour, why = find_flavour(device)
     assert flavour is None and reason in why
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_stand_ins_refuse_what_the_packages_refuse(package):
-    kernel = fake_package(package).flash_attn_with_kvcache
-    q, kv = torch.zeros(2, 1, 4, 16, dtype=torch.bfloat16), torch.zeros(2, 5, 2, 16, dtype=torch.bfloat16)
-    lengths = torch.ones(2, dtype=torch.int32)
-    kernel(q, kv, kv, cache_seqlens=lengths, num_splits=1)
-    for q_, k, v, lengths_, n_split in (
-        (q, kv, kv, lengths.long(), 1),
-        (q, kv.transpose(1, 2), kv.transpose(1, 2), lengths, 1),
-        (q.float(), kv.float(), kv.float(), lengths, 1),
-        (q, kv.to(torch.float16), kv, lengths, 1),
-        (q.repeat(1, 1, 1, 17), *[kv.repeat(1, 1, 1, 17)] * 2, lengths, 1),
-        (q, kv, kv, lengths, 1000),
-    ):
-        with pytest.raises(RuntimeError):
-            kernel(q_, k, v, cache_seqlens=lengths_, num_splits=n_split)

@@ -201,27 +201,3 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
     assert abs(agreement) < 4.5, "requests share their random numbers"
     if gamma:
         assert 0.1 < out.stats.counts.acceptance_rate < 0.95, "too easy a draft, or too hard a one"
-
-
-@pytest.mark.parametrize("kind,gamma", [("streaming", 1), ("full", 2), ("streaming", 3), ("ngram", 3), ("changing", 3)])
-def test_coupled_sequences_depend_on_seed_and_request_alone(kind, gamma):
-    """Another drafter, gamma, number of slots and order of the requests give the same tokens as plain decoding."""
-    n = 300
-    groups = irregular_groups(n, 5, (PLAIN, FILTERED))
-    plain = sample("coupled", "none", 0, groups, n, seed=9)
-    order = random.Random(gamma).sample(range(n), n)
-    shuffled = sample("coupled", kind, gamma, [groups[i] for i in order], n // 4, seed=9, ids=order)
-    assert shuffled.tokens == [plain.tokens[i] for i in order]
-
-
-def test_the_reference_laws_are_laws(laws):
-    """Each sums to 1, ends early at the stop token only, and differs by prompt and by context."""
-    for law in laws.values():
-        assert abs(sum(law.values()) - 1) < 1e-12
-        assert {len(tokens) for tokens in law} == set(range(1, N_NEW + 1))
-        assert all(STOP not in tokens[:-1] and (len(tokens) == N_NEW or tokens[-1] == STOP) for tokens in law)
-    first_tokens = {
-        tuple(round(sum(p for t, p in law.items() if t[0] == token), 6) for token in range(VOCAB))
-        for law in laws.values()
-    }
-    assert len(first_tokens) == len(laws)

@@ -1,4 +1,4 @@
-"""Cache invariants, after every step of real decoding and by random writes and rollbacks."""
+"""Cache invariants by random writes and rollbacks; what is copied, viewed, written through, and stored in 8 bits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
-from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from kv_cache import EMPTY, FullKVCache, KVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import pack
 
@@ -37,40 +36,6 @@ def check_invariants(cache: KVCache, row: int) -> None:
         assert not recent or recent == list(range(recent[0], recent[-1] + 1)), "a gap in the window"
     else:
         assert positions == list(range(len(positions)))
-
-
-class Watched(SelfSpeculation):
-    """Self-speculation that checks both caches after every draft phase and every rollback."""
-
-    checks = 0
-
-    def propose(self, batch, verification, gamma):
-        for row in range(self.cache.max_batch):
-            check_invariants(self.cache, row)
-        drafts = super().propose(batch, verification, gamma)
-        for row in range(self.cache.max_batch):
-            check_invariants(self.cache, row)
-        return drafts
-
-    def rollback(self, lengths):
-        super().rollback(lengths)
-        for row, length in enumerate(lengths.tolist()):
-            for cache in (self.cache, self._target.cache):
-                check_invariants(cache, row)
-                assert not held(cache, row) or held(cache, row)[-1] < length
-            self.checks += 1
-
-
-@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("budget,n_sink", [(5, 0), (8, 4), (11, 3), (60, 4)])
-def test_invariants_hold_after_every_step(budget, n_sink, mode):
-    sampling = SamplingParams(temperature=0.0 if mode == "greedy" else 2.0)
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
-    drafter = Watched(runner, StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64), gamma=3)
-    prompts = random_prompts([1, 23, 3, 40, 12])
-    generate(runner, prompts, max_new_tokens=[9, 15, 4, 20, 7], drafter=drafter, sampling=sampling, verification=mode)
-    assert drafter.checks >= 16
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -162,11 +127,6 @@ def test_sizes_below_one_are_refused():
     for max_batch, max_len in ((0, 8), (2, 0)):
         with pytest.raises(ConfigError, match="positive"):
             FullKVCache(TINY, max_batch, max_len)
-
-
-def test_bytes_are_those_of_the_tensors():
-    cache = FullKVCache(TINY, 3, 50, dtype=torch.bfloat16)
-    assert cache.n_bytes == cache.keys.nbytes + cache.values.nbytes == 3 * 50 * TINY.kv_bytes_per_token(2)
 
 
 @pytest.mark.parametrize("dtype,n_scatter", [(torch.float32, 1), (torch.int8, 2)])

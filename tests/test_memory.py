@@ -80,16 +80,6 @@ def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
     assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
 
 
-def test_what_grows_with_what() -> None:
-    plan = plan_of(TINY)
-    assert plan_of(TINY, draft_capacity=0) == replace(plan, draft_kv_per_row=0)
-    assert plan_of(TINY, block=2 * BLOCK) == replace(plan, logits_per_row=2 * plan.logits_per_row)
-    assert plan.logits_per_row >= BLOCK * TINY.vocab_size * 4
-    assert plan_of(TINY, prefill_chunk=16).activations == 2 * plan.activations
-    assert plan_of(TINY, capacity=2 * CAPACITY).target_kv_per_row == 2 * plan.target_kv_per_row
-    assert plan.total(5) - plan.total(4) == plan.total(1) - plan.total(0)
-
-
 def test_sampling_and_filters_take_memory_of_their_own() -> None:
     """By the logit: distributions and noise; sorted values and masses on top where a filter sorts."""
     logits = BLOCK * TINY.vocab_size

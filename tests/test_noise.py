@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -87,56 +86,6 @@ def test_seed_request_and_position_broadcast():
             alone = uniform(seed[row], request[row], one(10 + column), Stream.COUPLED, 4)
             assert torch.equal(block[row, column], alone[0])
     assert uniform(seed, request, torch.arange(0), Stream.ACCEPT).shape == (2, 0, 1)
-
-
-def test_every_part_of_the_key_matters():
-    """One part changes at a time, in its lowest and in its highest bit; no number may repeat anywhere."""
-    n_ids = 9
-    base = (5, 6, 7, Stream.DRAFT)
-    changed = [(*base[:3], stream) for stream in Stream]
-    for part, bits in ((0, (0, 31, 32, 62)), (1, (0, 31)), (2, (0, 31))):
-        changed += [(*base[:part], base[part] ^ (1 << bit), *base[part + 1 :]) for bit in bits]
-    # Swapped parts: a counter that merely adds them up would repeat itself.
-    changed += [(6, 5, 7, Stream.DRAFT), (5, 7, 6, Stream.DRAFT), (7, 6, 5, Stream.DRAFT)]
-    numbers = [uniform(*map(one, key), stream, n_ids)[0] for *key, stream in changed]
-    assert len(torch.cat(numbers).unique()) == len(changed) * n_ids
-
-
-def test_uniforms_are_uniform_on_the_half_open_interval():
-    u = uniform(one(11), torch.arange(2000), one(3), Stream.ACCEPT, 100)
-    assert u.dtype == torch.float64 and float(u.min()) >= 0 and float(u.max()) < 1
-    assert torch.equal(u * 2**53, (u * 2**53).floor()), "multiples of 2**-53"
-    n = u.numel()
-    for power in (1, 2, 3, 4):
-        mean, variance = 1 / (power + 1), 1 / (2 * power + 1) - 1 / (power + 1) ** 2
-        assert abs(float((u**power).mean()) - mean) < 4.5 * math.sqrt(variance / n)
-    counts = torch.histc(u, bins=100, min=0, max=1)
-    assert chi_square_p_value(counts, torch.full_like(counts, n / 100)) > 1e-4
-    # The lowest bits too: a number made of 32 bits only would have none.
-    low_bits = ((u * 2**53).long() & 7).flatten().bincount(minlength=8)
-    assert chi_square_p_value(low_bits, torch.full((8,), n / 8)) > 1e-4
-
-
-def test_streams_positions_requests_seeds_and_ids_are_uncorrelated():
-    requests, n_ids = torch.arange(1000), 50
-
-    def numbers(seed: int = 0, first: int = 0, position: int = 4, stream: Stream = Stream.COUPLED) -> Tensor:
-        return uniform(one(seed), requests + first, one(position), stream, n_ids) - 0.5
-
-    base = numbers()
-    others = {
-        **{stream.name: numbers(stream=stream) for stream in Stream if stream != Stream.COUPLED},
-        "next position": numbers(position=5),
-        "next request": numbers(first=1),
-        "next seed": numbers(seed=1),
-        "high word of the seed": numbers(seed=1 << 32),
-        "next id": base.roll(1, dims=1),
-        "other id of the pair": base.unflatten(1, (-1, 2)).flip(2).flatten(1),
-    }
-    for name, other in others.items():
-        # Pairs of one another count twice in the last one, which doubles the variance.
-        bound = 4.5 * math.sqrt(2 / base.numel())
-        assert abs(float((base * other).mean() * 12)) < bound, name
 
 
 def test_gumbel_is_minus_log_minus_log_of_the_uniforms():

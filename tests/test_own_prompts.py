@@ -69,12 +69,6 @@ def test_more_and_fewer_prompts_than_rows(n_rows: int, checkpoint: Path, tmp_pat
         rows.unlink()
 
 
-def test_an_empty_prompt_is_refused_by_its_number(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", " ", "two")))
-    message = run(BASELINE, ["--model", str(checkpoint), "--prompts", str(tmp_path / "prompts.jsonl")]).refusal
-    assert "prompt 1 of 3" in message
-
-
 def test_a_prompt_longer_than_the_context_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("x" * 300)
     message = run(BASELINE, ["--model", str(checkpoint), "--prompts", str(tmp_path / "long.txt")]).refusal

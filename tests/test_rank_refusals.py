@@ -9,28 +9,11 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 from hf_tiny import N_TOKENS
+from programs import benchmark
 from rank_jobs import N_PADDED, N_PROMPTS, copy_edited
 
 from common.errors import RankError
 from engine.parallel.launch import _tell_user_error
-
-
-@pytest.mark.parametrize(
-    "script, n_ranks, flags, says",
-    [
-        ("selfspec", 4, "", ("--rank_group", "3 KV heads, 4 ranks", "1 to 3 ranks")),
-        ("selfspec", 2, "--rank_group 0", ("--rank_group", "0 1", "--nproc_per_node=1")),
-        ("selfspec", 2, "--rank_group 0 2", ("--rank_group", "seen:     0 2", "0 1")),
-        ("longspec", 2, "--draft_ranks 5", ("--draft_ranks", "seen:     5", "some of 0 1")),
-        ("longspec", 2, "--draft_ranks 1 1", ("--draft_ranks", "1 1", "each once")),
-    ],
-)
-def test_bad_ranks_are_refused(script, n_ranks, flags, says, models, monkeypatch, alone):
-    monkeypatch.setenv("WORLD_SIZE", str(n_ranks))
-    ended = alone(script, models.arguments(script, flags))
-    assert (ended.code, ended.out) == (2, "")
-    for part in (*says, "where:", "seen:", "required:", "fix:"):
-        assert part in ended.err
 
 
 def with_vocabulary(change):
@@ -38,19 +21,19 @@ def with_vocabulary(change):
     return lambda content: content | {"model": content["model"] | {"vocab": change(content["model"]["vocab"])}}
 
 
-def test_a_draft_that_means_other_tokens_is_refused(models, tmp_path, alone):
+def test_a_draft_that_means_other_tokens_is_refused(models, tmp_path):
     """One id of all differs."""
     vocabulary = json.loads((models.target / "tokenizer.json").read_text())["model"]["vocab"]
     renamed = {token: index for token, index in vocabulary.items() if token != "~"} | {"another": vocabulary["~"]}
     copy_edited(models.draft, tmp_path / "draft", "tokenizer.json", with_vocabulary(lambda _: renamed))
-    ended = alone("longspec", models.arguments("longspec", f"--model {tmp_path / 'draft'}"))
+    ended = benchmark("longspec", models.arguments("longspec", f"--model {tmp_path / 'draft'}"))
     assert ended.code == 2
     for part in (f"token id {vocabulary['~']} of draft and target", "'another' and '~'", "another vocabulary"):
         assert part in ended.err
 
 
 @pytest.mark.parametrize("longer", ["draft's config", "draft's tokenizer", "target's config"])
-def test_a_padded_vocabulary_is_accepted_with_a_note(longer, models, tmp_path, alone):
+def test_a_padded_vocabulary_is_accepted_with_a_note(longer, models, tmp_path):
     more = ""
     if longer == "draft's tokenizer":
         extra = {f"<extra {index}>": index for index in range(N_TOKENS, N_PADDED)}
@@ -59,7 +42,7 @@ def test_a_padded_vocabulary_is_accepted_with_a_note(longer, models, tmp_path, a
         more = f"--model {tmp_path / 'padded'}"
     if longer == "target's config":
         more = f"--target {models.padded} --model {models.draft}"
-    ended = alone("longspec", models.arguments("longspec", more, draft="padded"))
+    ended = benchmark("longspec", models.arguments("longspec", more, draft="padded"))
     assert ended.record["identical_sequences"] == N_PROMPTS
     notes = [line for line in ended.err.splitlines() if line.startswith("note: ")]
     assert notes == [f"note: only padded has the token ids {N_TOKENS} to {N_PADDED - 1}, which are never drafted"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from programs import ROOT, Ended
+from programs import ROOT, benchmark
 from rank_jobs import N_PROMPTS, Job, Models, on_two_ranks, read_rows, results, started
 from rank_script_cases import BUG, DAMAGE
 
@@ -53,10 +53,10 @@ CASES = {
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow) if what == "baseline" else what for what in CASES]
 )
-def test_two_ranks_emit_what_one_process_emits(what: str, models: Models, tmp_path: Path, alone: Alone) -> None:
+def test_two_ranks_emit_what_one_process_emits(what: str, models: Models, tmp_path: Path) -> None:
     case = CASES[what]
     arguments = models.arguments(case.script, case.arguments, case.draft)
-    undivided = alone(case.script, arguments)
+    undivided = benchmark(case.script, arguments)
     one = undivided.record
     if case.script != "baseline":
         assert one["identical_sequences"] == N_PROMPTS
@@ -105,10 +105,10 @@ def speculating(models: Models, folder: Path, more: str = "") -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_rows_survive_a_rank_that_is_killed(victim: int, models: Models, tmp_path: Path, alone: Alone) -> None:
+def test_rows_survive_a_rank_that_is_killed(victim: int, models: Models, tmp_path: Path) -> None:
     """kill -9 in the middle of the speculation; the run ends at once and says which rank died, of what."""
     undisturbed = tmp_path / "undisturbed"
-    alone("selfspec", models.arguments("selfspec", f"{LONGER} --save_rows {undisturbed}"))
+    benchmark("selfspec", models.arguments("selfspec", f"{LONGER} --save_rows {undisturbed}"))
     expected = read_rows(undisturbed)
     assert len(expected) == 2 * N_LONGER
     with speculating(models, tmp_path) as job:
@@ -180,9 +180,9 @@ def test_check_ranks_stops_ranks_that_disagree(models: Models, tmp_path: Path) -
     assert "Traceback" not in ended.ours
 
 
-def test_ranks_that_round_apart_emit_the_same_and_agree(models: Models, tmp_path: Path, alone: Alone) -> None:
+def test_ranks_that_round_apart_emit_the_same_and_agree(models: Models, tmp_path: Path) -> None:
     """One rank's sums are one unit in the last place larger: only the leader decides, so nothing comes apart."""
-    one = alone("selfspec", models.arguments("selfspec")).record
+    one = benchmark("selfspec", models.arguments("selfspec")).record
     two = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec", "--check_ranks"), "skew_sums").record
     assert results(two) == results(one)
     assert two["check_ranks"] is True

@@ -147,15 +147,6 @@ def test_ties_go_to_the_lowest_ids():
     assert greedy(torch.zeros(2, 3, 5)).tolist() == [[0] * 3] * 2
 
 
-def test_greedy_rows_beside_sampled_rows():
-    logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0], [-math.inf, 0.0, -math.inf]])
-    rows = [SamplingParams(), SamplingParams(1.0), SamplingParams(0.0, top_p=0.1)]
-    probs, logprobs = Distribution.of(rows).probs(logits), Distribution.of(rows).logprobs(logits)
-    assert probs[0].tolist() == [0, 1, 0] and logprobs[0].tolist() == [-math.inf, 0, -math.inf]
-    torch.testing.assert_close(probs[1], logits[1].softmax(0))
-    assert probs[2].tolist() == [0, 1, 0]
-
-
 @pytest.mark.parametrize("temperature", [1e-5, 1e5])
 def test_extreme_temperatures_and_logits_leave_a_distribution(temperature):
     logits = torch.tensor([[60000.0, -60000.0, 59999.5, 0.0]], dtype=torch.float32)
@@ -184,9 +175,3 @@ def test_top_p_is_not_rounded_to_float32():
     p = torch.tensor([[0.89999999, 0.10000001]], dtype=torch.float64)
     assert Distribution.of([SamplingParams(1.0, top_p=0.9)]).probs(p.log()).gt(0).all()
     assert Distribution.of([SamplingParams(1.0, top_p=0.89999998)]).probs(p.log()).tolist() == [[1.0, 0.0]]
-
-
-def test_the_bounds_themselves_are_allowed():
-    for params in (SamplingParams(), SamplingParams(1e-5, 1, 1e-12, 2**63 - 1), SamplingParams(1e6, 2**40, 1.0)):
-        Distribution.of([params]).probs(torch.zeros(1, 3))
-    assert SamplingParams().greedy and not SamplingParams(1e-5).greedy

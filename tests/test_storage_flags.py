@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_tiny import SHAPE
 from machine import needs_cpp_compiler, needs_vnni
+from programs import benchmark
 from transformers import LlamaConfig
 
 COMMON = "--load_format dummy --dtype float64 --B 2 --num_prompts 3 --prefix_len 40 --gen_len 10 --device cpu"
@@ -20,19 +21,19 @@ DRAFT = "--gamma 3 --streamingllm_budget 24"
 
 
 @pytest.fixture
-def run(alone, tmp_path: Path):
+def run(tmp_path: Path):
     """Runs a script on random weights of CONFIG's shape; its record."""
     CONFIG.save_pretrained(tmp_path)
 
     def run(script: str, flags: str) -> dict[str, Any]:
         models = ["--target", str(tmp_path)] if script == "longspec" else []
-        return alone(script, [*models, "--model", str(tmp_path), *COMMON.split(), *flags.split()]).record
+        return benchmark(script, [*models, "--model", str(tmp_path), *COMMON.split(), *flags.split()]).record
 
     return run
 
 
 @needs_vnni
-def test_a_quantised_draft_leaves_the_output_alone(run):
+def test_a_quantised_draft_leaves_the_output_benchmark(run):
     plain = run("selfspec", DRAFT)
     assert plain["draft_weights"] is None and plain["draft_kv_dtype"] == "float64"
     for flags, weights, kv_dtype in (

@@ -69,8 +69,3 @@ def test_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> Non
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=name):
         load_tokenizer(tmp_path)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json or tokenizer\.model"):
-        load_tokenizer(tmp_path)
