@@ -23,11 +23,6 @@ from common.errors import ConfigError, UserError, flag
 # One that only another program of ours starts, and one whose output is nobody's interface.
 UNKEPT = {"reproduce/sweeping/sleeper.py", "tests/mutants.py"}
 BENCHMARKS = [name for name in PROGRAMS if name.startswith("tests/")]
-# They measure by running others, and give them only the flags that they were given.
-HAND_ON = {
-    f"reproduce/{name}.py"
-    for name in ("acceptance_by_budget", "acceptance_by_context", "cost_model_error", "cost_ratios")
-} | {"reproduce/speedup_tables.py", "reproduce/throughput_latency.py"}
 
 
 @dataclass(frozen=True)
@@ -114,9 +109,8 @@ def test_every_command_line_is_kept():
 
 
 def test_what_text_is_read_follows_the_model_everywhere():
-    """`auto`, or none of its own in a program that hands flags on to others."""
     defaults = {name: flags["--dataset"]["default"] for name, flags in kept_of("flags").items() if "--dataset" in flags}
-    assert {name for name, default in defaults.items() if default != "auto"} == HAND_ON
+    assert set(defaults.values()) == {"auto"}
     assert {*BENCHMARKS, COST_MODEL, "reproduce/certify.py"} <= defaults.keys()
 
 

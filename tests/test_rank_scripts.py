@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from rank_script_cases import BUG, DAMAGE
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
-Alone = Callable[[str, list[str]], Ended]
 GREEDY, COUPLED = "", "--temperature 0.8 --verification coupled --seed 3"
 N_LONGER = 4
 # A few seconds of speculation behind the baseline; the third row starts when the first two are done.
