@@ -121,8 +121,7 @@ def _report_lost_rank(error: RuntimeError) -> None:
 
 
 def _on_store(do: Callable[[dist.Store], Answer], otherwise: Answer) -> Answer:
-    """What `do` returns of the store that ranks share; `otherwise` without one, or if it went with the rank that kept
-    it."""
+    """What `do` returns of the store that ranks share; `otherwise` where there is none, or none any more."""
     try:
         return do(dist.distributed_c10d._get_default_store())
     except (RuntimeError, ValueError):
