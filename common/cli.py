@@ -1,7 +1,5 @@
 """The one place that reads a command line: a frozen dataclass of configuration in, its flags and help out."""
 
-from __future__ import annotations
-
 from common.startup import import_from_now_on
 
 import io

@@ -1,7 +1,5 @@
 """The exceptions a user can cause."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 

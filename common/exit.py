@@ -1,7 +1,5 @@
 """The one place that turns what a user can cause into an exit code."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 

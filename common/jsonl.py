@@ -1,7 +1,5 @@
 """Files of JSON lines: records appended to them, and read from them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

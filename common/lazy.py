@@ -1,7 +1,5 @@
 """Names of a package that are imported when they are asked for: what needs torch must not delay what does not."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any

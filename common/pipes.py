@@ -1,7 +1,5 @@
 """Output whose reader may leave before its end, as in `... | head`, or that has no place for a character."""
 
-from __future__ import annotations
-
 import io
 import os
 import select

@@ -1,7 +1,5 @@
 """What torchrun says of this process: its rank, and how many there are."""
 
-from __future__ import annotations
-
 import os
 
 LEADER = 0

@@ -1,7 +1,5 @@
 """Where a measurement comes from: commit, machine, versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -27,11 +25,9 @@ def provenance() -> dict[str, Any]:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def git_commit() -> str | None:

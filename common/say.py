@@ -1,7 +1,5 @@
 """What a run says while it goes on."""
 
-from __future__ import annotations
-
 import sys
 
 from common.process import is_leader

@@ -1,7 +1,5 @@
 """What every program does first: Ctrl-C ends it quietly while it imports, and torch waits until it is used."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

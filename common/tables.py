@@ -1,7 +1,5 @@
 """Tables: a column is described once, and drawn for the console or in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

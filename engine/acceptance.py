@@ -1,7 +1,5 @@
 """Acceptance rates: how many drafts were accepted of those that could be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

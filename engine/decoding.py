@@ -1,7 +1,5 @@
 """Decoder: requests come and go while it steps. generate(): submit all prompts, and step until they are done."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

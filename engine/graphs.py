@@ -1,7 +1,5 @@
 """How the parts of a round run: called, or captured once as CUDA graphs and replayed from then on."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which drafter drafts how far in each round: always the same one, or whatever a pacing decides between rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

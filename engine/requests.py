@@ -1,7 +1,5 @@
 """Requests: one prompt with its limits, the tokens emitted for it so far, and why it ended."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral

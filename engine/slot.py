@@ -1,7 +1,5 @@
 """Slot: one row of the batch, the request that it decodes, and how far each drafter has followed it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from engine.drafters import Drafter

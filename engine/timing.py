@@ -1,7 +1,5 @@
 """Phase times, measured in a pass of their own because synchronising around phases inflates totals."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator

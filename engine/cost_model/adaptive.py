@@ -1,7 +1,5 @@
 """Adaptive: before every round, the drafter and the gamma that pay best by measured costs and the acceptance seen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

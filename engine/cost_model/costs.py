@@ -111,19 +111,15 @@ class CostGrid:
 
         def between(values: np.ndarray) -> np.ndarray:
             """`[B, S, ...] -> [...]`."""
-            flat = values.reshape(len(self.batches), len(self.contexts), -1)
-            columns = [
-                np.interp(batch, self.batches, [np.interp(context, self.contexts, row) for row in column])
-                for column in np.moveaxis(flat, 2, 0)
-            ]
-            return np.array(columns)
+            in_batches = np.apply_along_axis(lambda row: np.interp(context, self.contexts, row), 1, values)
+            return np.apply_along_axis(lambda column: np.interp(batch, self.batches, column), 0, in_batches)
 
         return Costs(
-            plain_ms=float(between(self.plain)[0]),
+            plain_ms=float(between(self.plain)),
             at=self.gammas,
             verify_ms=tuple(map(float, between(self.verify))),
             draft_ms=float(between(self.draft)[self.drafts.index(draft)]),
-            other_ms=float(between(self.other)[0]),
+            other_ms=float(between(self.other)),
         )
 
 

@@ -1,7 +1,5 @@
 """Measures what rounds cost: plain steps and rounds of every gamma, interleaved, over a filled cache."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from engine.batch import Batch
 from engine.drafters.base import TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
     from engine.runner import ModelRunner
 
 
@@ -41,7 +39,7 @@ class SavedText(TextDrafter):
             self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)
             self._start[row], self._end[row] = len(text), len(saved)
 
-    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+    def guess(self, batch: Batch, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
         following = batch.lengths - self._start + 1
         ahead = torch.arange(gamma, device=following.device)
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)

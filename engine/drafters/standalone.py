@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from common.errors import ConfigError, require_at_least
+from engine.batch import Batch
 from engine.drafters.base import check_gamma, check_room, check_rows, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
     from engine.modes import Drafts, Verification
     from engine.runner import ModelRunner, RemoteRunner
 
@@ -75,7 +73,7 @@ class StandaloneDraft:
         current, lengths, runner = batch.current, batch.lengths, self._runner
         cache = None if runner.cache is None else runner.cache.view(extent=batch.extent(gamma))
 
-        def step(i: int, tokens: Tensor) -> Tensor:
+        def step(i: int, tokens: torch.Tensor) -> torch.Tensor:
             last, position = tokens[:, None], lengths[:, None] + i
             if i == 0:
                 last, position = torch.cat([self._previous[:, None], last], 1), torch.cat([position - 1, position], 1)
@@ -88,13 +86,13 @@ class StandaloneDraft:
         self._start.copy_(lengths)
         return drafts
 
-    def rollback(self, lengths: Tensor) -> None:
+    def rollback(self, lengths: torch.Tensor) -> None:
         self._runner.rollback(lengths)
         last = (lengths - 1 - self._start).clamp(min=0, max=self.gamma)
         self._previous.copy_(self._block.gather(1, last[:, None]).squeeze(1))
 
 
-def _fit(logits: Tensor, vocab_size: int) -> Tensor:
+def _fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The draft's `logits [B, Vd]` over the target's ids `[B, V]`: its own tail cut, one that it lacks impossible."""
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
 

@@ -8,8 +8,6 @@ If, a shift of all logits aside, no entry of z' is further than eps from z, an a
 argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and every emitted token is held to 2 eps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -219,8 +217,7 @@ def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tupl
 
 
 def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: int) -> Iterator[Tensor]:
-    """Behind prompts of those lengths, the logits `[B, V]` after each token of `text [B, n]`, by forwards of `width`
-    tokens."""
+    """The logits `[B, V]` after each token of `text [B, n]` behind the prompts, by forwards of `width` tokens."""
     runner.rollback(lengths)
     longest = int(lengths.max())
     for start in range(0, text.shape[1], width):

@@ -1,7 +1,5 @@
 """Acceptance on a given text: whatever is accepted, every round goes on from the text's own tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

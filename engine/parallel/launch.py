@@ -7,6 +7,7 @@ merely lose a peer wait for that, so that the rank that failed is the one that i
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,15 +23,10 @@ from engine.parallel.ranks import LINGER_SECONDS
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
 # What gloo and NCCL say of a peer; any other error of theirs is this rank's own, and keeps its traceback.
-LOST_RANK_SIGNS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket timeout",
-    "timed out",
-    "remote process exited",
-    "communicator was aborted",
+LOST_RANK = re.compile(
+    "connection (closed by peer|reset by peer|refused)|broken pipe|socket timeout|timed out|remote process exited"
+    "|communicator was aborted",
+    re.IGNORECASE,
 )
 _TOLD = "foretoken/user_error"
 Answer = TypeVar("Answer")
@@ -98,7 +94,7 @@ def _tell_torchrun(error: Exception) -> None:
 def _is_lost_rank(error: RuntimeError) -> bool:
     """Whether a collective, or joining the others, failed because of another process."""
     of_ranks = dist.is_initialized() or isinstance(error, dist.DistError)
-    return of_ranks and any(sign in str(error).lower() for sign in LOST_RANK_SIGNS)
+    return of_ranks and LOST_RANK.search(str(error)) is not None
 
 
 def _report_lost_rank(error: RuntimeError) -> None:
@@ -125,8 +121,7 @@ def _report_lost_rank(error: RuntimeError) -> None:
 
 
 def _on_store(do: Callable[[dist.Store], Answer], otherwise: Answer) -> Answer:
-    """What `do` returns of the store that ranks share; `otherwise` without one, or if it went with the rank that kept
-    it."""
+    """What `do` returns of the store that ranks share; `otherwise` where there is none, or none any more."""
     try:
         return do(dist.distributed_c10d._get_default_store())
     except (RuntimeError, ValueError):
