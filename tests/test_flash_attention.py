@@ -8,8 +8,8 @@ import attention_cases
 import pytest
 import torch
 from fake_flash_attn import fake_package
+from no_host_reads import NoHostReads
 from tiny import full_cache, random_prompts, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import StreamingKVCache
@@ -217,15 +217,6 @@ def test_packing_is_undone_and_keeps_groups_together():
     assert rows.shape == (2, 9, 2, 1)
     assert rows[0, :, 1, 0].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
     assert torch.equal(unpack(rows, n_token=3), x)
-
-
-class NoHostReads(TorchDispatchMode):
-    """Refuses whatever would wait for the device, or make a shape depend on content."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        refused = ("_local_scalar_dense", "nonzero", "masked_select", "equal.", "unique")
-        assert not any(name in str(func) for name in refused), func
-        return func(*args, **(kwargs or {}))
 
 
 @with_each_package
