@@ -14,7 +14,7 @@ from tiny import full_cache, random_prompts, tiny_model
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import StreamingKVCache
 from models.attention.base import MAX_BLOCK
-from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, pack, split_count, unpack
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, split_count
 from models.attention.torch_backend import TorchAttention
 
 PACKAGES = {"fa3": FA3, "fa3_fwd": FA3_FWD, "fa2": FA2}
@@ -209,14 +209,6 @@ def test_8_bit_entries_are_dequantised_as_the_fallback_does():
     backend, fallback, _ = make_backend(FA3)
     fallback.dequantizes = lambda n_token: n_token > 3
     assert [backend.dequantizes(n_token) for n_token in (3, 4)] == [False, True]
-
-
-def test_packing_is_undone_and_keeps_groups_together():
-    x = torch.arange(2 * 3 * 6).view(2, 3, 6, 1)
-    rows = pack(x, n_kv_head=2)
-    assert rows.shape == (2, 9, 2, 1)
-    assert rows[0, :, 1, 0].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
-    assert torch.equal(unpack(rows, n_token=3), x)
 
 
 @with_each_package
