@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import make_case
-from tiny import full_cache, random_prompts, tiny_model
 
-from engine import ModelRunner
 from models.attention import MAX_BLOCK, ObservingAttention, TorchAttention
 
 
@@ -46,13 +44,3 @@ def test_observing_changes_no_answer(monkeypatch):
     backend = TorchAttention()
     monkeypatch.setattr(backend, "dequantizes", lambda n_token: n_token > 3)
     assert [ObservingAttention(backend).dequantizes(n_token) for n_token in (3, 4)] == [False, True]
-
-
-def test_chunks_of_any_size_give_the_same_logits():
-    model = tiny_model()
-    prompts = random_prompts([50, 31])
-    whole = [ModelRunner(model, full_cache(model, 1)).prefill_row(0, p).logits for p in prompts]
-    for chunk in (1, 3, 17, 49):
-        runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=chunk)
-        for row, prompt in enumerate(prompts):
-            torch.testing.assert_close(runner.prefill_row(row, prompt).logits, whole[row], rtol=0, atol=1e-12)

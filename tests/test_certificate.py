@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 from pathlib import Path
 
@@ -131,31 +129,6 @@ def test_what_counts_as_a_near_tie_and_as_outside():
     assert (result.rows, result.rows_without_flip) == (2, 1)
     assert not result.holds
     assert certify(seen, 0.6).holds
-
-
-def engine_imports(name: str) -> set[str]:
-    """The `engine` modules that a module reaches by imports, itself included."""
-    reached, waiting = set(), [name]
-    while waiting:
-        module = waiting.pop()
-        reached.add(module)
-        file = ROOT / f"{module.replace('.', '/')}.py"
-        file = file if file.is_file() else file.with_suffix("") / "__init__.py"
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            waiting += [found for found in names if found and found.startswith("engine") and found not in reached]
-    return reached
-
-
-def test_the_certificate_reaches_no_speculation_code():
-    assert engine_imports("engine.evaluation.certificate") == {
-        f"engine.{module}"
-        for module in ("evaluation.certificate", "noise", "parallel.all_reduce", "parallel.ranks", "runner", "sampling")
-    }
-    assert "engine.drafters" in engine_imports("engine.decoding"), "the search finds what is there"
-    assert list(inspect.signature(calibrate).parameters) == ["model", "cache", "prompts", "forced", "block"]
-    assert list(inspect.signature(replay).parameters) == ["model", "cache", "prompts", "emitted", "sampling"]
 
 
 def test_logits_that_are_not_finite_certify_nothing():

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from certificate_cases import Faulty
 from machine import needs_vnni
-from programs import ROOT, run
+from programs import run
 
 from engine.evaluation.certificate import certify
 
-SCRIPT = "reproduce/certify.py"
 FLAGS = {
     "--B": 3,
     "--tokens": 100,
@@ -36,22 +32,18 @@ def flags(checkpoint: Path, books: Path) -> dict[str, object]:
 def certified(flags, tmp_path, monkeypatch):
     """Runs the script in this process with some flags changed."""
     monkeypatch.chdir(tmp_path)
-    return lambda changes: run(SCRIPT, flat(flags | changes))
+    return lambda changes: run("reproduce/certify.py", flat(flags | changes))
 
 
 def flat(arguments: dict[str, object]) -> list[str]:
     return [str(word) for pair in arguments.items() for word in pair]
 
 
-def test_bfloat16_is_certified_beside_earlier_records(flags, tmp_path):
+def test_bfloat16_is_certified_beside_earlier_records(certified, tmp_path):
     (tmp_path / "records.jsonl").write_text('{"an": "earlier record"}\n')
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / SCRIPT), *flat(flags), "--dtype", "bfloat16"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
-    assert any("certificate" in line and line.endswith("holds") for line in lines)
-    record = json.loads(last)
+    ended = certified({"--dtype": "bfloat16"})
+    assert any("certificate" in line and line.endswith("holds") for line in ended.lines)
+    record = ended.record
     assert json.loads((tmp_path / "records.jsonl").read_text().splitlines()[1]) == record
     expected = {"B": 3, "rows": 3, "prefix_len": 60, "gen_len": 34, "tokens": 102, "gamma": 3, "draft_budget": 16}
     expected |= {"dtype": "bfloat16", "device": "cpu", "verification": "greedy", "temperature": 0.0, "seed": None}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from machine import needs_cpp_compiler
+from pacings import Scripted
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.noise import Stream, compiled_source, in_passes, uniform
+from engine.pacing import PLAIN, Choice
 from kv_cache import StreamingKVCache
 from models import ModelConfig, load_model
 from models.pointwise import EAGER, add_norm, compiled, rotate_heads, round_to_uint8, swiglu, use_pointwise
@@ -23,7 +25,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def test_nothing_is_compiled_again_when_lengths_change_and_rows_refill():
+def test_nothing_is_compiled_again_when_lengths_and_gammas_change_and_rows_refill():
     """Prefill chunks and their tails, draft steps, catch-up steps and verifications of ragged, refilled rows."""
     counter = CompileCounter()
     pointwise = compiled(counter)
@@ -35,21 +37,21 @@ def test_nothing_is_compiled_again_when_lengths_change_and_rows_refill():
     standalone = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), gamma=3)
     sampling = SamplingParams(temperature=0.8, seed=1)
 
+    choices = [*(Choice(0, gamma) for gamma in range(4)), PLAIN]
+
     def run(seed: int, lengths: list[int]) -> None:
+        limits, prompts = [5 + 3 * i for i in range(len(lengths))], random_prompts(lengths, seed=seed)
         for drafter in (None, self_draft, standalone):
-            generate(
-                runner,
-                random_prompts(lengths, seed=seed),
-                max_new_tokens=[5 + 3 * i for i in range(len(lengths))],
-                drafter=drafter,
-                sampling=sampling,
-            )
+            generate(runner, prompts, max_new_tokens=limits, drafter=drafter, sampling=sampling)
 
     run(0, [9, 20, 33, 4])
     warm = counter.frame_count
     assert warm > 0
     run(1, [17, 40, 1, 26, 31])
     run(2, [64, 2, 3])
+    pacing = Scripted([self_draft], choices)
+    out = generate(runner, random_prompts([17, 40]), max_new_tokens=60, pacing=pacing, sampling=sampling)
+    assert {round_.choice for round_ in out.stats.rounds} == set(choices)
     assert counter.frame_count == warm
 
 

@@ -119,8 +119,3 @@ def test_config_that_is_not_a_json_object(tmp_path: Path, content: bytes) -> Non
     with pytest.raises(ConfigError, match="JSON") as refusal:
         ModelConfig.from_json(path)
     assert str(path) in str(refusal.value)
-
-
-def test_missing_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json is missing"):
-        ModelConfig.from_json(tmp_path / "config.json")

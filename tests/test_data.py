@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import TINY
 
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from engine.bench import data
 from engine.bench.config import RunConfig, Text
 from engine.bench.data import load_books, make_prompts
@@ -149,13 +149,6 @@ def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot, split):
     assert options["allow_patterns"] == f"data/{split}-*.parquet"
 
 
-def test_pg19_offline_is_a_data_error_with_a_fix(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=r"(?s)emozilla/pg19.*fix: +name a text: --dataset.*folder"):
-        load_books("pg19")
-
-
 def test_pg19_snapshot_without_the_split_is_a_data_error(snapshot):
     for split, said in (("test", r"test-\*\.parquet"), ("tests", "one of train, validation, test")):
         with pytest.raises(DataError, match=said):
@@ -273,9 +266,3 @@ def test_no_length_is_suggested_where_none_fits():
     assert "shorten" not in str(error.value)
     with pytest.raises(DataError, match="0 books, 0 tokens"):
         prompts_of([], 1, 4)
-
-
-@pytest.mark.parametrize(("n_prompts", "prefix_len"), [(0, 10), (-1, 10), (1, 0), (1, 1)])
-def test_empty_requests_are_refused(n_prompts, prefix_len):
-    with pytest.raises(ConfigError):
-        prompts_of(["text"], n_prompts, prefix_len, bos=[BOS])

@@ -239,25 +239,6 @@ def test_without_drafts_rejection_is_plain_decoding(model, prompts):
     assert all(output == outputs[0] for output in outputs)
 
 
-def test_drafters_refuse_what_cannot_work(model, prompts):
-    one, two = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
-    streaming = StreamingKVCache(TINY, 2, 6, 2, dtype=torch.float64)
-    for cache, gamma, message in (
-        (streaming, -1, "gamma is too small"),
-        (streaming, 4, "smaller than one verification block"),
-        (full_cache(model, 3), 3, "another number of rows"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            SelfSpeculation(one, cache, gamma)
-    with pytest.raises(ConfigError, match="another runner"):
-        generate(two, prompts, max_new_tokens=4, drafter=SelfSpeculation(one, full_cache(model, 2), 3))
-    longest = max(LENGTHS) + 4 + 3 + 1
-    short = SelfSpeculation(one, full_cache(model, 2, longest - 1), 3)
-    with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
-        generate(one, prompts, max_new_tokens=4, drafter=short)
-    assert int(one.cache.positions.max()) == -1, "something ran"
-
-
 def test_a_cache_of_another_dtype_or_shape_is_refused(model):
     for cache in (FullKVCache(TINY, 2, 32), FullKVCache(replace(TINY, n_layer=3), 2, 32, dtype=torch.float64)):
         with pytest.raises(ConfigError, match="does not fit the model"):

@@ -8,13 +8,13 @@ import attention_cases
 import pytest
 import torch
 from fake_flash_attn import fake_package
+from no_host_reads import NoHostReads
 from tiny import full_cache, random_prompts, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import StreamingKVCache
 from models.attention.base import MAX_BLOCK
-from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, pack, split_count, unpack
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, split_count
 from models.attention.torch_backend import TorchAttention
 
 PACKAGES = {"fa3": FA3, "fa3_fwd": FA3_FWD, "fa2": FA2}
@@ -209,23 +209,6 @@ def test_8_bit_entries_are_dequantised_as_the_fallback_does():
     backend, fallback, _ = make_backend(FA3)
     fallback.dequantizes = lambda n_token: n_token > 3
     assert [backend.dequantizes(n_token) for n_token in (3, 4)] == [False, True]
-
-
-def test_packing_is_undone_and_keeps_groups_together():
-    x = torch.arange(2 * 3 * 6).view(2, 3, 6, 1)
-    rows = pack(x, n_kv_head=2)
-    assert rows.shape == (2, 9, 2, 1)
-    assert rows[0, :, 1, 0].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
-    assert torch.equal(unpack(rows, n_token=3), x)
-
-
-class NoHostReads(TorchDispatchMode):
-    """Refuses whatever would wait for the device, or make a shape depend on content."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        refused = ("_local_scalar_dense", "nonzero", "masked_select", "equal.", "unique")
-        assert not any(name in str(func) for name in refused), func
-        return func(*args, **(kwargs or {}))
 
 
 @with_each_package

@@ -6,13 +6,13 @@ import math
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
 from pacings import Scripted
 from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
+from witness import FakeConfig, FakeModel
 
 from engine import ModelRunner, SelfSpeculation, generate
 from engine.drafters import Drafter, NGram, SavedText
@@ -20,7 +20,6 @@ from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
 from engine.sampling import SamplingParams, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.entries import pack
 
 VOCAB, N_NEW, STOP = 4, 4, 3
 ROOM = 16
@@ -30,20 +29,10 @@ PLAIN = SamplingParams(temperature=0.9)
 FILTERED = SamplingParams(temperature=1.2, top_k=3, top_p=0.95)
 
 
-@dataclass(frozen=True)
-class TableConfig:
-    vocab_size: int = VOCAB
-    n_layer: int = 1
-    n_kv_head: int = 1
-    head_dim: int = 1
-    max_context: int = ROOM
+class TableModel(FakeModel):
+    """Its logits are looked up by a code of all that a query sees, so every context has a law of its own."""
 
-
-class TableModel:
-    """Has the interface of a Transformer. Its KV are tokens and positions; its logits are looked up by a
-    code of all that a query sees, so every context has a law of its own."""
-
-    config = TableConfig()
+    config = FakeConfig(VOCAB, max_context=ROOM)
     dtype = torch.float64
 
     def __init__(self, seed: int, near: TableModel | None = None) -> None:
@@ -54,16 +43,9 @@ class TableModel:
             # Its laws differ everywhere, but are alike where it sees the same context.
             self.codes, self.table = near.codes, near.table + 0.7 * self.table
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
-        return self.logits(self.hidden(tokens, positions, cache))
-
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
-        slots = cache.begin(positions)
-        cache.write(0, slots, pack(tokens[..., None, None], positions[..., None, None]))
-        held, at = (x[:, :, 0, 0].long() for x in cache.read(0)[:2])
-        slot_positions = cache.positions[:, None]
-        visible = (slot_positions >= 0) & (slot_positions <= positions[..., None])
-        return (self.codes[at, held][:, None] * visible).sum(-1, keepdim=True) % len(self.table)
+        held, at, visible = self.look(tokens, positions, cache)
+        return (self.codes[at, held] * visible).sum(-1, keepdim=True) % len(self.table)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[..., 0]]

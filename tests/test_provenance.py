@@ -107,21 +107,6 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
             require_appendable(path)
 
 
-def test_a_name_that_no_file_can_have_is_refused():
-    for name in ("", "x" * 300):
-        with pytest.raises(ConfigError, match="1 to 255 bytes"):
-            require_appendable(name)
-
-
-def test_what_is_printed_is_not_appended_to(tmp_path, monkeypatch):
-    """A shell that writes stdout to the same file would write over what is appended."""
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"")
-    monkeypatch.setattr(os, "fstat", lambda fd: os.stat(path))
-    with pytest.raises(ConfigError, match="goes to the same file"):
-        require_appendable(str(path), "save_rows")
-
-
 def test_appending_looks_at_the_ends_of_a_file_alone(tmp_path):
     path = tmp_path / "results.jsonl"
     with path.open("wb") as file:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
 from machine import needs_vnni
-from tiny import TINY
 
-from common.errors import ConfigError
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
@@ -189,13 +185,6 @@ def test_a_quantised_model_is_close(scheme, dtype):
     assert "Linear" not in kinds and "PackedLinear" not in kinds
     _, wanted = model_and_logits([5], dtype)
     assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
-
-
-def test_what_cannot_be_quantised_is_refused():
-    with pytest.raises(ConfigError, match="unknown quantisation scheme"):
-        load_model("none", load_format="dummy", config=TINY, quantize="int3")
-    with pytest.raises(ConfigError, match="no quantised kernel"):
-        load_model("none", load_format="dummy", config=replace(TINY, ffn_dim=52), quantize="int4")
 
 
 def test_shapes_that_the_kernels_do_not_take_stay_as_they_are():

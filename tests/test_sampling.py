@@ -100,18 +100,6 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, s
     torch.testing.assert_close(logprobs.exp(), probs, rtol=1e-12, atol=1e-300)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_logprobs_are_the_logarithms_of_probs(dtype):
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(3, 4, 50, generator=generator, dtype=torch.float64) * 4).to(dtype)
-    law = Distribution.of([SamplingParams(0.8), SamplingParams(0.6, 10, 0.9), SamplingParams(0)])
-    probs, logprobs = law.probs(logits), law.logprobs(logits)
-    assert probs.dtype == logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(probs.sum(dim=-1), torch.ones_like(probs[..., 0]))
-    torch.testing.assert_close(logprobs, probs.log(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(logprobs == -math.inf, probs == 0) and bool((probs[1:] == 0).any())
-
-
 @pytest.mark.parametrize("vocab", [2, 4, 8, 16])
 def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
     """Equal logits, whose masses are exact: n ids of a row of V reach a top_p of n / V, the lowest ones."""

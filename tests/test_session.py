@@ -10,7 +10,7 @@ import torch
 
 from common.errors import ConfigError
 from engine import generate
-from engine.bench.config import Rows, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import RunConfig, Sampling, Sizes, Target
 from engine.bench.session import Session
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
@@ -87,13 +87,3 @@ def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
     assert session.draft is not None and (session.draft.gamma, session.draft.capacities) == (6, (128, 64))
     caches = [drafter.cache for drafter in session.drafters()]
     assert [(type(cache), cache.capacity) for cache in caches] == [(StreamingKVCache, 128), (StreamingKVCache, 64)]
-
-
-def test_own_prompts_are_all_that_is_read(config: RunConfig) -> None:
-    for useless in (
-        {"text": Text("default")},
-        {"sizes": replace(config.sizes, prefix_len=8)},
-        {"rows": Rows(num_prompts=3)},
-    ):
-        with pytest.raises(ConfigError, match="taken whole"):
-            Session.open(replace(config, **useless), prompts=TEXTS)

@@ -20,12 +20,28 @@ RECENT = 3
 
 
 @dataclass(frozen=True)
-class WitnessConfig:
-    vocab_size: int = VOCAB
+class FakeConfig:
+    vocab_size: int
     n_layer: int = 1
     n_kv_head: int = 1
     head_dim: int = 1
     max_context: int = 4096
+
+
+class FakeModel:
+    """Has the interface of a Transformer; its caches hold tokens (keys) and positions (values)."""
+
+    dtype = torch.int64
+
+    def __call__(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
+        return self.logits(self.hidden(tokens, positions, cache))
+
+    def look(self, tokens: Tensor, positions: Tensor, cache) -> tuple[Tensor, Tensor, Tensor]:
+        """Write a block; the tokens and positions that slots hold `[B, 1, S]`, and what queries see `[B, T, S]`."""
+        cache.write(0, cache.begin(positions), pack(tokens[..., None, None], positions[..., None, None]))
+        held, at = (entries[:, None, :, 0, 0].long() for entries in cache.read(0)[:2])
+        slots = cache.positions[:, None]
+        return held, at, (slots >= 0) & (slots <= positions[..., None])
 
 
 def mix(token, position):
@@ -42,26 +58,15 @@ def logits_of(seen: Tensor) -> Tensor:
     return (8 * chosen + mix(torch.arange(VOCAB), seen[..., None]) % 8).float()
 
 
-class WitnessModel:
-    """Has the interface of a Transformer; its caches hold int64 tokens (keys) and positions (values)."""
-
-    config = WitnessConfig()
-    dtype = torch.int64
-
-    def __call__(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
-        return self.logits(self.hidden(tokens, positions, cache))
+class WitnessModel(FakeModel):
+    config = FakeConfig(VOCAB)
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
-        slots = cache.begin(positions)
-        cache.write(0, slots, pack(tokens[..., None, None], positions[..., None, None]))
-        keys, values = cache.read(0)[:2]
-        held, at = keys[:, :, 0, 0][:, None], values[:, :, 0, 0][:, None]
-        slot_positions, queries = cache.positions[:, None], positions[..., None]
-        visible = (slot_positions >= 0) & (slot_positions <= queries)
-        assert bool(((at == slot_positions) | ~visible).all()), "a slot's position is not that of its token"
+        held, at, visible = self.look(tokens, positions, cache)
+        assert bool(((at == cache.positions[:, None]) | ~visible).all()), "a slot's position is not that of its token"
         hashes = mix(held, at)
         everything = (hashes * visible).sum(-1)
-        recent = (hashes * (visible & (at > queries - RECENT))).sum(-1)
+        recent = (hashes * (visible & (at > positions[..., None] - RECENT))).sum(-1)
         # Mostly the recent tokens decide, so a short-sighted draft is right often, but not always.
         return torch.where(everything % 4 == 0, everything // 4, recent)[..., None]
 
