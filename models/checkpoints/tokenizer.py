@@ -100,10 +100,6 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     except ImportError:
         raise
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
-        raise CheckpointError(
-            "the tokenizer cannot be read",
-            path,
-            seen=str(error)[:200],
-            required="a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model",
-            fix="download it again (download.py); where it was made from a GGUF, delete it and convert again",
-        ) from None
+        required = "a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model"
+        fix = "download it again (download.py); where it was made from a GGUF, delete it and convert again"
+        raise CheckpointError("the tokenizer cannot be read", path, str(error)[:200], required, fix) from None
