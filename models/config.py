@@ -51,11 +51,8 @@ class ModelConfig:
     eos_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim")
-        for name in (*sizes, "max_context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise _refuse(f"{name} is not a positive integer", name, value, "an integer >= 1")
+        for name in ("vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "max_context"):
+            _size(vars(self), name, type(self).__name__)
         if self.n_head % self.n_kv_head:
             what = "query heads do not divide into groups of KV heads"
             where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"

@@ -14,10 +14,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """What the data loader and the benchmarks need of a tokenizer."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
-
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; `add_bos` prepends BOS only where the model's own tokenizer does."""
 
@@ -37,10 +33,6 @@ class JsonTokenizer:
         self._backend = Backend.from_file(str(path))
         self._backend.no_padding()
         self._backend.no_truncation()
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         # Without offsets into the text, which for a book take more memory than the ids.
@@ -65,20 +57,14 @@ class SentencePieceTokenizer:
 
         self._backend = SentencePieceProcessor(model_file=str(path))
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.vocab_size())
-
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        bos = self._backend.bos_id()
-        prefix = [bos] if add_bos and bos >= 0 else []
-        return prefix + list(self._backend.encode(text))
+        return self._backend.encode(text, add_bos=add_bos and self._backend.bos_id() >= 0)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids)))
 
     def pieces(self) -> list[str | None]:
-        return [self._backend.id_to_piece(index) for index in range(self.vocab_size)]
+        return [self._backend.id_to_piece(index) for index in range(self._backend.vocab_size())]
 
 
 def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
