@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +48,9 @@ def load_kernel() -> ctypes.CDLL:
 def cpp() -> Pointwise:
     """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
     kernel = load_kernel()
-    return Pointwise(
-        name="cpp",
-        add_norm=functools.partial(add_norm, kernel.foretoken_add_norm),
-        rotate_heads=functools.partial(rotate_heads, kernel.foretoken_rotate_heads),
-        swiglu=functools.partial(swiglu, kernel.foretoken_swiglu),
-        round_to_uint8=functools.partial(round_to_uint8, kernel.foretoken_round_to_uint8),
-    )
+    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu, round_to_uint8)}
+    calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
+    return Pointwise("cpp", **calls)
 
 
 def pointwise_beside(backend: AttentionBackend) -> Pointwise:
