@@ -72,13 +72,8 @@ def convert(
     from models.checkpoints.source_weights import open_source
 
     if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
-        raise ConfigError(
-            "a shallower model would overwrite its own source",
-            where=flag("out_dir"),
-            seen=out_dir,
-            required=f"another folder than {flag('checkpoint_dir')}",
-            fix=f"add {flag('out_dir')} FOLDER",
-        )
+        required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
+        raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
     if out_dir.resolve() != checkpoint_dir.resolve():
         _require_no_source(out_dir)
     source = open_source(checkpoint_dir, side_files_are_theirs=force)
@@ -123,13 +118,9 @@ def _require_no_source(out_dir: Path) -> None:
     if "converted_from" not in manifest and not (out_dir / WEIGHTS).is_file():
         found += [name for name in SIDE_FILES if (out_dir / name).is_file()]
     if found:
-        raise CheckpointError(
-            "the folder holds another checkpoint",
-            where=f"{flag('out_dir')} {out_dir}",
-            seen=", ".join(sorted(found)[:4]),
-            required="a new folder, or one of an earlier conversion",
-            fix=f"choose another folder with {flag('out_dir')}",
-        )
+        where, seen = f"{flag('out_dir')} {out_dir}", ", ".join(sorted(found)[:4])
+        required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
+        raise CheckpointError("the folder holds another checkpoint", where, seen, required, fix)
 
 
 def _shallower(hf_config: dict[str, Any], n_layer: int, dropped: tuple[int, ...]) -> dict[str, Any]:
@@ -157,13 +148,9 @@ def _require_space(out_dir: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     needed = int(n_bytes * 1.01) + (32 << 20)
     if free < needed:
-        raise CheckpointError(
-            "not enough disk space for the converted model",
-            where=str(out_dir),
-            seen=f"{free / 2**20:.0f} MiB free",
-            required=f"{needed / 2**20:.0f} MiB",
-            fix=f"free some space, or convert to another disk with {flag('out_dir')}",
-        )
+        what, seen = "not enough disk space for the converted model", f"{free / 2**20:.0f} MiB free"
+        fix = f"free some space, or convert to another disk with {flag('out_dir')}"
+        raise CheckpointError(what, out_dir, seen, f"{needed / 2**20:.0f} MiB", fix)
 
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_config: dict[str, Any]) -> list[str]:
@@ -194,13 +181,9 @@ def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_co
 def main(flags: Flags) -> None:
     folder = flags.checkpoint_dir
     if folder.is_file():
-        raise ConfigError(
-            "a file is no checkpoint folder",
-            where=flag("checkpoint_dir"),
-            seen=folder,
-            required="the folder that it is in, with its configuration and its tokenizer",
-            fix=f"use {flag('checkpoint_dir')} {folder.parent}",
-        )
+        where, fix = flag("checkpoint_dir"), f"use {flag('checkpoint_dir')} {folder.parent}"
+        required = "the folder that it is in, with its configuration and its tokenizer"
+        raise ConfigError("a file is no checkpoint folder", where, folder, required, fix)
     layers = tuple(parse_layers(flags.drop_layers)) if flags.drop_layers else ()
     convert(folder, flags.out_dir or folder, layers_to_drop=layers, dtype=flags.dtype, force=flags.force)
 

@@ -31,21 +31,13 @@ class Flags:
         if self.hf_token is None:
             return
         if self.repo_id is None:
-            raise ConfigError(
-                "the built-in model needs no token",
-                where=flag("hf_token"),
-                seen=f"given, without {flag('repo_id')}",
-                required=f"a repository of the Hub, {flag('repo_id')}",
-                fix=f"name one, or leave out {flag('hf_token')}",
-            )
+            what, seen = "the built-in model needs no token", f"given, without {flag('repo_id')}"
+            required, fix = f"a repository of the Hub, {flag('repo_id')}", f"name one, or leave out {flag('hf_token')}"
+            raise ConfigError(what, flag("hf_token"), seen, required, fix)
         if not re.fullmatch("[!-~]+", self.hf_token):
-            raise ConfigError(
-                "the token cannot be sent",
-                where=flag("hf_token"),
-                seen="nothing, or blanks or characters outside ASCII in it",
-                required="the token as its page on the Hub shows it",
-                fix="copy it again",
-            )
+            seen = "nothing, or blanks or characters outside ASCII in it"
+            required = "the token as its page on the Hub shows it"
+            raise ConfigError("the token cannot be sent", flag("hf_token"), seen, required, "copy it again")
 
 
 def main(flags: Flags) -> None:

@@ -51,11 +51,8 @@ class ModelConfig:
     eos_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim")
-        for name in (*sizes, "max_context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise _refuse(f"{name} is not a positive integer", name, value, "an integer >= 1")
+        for name in ("vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "max_context"):
+            _size(vars(self), name, type(self).__name__)
         if self.n_head % self.n_kv_head:
             what = "query heads do not divide into groups of KV heads"
             where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"
@@ -156,10 +153,11 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        what, belonging = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
-        raise ConfigError(
-            what, path, "no such file", belonging, f"{fix}, or copy config.json beside the weights"
-        ) from None
+        required, fix = (
+            "the config.json that belongs to the checkpoint",
+            f"{fix}, or copy config.json beside the weights",
+        )
+        raise ConfigError("the model's config.json is missing", path, "no such file", required, fix) from None
     except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
         raise ConfigError("the model's config.json is not JSON", path, error, required, fix) from None
     if not isinstance(values, dict):
@@ -182,18 +180,20 @@ def _check_tokens(tokens: tuple[object, ...], vocab_size: int, where: str) -> No
 def _size(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = default if values.get(key) is None else values[key]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
-        seen = "no such key" if value is None else repr(value)
-        required = f"an integer from 1 to {MAX_SIZE - 1}"
-        raise _refuse(f"{key} is not a positive integer", f"{where}: {key}", seen, required)
+        raise _not_positive(key, "integer", where, value, f"an integer from 1 to {MAX_SIZE - 1}")
     return value
 
 
 def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = default if values.get(key) is None else values[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        seen = "no such key" if value is None else repr(value)
-        raise _refuse(f"{key} is not a positive number", f"{where}: {key}", seen, "a number > 0")
+        raise _not_positive(key, "number", where, value, "a number > 0")
     return float(value)
+
+
+def _not_positive(key: str, kind: str, where: str, value: object, required: str) -> ConfigError:
+    seen = "no such key" if value is None else repr(value)
+    return _refuse(f"{key} is not a positive {kind}", f"{where}: {key}", seen, required)
 
 
 def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -77,14 +77,7 @@ def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ())
         own = FunctionType(code, part.__globals__, part.__name__, part.__defaults__)
         return torch.compile(own, backend=backend, fullgraph=True)
 
-    return Pointwise(
-        name="compiled",
-        add_norm=compile_(add_norm),
-        rotate_heads=compile_(rotate_heads),
-        pack=compile_(pack),
-        swiglu=compile_(swiglu),
-        round_to_uint8=compile_(round_to_uint8),
-    )
+    return Pointwise("compiled", *map(compile_, (add_norm, rotate_heads, pack, swiglu, round_to_uint8)))
 
 
 def check_compiler(device: torch.device | str) -> None:
@@ -96,13 +89,9 @@ def check_compiler(device: torch.device | str) -> None:
     try:
         get_cpp_compiler()
     except Exception as error:  # its class has moved between versions of PyTorch
-        raise ConfigError(
-            "torch.compile has no C++ compiler",
-            where="--compile",
-            seen=str(error).splitlines()[0] if str(error) else "none",
-            required="a C++ compiler, such as g++, on PATH or in CXX",
-            fix="install g++, or leave out --compile",
-        ) from None
+        seen, required = [*str(error).splitlines(), "none"][0], "a C++ compiler, such as g++, on PATH or in CXX"
+        fix = "install g++, or leave out --compile"
+        raise ConfigError("torch.compile has no C++ compiler", "--compile", seen, required, fix) from None
 
 
 def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:

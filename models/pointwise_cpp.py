@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,27 +23,22 @@ from models.cpp_build import BuildError, load_library
 from models.pointwise import EAGER, Pointwise
 from models.rope import Rotation
 
-SOURCE = Path(__file__).with_name("pointwise_kernel.cpp")
 Call = Callable[..., None]  # a function of the kernel
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
 # Types that are told once make a call cheaper than arguments that carry theirs.
-_SIZES = [c_int64, c_int64, c_int64]
+_SIZES, _ROWS = [c_int64, c_int64, c_int64], [c_void_p, c_int64]
 ARGUMENTS = {
-    "foretoken_add_norm": [
-        *_SIZES, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_void_p, c_int
-    ],
-    "foretoken_rotate_heads": [
-        *_SIZES, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int
-    ],
-    "foretoken_swiglu": [*_SIZES, c_void_p, c_int64, c_void_p, c_int],
-    "foretoken_round_to_uint8": [*_SIZES, c_void_p, c_int64, c_void_p, c_void_p, c_int],
-}  # fmt: skip
+    "foretoken_add_norm": [*_SIZES, *_ROWS, *_ROWS, c_void_p, c_float, c_void_p, c_void_p, c_int],
+    "foretoken_rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int],
+    "foretoken_swiglu": [*_SIZES, *_ROWS, c_void_p, c_int],
+    "foretoken_round_to_uint8": [*_SIZES, *_ROWS, c_void_p, c_void_p, c_int],
+}
 
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
     """The compiled kernel, built first where it has to be. Errors: BuildError."""
-    kernel = load_library(SOURCE, "pointwise")
+    kernel = load_library(Path(__file__).with_name("pointwise_kernel.cpp"), "pointwise")
     for name, types in ARGUMENTS.items():
         getattr(kernel, name).argtypes = types
         getattr(kernel, name).restype = None
@@ -52,13 +48,9 @@ def load_kernel() -> ctypes.CDLL:
 def cpp() -> Pointwise:
     """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
     kernel = load_kernel()
-    return Pointwise(
-        name="cpp",
-        add_norm=functools.partial(add_norm, kernel.foretoken_add_norm),
-        rotate_heads=functools.partial(rotate_heads, kernel.foretoken_rotate_heads),
-        swiglu=functools.partial(swiglu, kernel.foretoken_swiglu),
-        round_to_uint8=functools.partial(round_to_uint8, kernel.foretoken_round_to_uint8),
-    )
+    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu, round_to_uint8)}
+    calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
+    return Pointwise("cpp", **calls)
 
 
 def pointwise_beside(backend: AttentionBackend) -> Pointwise:
@@ -90,9 +82,7 @@ def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
     (n_token, n_head, head_dim), (token, head, step) = heads.shape, heads.stride()
     cos, signed_sin = by
     same_dtype = heads.dtype == cos.dtype == signed_sin.dtype
-    whole = (
-        cos.is_contiguous() and signed_sin.is_contiguous() and cos.shape == signed_sin.shape == (n_token, 1, head_dim)
-    )
+    whole = all(x.is_contiguous() and x.shape == (n_token, 1, head_dim) for x in by)
     if size is None or not same_dtype or not whole or step != 1 or head_dim % 2 or not heads.is_cpu:
         return EAGER.rotate_heads(heads, by)
     out = heads.new_empty(n_token, n_head, head_dim)

@@ -157,11 +157,12 @@ void round_to_uint8(const T* x, int64_t dim, uint8_t* bytes, float* scale) {
     });
 }
 
-// Calls with a null pointer to the elements' type, which bytes per element tell: 4 float, 2 bfloat16.
-template <typename Call>
-void with_elements(int64_t bytes, const Call& call) {
-    if (bytes == 4) call((float*)nullptr);
-    if (bytes == 2) call((bfloat16*)nullptr);
+// As in_rows, and calls with a null pointer to the elements' type too, which bytes per element tell: 4 float,
+// 2 bfloat16.
+template <typename Body>
+void in_rows_of(int64_t bytes, int64_t n_row, int64_t width, int n_thread, const Body& body) {
+    if (bytes == 4) in_rows(n_row, width, n_thread, [&](int64_t row) { body((float*)nullptr, row); });
+    if (bytes == 2) in_rows(n_row, width, n_thread, [&](int64_t row) { body((bfloat16*)nullptr, row); });
 }
 
 }  // namespace
@@ -171,46 +172,38 @@ extern "C" {
 
 void foretoken_add_norm(int64_t bytes, int64_t n_row, int64_t dim, const void* x, int64_t x_row, const void* update,
                         int64_t update_row, const void* weight, float eps, void* sums, void* normed, int n_thread) {
-    with_elements(bytes, [&](auto* element) {
+    in_rows_of(bytes, n_row, dim, n_thread, [&](auto* element, int64_t row) {
         using T = std::remove_pointer_t<decltype(element)>;
-        in_rows(n_row, dim, n_thread, [&](int64_t row) {
-            add_norm((const T*)x + row * x_row, (const T*)update + row * update_row, (const T*)weight, eps, dim,
-                     (T*)sums + row * dim, (T*)normed + row * dim);
-        });
+        add_norm((const T*)x + row * x_row, (const T*)update + row * update_row, (const T*)weight, eps, dim,
+                 (T*)sums + row * dim, (T*)normed + row * dim);
     });
 }
 
 void foretoken_rotate_heads(int64_t bytes, int64_t n_token, int64_t n_head, int64_t head_dim, const void* heads,
                             int64_t token, int64_t head, const void* cos, const void* signed_sin, void* out,
                             int n_thread) {
-    with_elements(bytes, [&](auto* element) {
+    in_rows_of(bytes, n_token, n_head * head_dim, n_thread, [&](auto* element, int64_t t) {
         using T = std::remove_pointer_t<decltype(element)>;
-        in_rows(n_token, n_head * head_dim, n_thread, [&](int64_t t) {
-            for (int64_t h = 0; h < n_head; ++h)
-                rotate((const T*)heads + t * token + h * head, (const T*)cos + t * head_dim,
-                       (const T*)signed_sin + t * head_dim, head_dim / 2, (T*)out + (t * n_head + h) * head_dim);
-        });
+        for (int64_t h = 0; h < n_head; ++h)
+            rotate((const T*)heads + t * token + h * head, (const T*)cos + t * head_dim,
+                   (const T*)signed_sin + t * head_dim, head_dim / 2, (T*)out + (t * n_head + h) * head_dim);
     });
 }
 
 void foretoken_swiglu(int64_t bytes, int64_t n_row, int64_t n_out, const void* gate_and_up, int64_t in_row, void* out,
                       int n_thread) {
-    with_elements(bytes, [&](auto* element) {
+    in_rows_of(bytes, n_row, n_out, n_thread, [&](auto* element, int64_t row) {
         using T = std::remove_pointer_t<decltype(element)>;
-        in_rows(n_row, n_out, n_thread, [&](int64_t row) {
-            const T* gate = (const T*)gate_and_up + row * in_row;
-            swiglu(gate, gate + n_out, n_out, (T*)out + row * n_out);
-        });
+        const T* gate = (const T*)gate_and_up + row * in_row;
+        swiglu(gate, gate + n_out, n_out, (T*)out + row * n_out);
     });
 }
 
 void foretoken_round_to_uint8(int64_t bytes, int64_t n_row, int64_t dim, const void* x, int64_t x_row, void* out,
                               void* scales, int n_thread) {
-    with_elements(bytes, [&](auto* element) {
+    in_rows_of(bytes, n_row, dim, n_thread, [&](auto* element, int64_t row) {
         using T = std::remove_pointer_t<decltype(element)>;
-        in_rows(n_row, dim, n_thread, [&](int64_t row) {
-            round_to_uint8((const T*)x + row * x_row, dim, (uint8_t*)out + row * dim, (float*)scales + row);
-        });
+        round_to_uint8((const T*)x + row * x_row, dim, (uint8_t*)out + row * dim, (float*)scales + row);
     });
 }
 

@@ -75,13 +75,9 @@ def preset_name(path: str) -> str:
     for name in PRESETS:
         if folder.name == name.partition("/")[2]:
             return name
-    raise ConfigError(
-        "no published configuration is stored under this name",
-        where="model name",
-        seen=path,
-        required=f"one of {', '.join(sorted(PRESETS))}, or a folder of such a name",
-        fix="use one of these names, or give the model's own config.json",
-    )
+    what, required = "no published configuration is stored under this name", f"one of {', '.join(sorted(PRESETS))}"
+    fix = "use one of these names, or give the model's own config.json"
+    raise ConfigError(what, "model name", path, f"{required}, or a folder of such a name", fix)
 
 
 def preset_config(path: str) -> ModelConfig:

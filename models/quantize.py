@@ -164,31 +164,17 @@ def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_scheme(scheme: str, device: torch.device | str) -> None:
     """Raise ConfigError for an unknown scheme, or if this device has no kernels for it."""
+    where, leave = "--quantize or --draft_weights", "leave the weights as they are"
     if scheme not in SCHEMES:
-        raise ConfigError(
-            "unknown quantisation scheme",
-            where="quantize (--quantize, --draft_weights)",
-            seen=scheme,
-            required=" or ".join(SCHEMES),
-            fix="use int8 or int4, or leave the weights as they are",
-        )
+        where, fix = "quantize (--quantize, --draft_weights)", f"use int8 or int4, or {leave}"
+        raise ConfigError("unknown quantisation scheme", where, scheme, " or ".join(SCHEMES), fix)
     on_cpu = torch.device(device).type == "cpu"
-    if not on_cpu and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
-        raise ConfigError(
-            "the GPU is too old for quantised weights",
-            where="--quantize or --draft_weights",
-            seen="compute capability {}.{}".format(*torch.cuda.get_device_capability(device)),
-            required="{}.{} or newer".format(*OLDEST_CAPABILITY),
-            fix="leave the weights as they are",
-        )
+    if not on_cpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
+        seen, required = "compute capability {}.{}".format(*found), "{}.{} or newer".format(*OLDEST_CAPABILITY)
+        raise ConfigError("the GPU is too old for quantised weights", where, seen, required, leave)
     if scheme == "int8" and on_cpu and not torch.cpu._is_vnni_supported():
-        raise ConfigError(
-            "int8 weights need a processor that multiplies 8-bit integers",
-            where="--quantize or --draft_weights int8",
-            seen="a CPU without VNNI",
-            required="AVX-512 VNNI, or a GPU",
-            fix="use int4, or leave the weights as they are",
-        )
+        what, required = "int8 weights need a processor that multiplies 8-bit integers", "AVX-512 VNNI, or a GPU"
+        raise ConfigError(what, f"{where} int8", "a CPU without VNNI", required, f"use int4, or {leave}")
 
 
 def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Module | None:
@@ -208,13 +194,12 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
         layer = quantized_linear(child.weight, child.bias, scheme)
         if layer is None:
             steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
-            raise ConfigError(
+            where = f"--quantize or --draft_weights {scheme}: {name}, as this rank holds it"
+            what, seen = (
                 "a layer's shape has no quantised kernel",
-                where=f"--quantize or --draft_weights {scheme}: {name}, as this rank holds it",
-                seen=f"{child.in_features} inputs, {child.out_features} outputs",
-                required=steps,
-                fix="leave these weights as they are",
+                f"{child.in_features} inputs, {child.out_features} outputs",
             )
+            raise ConfigError(what, where, seen, steps, "leave these weights as they are")
         setattr(module, name, layer)
 
 

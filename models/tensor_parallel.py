@@ -69,13 +69,9 @@ def vocab_widths(vocab_size: int, count: int) -> list[int]:
 def check_count(config: ModelConfig, count: int, where: str) -> None:
     """Raise ConfigError unless every one of `count` ranks gets a KV head."""
     if count > config.n_kv_head:
-        raise ConfigError(
-            "the model has fewer KV heads than ranks",
-            where=where,
-            seen=f"{config.n_kv_head} KV heads, {count} ranks",
-            required=f"1 to {config.n_kv_head} ranks",
-            fix=f"use {config.n_kv_head} ranks or fewer for this model (torchrun --nproc_per_node)",
-        )
+        most, seen = config.n_kv_head, f"{config.n_kv_head} KV heads, {count} ranks"
+        fix = f"use {most} ranks or fewer for this model (torchrun --nproc_per_node)"
+        raise ConfigError("the model has fewer KV heads than ranks", where, seen, f"1 to {most} ranks", fix)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -101,26 +97,20 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     if shard.count == 1:
         return tensor
     head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
-    kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     first, end = shard.span(n_kv)
     q = (first * group * head_dim, end * group * head_dim)
-    if kind == "wqkv":
-        k_start, v_start = config.n_head * head_dim, (config.n_head + n_kv) * head_dim
-        k, v = ((start + first * head_dim, start + end * head_dim) for start in (k_start, v_start))
-        return _take(tensor, 0, q, k, v)
-    if kind == "wo":
-        return _take(tensor, 1, q)
-    units = shard.span(config.ffn_dim)
-    if kind == "w13":
-        return _take(tensor, 0, units, (config.ffn_dim + units[0], config.ffn_dim + units[1]))
-    if kind == "w2":
-        return _take(tensor, 1, units)
-    if kind in ("tok_embeddings", "output"):
-        return _take(tensor, 0, shard.span(config.vocab_size))
-    return tensor
-
-
-def _take(tensor: Tensor, dim: int, *parts: Span) -> Tensor:
+    k, v = (
+        ((skipped + first) * head_dim, (skipped + end) * head_dim) for skipped in (group * n_kv, group * n_kv + n_kv)
+    )
+    units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
+    up = (config.ffn_dim + units[0], config.ffn_dim + units[1])
+    by_rows = {"wqkv": [q, k, v], "w13": [units, up], "tok_embeddings": [ids], "output": [ids]}
+    by_columns = {"wo": [q], "w2": [units]}
+    kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    parts = by_rows.get(kind) or by_columns.get(kind)
+    if parts is None:
+        return tensor
+    dim = 1 if kind in by_columns else 0
     taken = [tensor.narrow(dim, start, end - start) for start, end in parts]
     return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
 

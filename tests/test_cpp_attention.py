@@ -10,7 +10,8 @@ from attention_cases import Case, FakeSlots, make_case
 
 from kv_cache import KV
 from kv_cache.entries import largest
-from models.attention import AttentionSpec, TorchAttention, cpp_build, select_backend
+from models import cpp_build
+from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 
 SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
@@ -19,9 +20,9 @@ SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 @pytest.fixture
 def nothing_built():
     """As in a process that has not loaded the kernel yet."""
-    cpp_build.load_kernel.cache_clear()
+    cpp_backend.load_kernel.cache_clear()
     yield
-    cpp_build.load_kernel.cache_clear()
+    cpp_backend.load_kernel.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_a_machine_without_a_compiler_uses_torch(nothing_built, monkeypatch, tmp
         select_backend("cpp", "cpu", SPEC)
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(cpp_build.BuildError, match="cannot build"):
-        cpp_build.load_kernel()
+        cpp_backend.load_kernel()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,9 +132,9 @@ def test_auto_is_the_kernel_whatever_the_entries_are(backend, entries):
 def test_a_build_is_shared_and_never_seen_half_done(nothing_built, backend, monkeypatch, tmp_path):
     """Built once per cache folder; a second process finds it there."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    cpp_build.load_kernel()
+    cpp_backend.load_kernel()
     (library,) = tmp_path.iterdir()
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built twice"))
-    cpp_build.load_kernel.cache_clear()
-    cpp_build.load_kernel()
+    cpp_backend.load_kernel.cache_clear()
+    cpp_backend.load_kernel()
     assert [library] == list(tmp_path.iterdir())

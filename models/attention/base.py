@@ -1,4 +1,4 @@
-"""The protocol that every attention backend follows."""
+"""The protocol that every attention backend follows, and a wrapper that remembers the queries it is given."""
 
 from __future__ import annotations
 
@@ -62,3 +62,17 @@ class AttentionBackend(Protocol):
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
         """`q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by `D ** -0.5`."""
         ...
+
+
+class ObservingAttention:
+    """Attends as `backend` does, for cache policies that select by attention; `queries` are those of each layer in
+    order, `[B, T, H, D]`, rotated."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self.name, self.dequantizes, self.prepare = backend.name, backend.dequantizes, backend.prepare
+        self.queries: list[Tensor] = []
+
+    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
+        self.queries.append(q)
+        return self._backend.attend(q, kv, prepared)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
 from models.attention.base import AttentionSpec, Slots
-from models.attention.cpp_build import load_kernel
+from models.cpp_build import load_library
 
 HEAD_DIMS = (64, 128)
 # By the number that the kernel knows them by: all that a model in float32 or bfloat16 may have in a cache.
@@ -21,10 +23,16 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 PART = 1024
 
 
+@functools.cache
+def load_kernel() -> ctypes.CDLL:
+    """The compiled kernel, built first where it has to be. Errors: BuildError."""
+    return load_library(Path(__file__).with_name("cpp_kernel.cpp"), "attention")
+
+
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why a model cannot use this backend; None if it can."""
     if spec.head_dim not in HEAD_DIMS:
-        return f"head_dim {spec.head_dim}, not {HEAD_DIMS[0]} or {HEAD_DIMS[1]}"
+        return f"head_dim {spec.head_dim}, not {' or '.join(map(str, HEAD_DIMS))}"
     if spec.dtype not in (torch.float32, torch.bfloat16):
         return f"{spec.dtype}, not float32 or bfloat16"
     return None

@@ -55,10 +55,8 @@ class Flavour:
         if spec.dtype not in self.package.dtypes:
             return f"{title} takes {' or '.join(map(str, self.package.dtypes))}, the model is in {spec.dtype}"
         if spec.head_dim > LARGEST_HEAD_DIM or spec.head_dim % HEAD_DIM_STEP:
-            return (
-                f"{title} takes head dims up to {LARGEST_HEAD_DIM} that are multiples of {HEAD_DIM_STEP}, "
-                f"the model's is {spec.head_dim}"
-            )
+            takes = f"takes head dims up to {LARGEST_HEAD_DIM} that are multiples of {HEAD_DIM_STEP}"
+            return f"{title} {takes}, the model's is {spec.head_dim}"
         if spec.sliding_window is not None and not self.package.has_windows:
             return f"{title} cannot apply the model's sliding window of {spec.sliding_window} tokens"
         return None
@@ -76,13 +74,12 @@ def find_flavour(device: torch.device | str) -> Finding:
     device = torch.device(device)
     if device.type != "cuda":
         return Finding(None, f"the flash kernels need a CUDA device, not {device.type}")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return Finding(
-            None, "the flash kernels need compute capability 8.0 or newer, this device has {}.{}".format(*capability)
-        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        why = f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}"
+        return Finding(None, why)
     failures = []
-    for package in (FA3, FA3_FWD, FA2) if capability[0] == 9 else (FA2,):
+    for package in (FA3, FA3_FWD, FA2) if major == 9 else (FA2,):
         try:
             kernel = importlib.import_module(package.module).flash_attn_with_kvcache
         except Exception as error:  # a package built for another torch or CUDA fails in ways of its own
@@ -124,10 +121,10 @@ class Tail(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a block goes through the kernels."""
+    """How a block goes through the kernels: their arguments, and what they leave out."""
 
-    options: dict[str, Any]  # arguments of the kernel
-    tail: Tail | None  # what the kernel leaves out
+    options: dict[str, Any]
+    tail: Tail | None
 
 
 @dataclass

@@ -33,37 +33,25 @@ def select_backend(
     Errors: ConfigError if the backend asked for needs another device, or a package or compiler that is not there.
     """
     if name not in BACKENDS:
-        raise ConfigError(
-            "unknown attention backend",
-            where="attention (--attention)",
-            seen=name,
-            required=", ".join(BACKENDS),
-            fix="use auto",
-        )
+        raise ConfigError("unknown attention backend", "attention (--attention)", name, ", ".join(BACKENDS), "use auto")
     device = torch.device(device)
     preferred = "triton" if device.type == "cuda" else "cpp"
     wanted = preferred if name == "auto" else name
+    if wanted == "torch":
+        return Selection(TorchAttention(), "asked for")
     try:
         return _MAKERS[wanted](device, spec, entries or spec.dtype)
     except _Unavailable as reason:
         if name == "auto":
             return Selection(TorchAttention(), f"{preferred} is not available: {reason}")
-        raise ConfigError(
-            "the attention backend is not available",
-            where="--attention",
-            seen=f"{name} on {device.type}: {reason}",
-            required="a backend that this machine has",
-            fix="use --attention auto",
-        ) from None
-
-
-def _torch(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
-    return Selection(TorchAttention(), "asked for")
+        what, seen = "the attention backend is not available", f"{name} on {device.type}: {reason}"
+        required, fix = "a backend that this machine has", "use --attention auto"
+        raise ConfigError(what, "--attention", seen, required, fix) from None
 
 
 def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     from models.attention import cpp_backend
-    from models.attention.cpp_build import BuildError
+    from models.cpp_build import BuildError
 
     if device.type != "cpu":
         raise _Unavailable("it is for CPUs")
@@ -87,9 +75,8 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
     if reason := triton_backend.unsupported(spec):
         return Selection(TorchAttention(), reason)
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
-        return Selection(
-            TorchAttention(), f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
-        )
+        why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
+        return Selection(TorchAttention(), why)
     if reason := triton_backend.missing_launcher():
         raise _Unavailable(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
@@ -110,4 +97,4 @@ def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> S
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and 8-bit caches on {fallback.name}")
 
 
-_MAKERS = {"torch": _torch, "cpp": _cpp, "triton": _triton, "flash": _flash}
+_MAKERS = {"cpp": _cpp, "triton": _triton, "flash": _flash}

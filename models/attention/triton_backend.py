@@ -60,18 +60,12 @@ def missing_launcher() -> str | None:
     if triton.knobs.runtime.interpret:
         return None
     try:
-        _load_launcher()
+        getattr(triton.runtime.driver.active, "utils")  # noqa: B009, which is what builds or loads it
     except Exception as error:  # of many classes: no compiler, no headers, no libcuda, no GPU
+        takes = "a C compiler (gcc or clang; CC names another one) with Python's headers"
         cause = traceback.format_exception_only(error)[0].splitlines()[0]
-        return (
-            "Triton cannot build or load its launcher, which takes a C compiler (gcc or clang; CC names another one) "
-            f"with Python's headers: {cause}"
-        )
+        return f"Triton cannot build or load its launcher, which takes {takes}: {cause}"
     return None
-
-
-def _load_launcher() -> object:
-    return triton.runtime.driver.active.utils
 
 
 @dataclass(frozen=True)
@@ -165,12 +159,10 @@ def plan(
     chunk = chunk_length(n_slot, n_program, tile, sm_count, min_chunk or min_chunk_length(n_row))
     n_chunk = triton.cdiv(n_slot, chunk)
     is_split = n_chunk > 1
-    out = torch.empty(batch, n_token, n_head, head_dim, dtype=q.dtype, device=q.device)
-    partial = log_sums = out
+    out = partial = log_sums = q.new_empty(batch, n_token, n_head, head_dim)
     if is_split:
-        partial = torch.empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(batch, n_token, n_head, n_chunk, dtype=torch.float32, device=q.device)
-    is_quantized = kv.key_scales is not None
+        partial = q.new_empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32)
+        log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions, window = block.slots.positions, block.spec.sliding_window
@@ -184,11 +176,8 @@ def plan(
         "positions": positions,
         "out": partial,
         "log_sums": log_sums,
-        **_strides("q", ("row", "token", "head"), q),
-        **_strides("k", ("row", "slot", "head"), kv.keys),
-        **_strides("v", ("row", "slot", "head"), kv.values),
-        **_strides("ks", ("row", "slot", "head"), key_scales),
-        **_strides("vs", ("row", "slot", "head"), value_scales),
+        **_strides(q=q),
+        **_strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales),
         "positions_row": positions.stride(0),
         "n_token": n_token,
         "n_kv_head": n_kv_head,
@@ -202,7 +191,7 @@ def plan(
         "MAX_TOKENS": MAX_BLOCK,
         "ROWS": tile.rows,
         "SLOTS": tile.slots,
-        "QUANTIZED": is_quantized,
+        "QUANTIZED": kv.key_scales is not None,
         "IN_ORDER": block.slots.in_order,
         "WINDOWED": window is not None,
         "SPLIT": is_split,
@@ -216,8 +205,9 @@ def plan(
     return launches, out
 
 
-def _strides(prefix: str, names: tuple[str, ...], x: Tensor) -> dict[str, int]:
-    return {f"{prefix}_{name}": stride for name, stride in zip(names, x.stride(), strict=False)}
+def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
+    names = ("row", second, "head")
+    return {f"{x}_{name}": tensors[x].stride(dim) for x in tensors for dim, name in enumerate(names)}
 
 
 class TritonAttention:

@@ -79,10 +79,6 @@ def _require_decodable(path: Path, tensor: ReaderTensor) -> None:
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8), tensor.tensor_type)
     except NotImplementedError:
-        raise CheckpointError(
-            "unsupported GGUF quantisation",
-            path,
-            seen=f"{tensor.name}: {tensor.tensor_type.name}",
-            required="F32, F16, BF16, or a block quantisation that the gguf package decodes",
-            fix="use a Q4_1, Q8_0 or F16 file of the same model",
-        ) from None
+        seen, fix = f"{tensor.name}: {tensor.tensor_type.name}", "use a Q4_1, Q8_0 or F16 file of the same model"
+        required = "F32, F16, BF16, or a block quantisation that the gguf package decodes"
+        raise CheckpointError("unsupported GGUF quantisation", path, seen, required, fix) from None

@@ -110,13 +110,9 @@ def _hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
         if (rotated := own.get("rope.dimension_count", head_dim)) != head_dim:
             raise ValueError(f"rope.dimension_count {rotated} is not head_dim {head_dim}")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            "the GGUF metadata does not describe a supported model",
-            file.path,
-            seen=f"{type(error).__name__}: {error}",
-            required="the sizes of the model",
-            fix="put the original model's config.json beside the GGUF, or use another file",
-        ) from None
+        what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
+        fix = "put the original model's config.json beside the GGUF, or use another file"
+        raise CheckpointError(what, file.path, seen, "the sizes of the model", fix) from None
     return config
 
 

@@ -39,23 +39,15 @@ def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
     """
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise CheckpointError(
-            "this GGUF's tokenizer is not supported",
-            path,
-            seen=f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}",
-            required=f"gpt2 with one of {', '.join(PRE_TOKENIZERS)}",
-            fix="put tokenizer.json or tokenizer.model of the original model beside the GGUF",
-        )
+        seen, required = f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}", f"gpt2 with one of {PRE_TOKENIZERS}"
+        fix = "put tokenizer.json or tokenizer.model of the original model beside the GGUF"
+        raise CheckpointError("this GGUF's tokenizer is not supported", path, seen, required, fix)
     try:
         return _build(metadata, pre).to_str()
     except Exception as error:  # the tokenizers package raises plain Exception on a bad vocabulary
-        raise CheckpointError(
-            "the GGUF's tokenizer is damaged",
-            path,
-            seen=f"{type(error).__name__}: {error}",
-            required="tokens, token types and merges that belong together",
-            fix="put tokenizer.json of the original model beside the GGUF, or download the GGUF again",
-        ) from None
+        seen, required = f"{type(error).__name__}: {error}", "tokens, token types and merges that belong together"
+        fix = "put tokenizer.json of the original model beside the GGUF, or download the GGUF again"
+        raise CheckpointError("the GGUF's tokenizer is damaged", path, seen, required, fix) from None
 
 
 def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:

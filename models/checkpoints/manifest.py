@@ -107,13 +107,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         well_formed = False
     if not well_formed:
-        raise CheckpointError(
-            "the manifest is damaged",
-            path,
-            seen="other content, or not JSON",
-            required='{"files": {name: {"size": ..., "sha256": ...}}}',
-            fix=f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again",
-        )
+        seen, required = "other content, or not JSON", '{"files": {name: {"size": ..., "sha256": ...}}}'
+        fix = f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again"
+        raise CheckpointError("the manifest is damaged", path, seen, required, fix)
     return dict(manifest)
 
 
@@ -155,13 +151,9 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False, siz
             if verify or (seen := remembered_sha256(path)) != required:
                 seen = sha256_of(path)
         if seen != required:
-            raise CheckpointError(
-                "a file is not the one that the manifest describes",
-                path,
-                seen,
-                required=f"{required} ({MANIFEST})",
-                fix="download or convert it again; what replaces it on purpose belongs in a folder of its own",
-            )
+            what = "a file is not the one that the manifest describes"
+            fix = "download or convert it again; what replaces it on purpose belongs in a folder of its own"
+            raise CheckpointError(what, path, seen, f"{required} ({MANIFEST})", fix)
 
 
 def own_side_files(folder: Path, weights: Sequence[Path], are_theirs: bool = False) -> tuple[str, ...]:

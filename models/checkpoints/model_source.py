@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,18 +71,9 @@ class ModelSource:
         quantize: str | None = None,
     ) -> Transformer:
         """The model, or this rank's shard of it, over that attention backend."""
-        return load_model(
-            self.path,
-            device=device,
-            dtype=dtype,
-            load_format=self.load_format,
-            config=None if self.has_text else self.config,
-            layers=layers,
-            exchange=exchange,
-            attention=attention,
-            quantize=quantize,
-            verify=self.verify,
-        )
+        kinds: dict[str, Any] = {"layers": layers, "exchange": exchange, "attention": attention, "quantize": quantize}
+        kinds |= {"load_format": self.load_format, "config": None if self.has_text else self.config}
+        return load_model(self.path, device=device, dtype=dtype, verify=self.verify, **kinds)
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:

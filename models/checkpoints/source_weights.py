@@ -45,13 +45,9 @@ def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
         return open_gguf(ggufs[0], side_files_are_theirs)
-    raise CheckpointError(
-        "no single set of weights in the folder",
-        folder,
-        ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf",
-        "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf",
-        DOWNLOAD_AGAIN,
-    )
+    seen = ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf"
+    required = "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf"
+    raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
 
 
 def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...], dict[str, str]]:
@@ -103,13 +99,9 @@ def _open_shard(path: Path) -> dict[str, SourceTensor]:
         if name.endswith(IGNORED_SUFFIXES):
             continue
         if dtype not in DTYPES:
-            raise CheckpointError(
-                "a tensor has the wrong dtype",
-                path,
-                seen=f"{name}: {dtype}",
-                required="float64, float32, float16 or bfloat16",
-                fix="use the checkpoint's unquantised weights; quantise while loading instead",
-            )
+            fix = "use the checkpoint's unquantised weights; quantise while loading instead"
+            required = "float64, float32, float16 or bfloat16"
+            raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)
         tensors[name] = SourceTensor(tuple(shape), dtype, path, read)
     return tensors
 

@@ -14,10 +14,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """What the data loader and the benchmarks need of a tokenizer."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
-
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; `add_bos` prepends BOS only where the model's own tokenizer does."""
 
@@ -37,10 +33,6 @@ class JsonTokenizer:
         self._backend = Backend.from_file(str(path))
         self._backend.no_padding()
         self._backend.no_truncation()
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         # Without offsets into the text, which for a book take more memory than the ids.
@@ -65,20 +57,14 @@ class SentencePieceTokenizer:
 
         self._backend = SentencePieceProcessor(model_file=str(path))
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.vocab_size())
-
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        bos = self._backend.bos_id()
-        prefix = [bos] if add_bos and bos >= 0 else []
-        return prefix + list(self._backend.encode(text))
+        return self._backend.encode(text, add_bos=add_bos and self._backend.bos_id() >= 0)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids)))
 
     def pieces(self) -> list[str | None]:
-        return [self._backend.id_to_piece(index) for index in range(self.vocab_size)]
+        return [self._backend.id_to_piece(index) for index in range(self._backend.vocab_size())]
 
 
 def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
@@ -100,10 +86,6 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     except ImportError:
         raise
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
-        raise CheckpointError(
-            "the tokenizer cannot be read",
-            path,
-            seen=str(error)[:200],
-            required="a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model",
-            fix="download it again (download.py); where it was made from a GGUF, delete it and convert again",
-        ) from None
+        required = "a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model"
+        fix = "download it again (download.py); where it was made from a GGUF, delete it and convert again"
+        raise CheckpointError("the tokenizer cannot be read", path, str(error)[:200], required, fix) from None
