@@ -196,8 +196,7 @@ def test_a_cell_that_fails_is_named_the_others_are_shown_and_without_others_the_
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--model nowhere/model.pth", "--draft_model nowhere/model.pth", "--B x", "--B 2 2", "--nope"],
+    "flags", ["--model nowhere/model.pth", "--draft_model nowhere/model.pth", "--B x", "--B 2 2", "--nope"]
 )
 def test_what_a_user_gets_wrong_is_told_before_anything_runs(run, flags):
     run(speedup_tables, *flags.split())

@@ -13,13 +13,7 @@ from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
-from engine.bench.resolved import (
-    ResolvedDraft,
-    ResolvedSampling,
-    resolve_draft,
-    resolve_positions,
-    resolve_sampling,
-)
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_positions, resolve_sampling
 from engine.bench.text import own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig

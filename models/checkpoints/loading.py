@@ -123,11 +123,7 @@ def read_checkpoint(
 
 
 def dummy_state_dict(
-    config: ModelConfig,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    config: ModelConfig, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, Tensor]:
     """Random weights of the right names and shapes: norms one, the rest normal with deviation 0.02."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -26,11 +26,7 @@ Value = Callable[[Record], float | None]
 
 
 def _listed(
-    records: Iterable[Record],
-    value: Value,
-    show: Callable[[float], str],
-    say: Callable[[Record], str],
-    mark: str = "",
+    records: Iterable[Record], value: Value, show: Callable[[float], str], say: Callable[[Record], str], mark: str = ""
 ) -> str:
     """The records that have a value: it, behind the mark, linked to the record, and what is said of the record."""
     known = [(record, value(record)) for record in records]
