@@ -67,12 +67,21 @@ class Decoder:
         runner: ModelRunner,
         pacing: Pacing | None = None,
         *,
+        drafter: Drafter | None = None,
         verification: str = "auto",
         progress: Progress | None = None,
         phase: Phase | None = None,
     ) -> None:
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
-        self._runner, self._pacing = runner, pacing or Fixed(None)
+        if pacing is not None and drafter is not None:
+            raise ConfigError(
+                "a pacing brings its own drafters",
+                where="drafter, pacing",
+                seen="both",
+                required="one of them",
+                fix="leave out drafter",
+            )
+        self._runner, self._pacing = runner, pacing or Fixed(drafter)
         self._verification, self._mode = verification, resolve_mode(verification, [])
         self._filters = Filters()
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
@@ -85,9 +94,17 @@ class Decoder:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
 
         Errors: ConfigError, and the request is not queued, if its prompt is empty or has ids outside the vocabulary,
-        if prompt + limit + gamma + 1 exceeds the model's context, the cache or a draft's cache, or if the mode cannot
-        verify its sampling.
+        if prompt + limit + gamma + 1 exceeds the model's context, the cache or a draft's cache, if the mode cannot
+        verify its sampling, or if it was submitted before. Requests of one id and seed share their random numbers.
         """
+        if request.tokens or request.finish_reason is not None or request in self._waiting:
+            raise ConfigError(
+                "a request is submitted once",
+                where=f"prompt {request.index}",
+                seen=f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}",
+                required="a new request",
+                fix="make another Request of the same prompt",
+            )
         gamma = self._pacing.max_gamma
         check_prompt(self._runner, request.index, request.prompt, request.limit, gamma)
         mode = resolve_mode(self._verification, [request.sampling])
@@ -100,7 +117,9 @@ class Decoder:
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request: if it waits it never starts, if it runs its row is free. One that ended stays as it is."""
+        """Drop a request: if it waits it never starts, if it runs its row is free for the next one, whose prefill
+        forgets what the row holds. One that ended stays as it is.
+        """
         if request.finish_reason is not None:
             return
         request.finish_reason = "cancelled"
@@ -266,15 +285,7 @@ def generate(
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
-    if pacing is not None and drafter is not None:
-        raise ConfigError(
-            "a pacing brings its own drafters",
-            where="generate: drafter, pacing",
-            seen="both",
-            required="one of them",
-            fix="leave out drafter",
-        )
-    decoder = Decoder(runner, pacing or Fixed(drafter), verification=verification, progress=progress, phase=phase)
+    decoder = Decoder(runner, pacing, drafter=drafter, verification=verification, progress=progress, phase=phase)
     requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids)
     for request in requests:
         decoder.submit(request)

@@ -46,8 +46,9 @@ def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Ro
 class Round:
     """A round in which `drafter` proposes at most `gamma` tokens a row; without one, a plain step of the target.
 
-    The four parts run in order, as often as there are rounds, over the batch as it then is. Each fills a buffer, which
-    keeps its place where parts are captured. Captured parts outlive this object: they may read nothing else of its own.
+    The four parts run in order, as often as there are rounds, over the batch as it then is: `roll_back` after the
+    decoder has set `batch.lengths` to what the round left of each row. Each fills a buffer, which keeps its place where
+    parts are captured. Captured parts outlive this object: they may read nothing else of its own.
 
     drafts: what was proposed. logits: the target's, `[B, gamma + 1, V]`, behind each row's current token and drafts.
     decided: `[B, 3 + gamma + gamma + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and
@@ -86,7 +87,7 @@ class Round:
         return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
-        """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`, whose KV both caches store."""
+        """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`, whose KV goes to its cache and a self-draft's."""
         positions = self.batch.lengths[:, None] + torch.arange(self.gamma + 1, device=block.device)
         cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
         return self.runner.step(block, positions, cache.view(extent=self.batch.extent(self.gamma)))
@@ -105,7 +106,7 @@ class Round:
 
     @_part(None)
     def roll_back(self) -> None:
-        """Forget every rejected draft: in the target's cache and in the drafter's, what lies at or behind `lengths`."""
+        """Forget every rejected draft in the target's cache and in the drafter's: positions >= the new `lengths`."""
         self.runner.rollback(self.batch.lengths)
         if self.drafter is not None:
             self.drafter.rollback(self.batch.lengths)

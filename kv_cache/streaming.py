@@ -16,7 +16,8 @@ class StreamingKVCache(KVCache):
     """Keeps the first `n_sink` tokens and the last `budget - n_sink`; `budget` counts both.
 
     A position `p >= n_sink` takes the ring slot `n_sink + (p - n_sink) mod window`, so writing it evicts
-    exactly the token `window` before it; a block evicts what it needs before it attends.
+    exactly the token `window` before it; a block evicts what it needs before it attends. What a rejected draft has
+    evicted does not come back, which costs later drafts a little and no emitted token anything.
 
     Keys keep the rotation of their absolute position, or, with `rotate_on_read`, are stored un-rotated and
     rotated at every read by their position *in the cache*, as StreamingLLM does (section 3.2): no query or key

@@ -157,3 +157,21 @@ def test_filters_add_up():
     for _ in range(200):
         one, other = ([random_sampling(rng) for _ in range(rng.randint(0, 3))] for _ in range(2))
         assert Filters.of(one) | Filters.of(other) == Filters.of([*one, *other])
+
+
+def test_a_request_is_submitted_once():
+    """Not while it waits, and not when it has ended or was cancelled."""
+    model = tiny_model()
+    decoder = Decoder(ModelRunner(model, full_cache(model, 1)))
+    first, second = (Request(prompt, 3) for prompt in random_prompts([9, 5]))
+    decoder.submit(first)
+    with pytest.raises(ConfigError, match="submitted once"):
+        decoder.submit(first)
+    while decoder.step():
+        pass
+    decoder.submit(second)
+    decoder.cancel(second)
+    for ended in (first, second):
+        with pytest.raises(ConfigError, match="submitted once"):
+            decoder.submit(ended)
+    assert len(first.tokens) == 3 and not second.tokens

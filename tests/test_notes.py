@@ -43,7 +43,7 @@ def plain_decoding(**changes: Any) -> dict[str, Any]:
 
 BUSY = {"baseline": beside(3.0, 0.12, True), "speculation": beside(0.1), "phase times": beside(0.5, 0, True)}
 PLAIN = "every round was a plain step"
-FEW = f"{FEW_ROUNDS - 1} rounds with all rows busy are too few"
+FEW = f"too few rounds with all rows busy for a speedup, {FEW_ROUNDS - 1};"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ FEW = f"{FEW_ROUNDS - 1} rounds with all rows busy are too few"
         ),
         (record((0, 63)), AUTO, f"{PLAIN}, so the speedups are noise"),
         (record((0, 1), (3, FEW_ROUNDS - 2)), AUTO, FEW),
-        (record((3, 20), steady_rounds=2), AUTO, "2 rounds with all rows busy"),
+        (record((3, 20), steady_rounds=2), AUTO, "busy for a speedup, 2;"),
         # Nothing was chosen, from however few.
         (record(speedup=None, gen_len=1), AUTO, "--gen_len 2"),
         (record(speedup=None, gen_len=1), NARROW, "--gen_len 2"),

@@ -28,7 +28,7 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
     if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
         found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
     elif compared and n_rounds < FEW_ROUNDS:
-        found.append(f"{n_rounds} rounds with all rows busy are too few for a speedup; a longer --gen_len has more")
+        found.append(f"too few rounds with all rows busy for a speedup, {n_rounds}; a longer --gen_len has more")
     return found
 
 

@@ -205,17 +205,14 @@ class Session:
         return self.draft.policy.new_cache(config, own.max_batch, self.plan.capacity, own.device, dtype)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
-        """Continue the prompts by the configuration's sampling and length; `arguments` as of `generate`."""
-        return generate(
-            self.runner,
-            self.prompts,
-            max_new_tokens=self.plan.gen_len,
-            drafter=drafter,
-            sampling=self.sampling.params,
-            verification=self.sampling.mode,
-            stop_tokens=self.stop_tokens,
-            **arguments,
-        )
+        """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""
+        configured: dict[str, Any] = {
+            "max_new_tokens": self.plan.gen_len,
+            "sampling": self.sampling.params,
+            "verification": self.sampling.mode,
+            "stop_tokens": self.stop_tokens,
+        }
+        return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
 
     def _remote(self) -> RemoteRunner:
         draft, source, ranks = self.draft, self.draft_source, self.draft_ranks

@@ -61,16 +61,19 @@ def read_prompts(name: str) -> list[str]:
     Of a conversation's `turns` the first is the prompt. Errors: DataError.
     """
     path = Path(name).expanduser()
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt") if path.is_dir() else [path]
-    if not name or not files or not all(os.path.isfile(file) and file.suffix.lower() in ENDINGS for file in files):
+    is_folder = bool(name) and os.path.isdir(path)
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt") if is_folder else [path]
+    if not files or not all(os.path.isfile(file) and file.suffix.lower() in ENDINGS for file in files):
         raise DataError(
             "there are no prompts",
             where=flag("prompts"),
-            seen=name[:80] or "an empty name",
+            seen=f"{name[:80]}: a folder without .txt files" if is_folder else name[:80] or "an empty name",
             required="a .txt file, a folder of them, or a .jsonl file",
             fix="check the spelling and the working directory",
         )
-    prompts = [prompt for file in files for prompt in (_of_jsonl(file) if file.suffix == ".jsonl" else read_text(file))]
+    prompts = [
+        prompt for file in files for prompt in (_of_jsonl(file) if file.suffix.lower() == ".jsonl" else read_text(file))
+    ]
     if not prompts or not all(prompt.strip() for prompt in prompts):
         empty = next((number for number, prompt in enumerate(prompts) if not prompt.strip()), 0)
         raise DataError(

@@ -44,6 +44,7 @@ class StandaloneDraft:
         # The block that the target verifies, from position `start`: current tokens, then drafts.
         self._block = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=runner.device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
+        # The last committed token but one, at position `lengths - 1`, with which a round begins.
         self._previous = torch.zeros_like(self._start)
 
     def check(self, target: ModelRunner, length: int) -> None:
