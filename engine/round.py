@@ -87,7 +87,7 @@ class Round:
         return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
-        """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`, whose KV goes to its cache and a self-draft's."""
+        """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`; stores their KV, a self-draft's too."""
         positions = self.batch.lengths[:, None] + torch.arange(self.gamma + 1, device=block.device)
         cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
         return self.runner.step(block, positions, cache.view(extent=self.batch.extent(self.gamma)))

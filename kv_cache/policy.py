@@ -46,8 +46,12 @@ class Policy(ABC):
         """Whether keys are rotated as they are read, by their slot."""
         return False
 
+    def holds_all(self, length: int) -> bool:
+        """Whether its budget leaves nothing out of `length` tokens: then the run says that the draft misses nothing."""
+        return False
+
     def check(self) -> None:
-        """Raise ConfigError if the options do not go together."""
+        """Raise ConfigError if the options do not go together; asked of a number of entries, never of `auto`."""
         return
 
     def for_context(self, trained: int, length: int) -> Policy:
@@ -105,5 +109,7 @@ def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
         one = waiting.pop()
         waiting += one.__subclasses__()
         if name := vars(one).get("name"):
+            if name in found:
+                raise TypeError(f"{one.__module__} and {found[name].__module__} both define {name!r}: rename one")
             found[name] = one
     return dict(sorted(found.items()))

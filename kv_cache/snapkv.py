@@ -122,8 +122,10 @@ class SnapKV(BudgetedPolicy):
         return self.snapkv_window
 
     def check(self) -> None:
-        if self.draft_budget != "auto":
-            check_snapkv(self.budget, self.snapkv_window)
+        check_snapkv(self.budget, self.snapkv_window)
+
+    def holds_all(self, length: int) -> bool:
+        return self.budget >= length
 
     def new_cache(
         self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype

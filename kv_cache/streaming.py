@@ -108,8 +108,10 @@ class Streaming(BudgetedPolicy):
         return self.draft_positions == "cache"
 
     def check(self) -> None:
-        if self.draft_budget != "auto":
-            check_budget(self.budget, self.n_sink)
+        check_budget(self.budget, self.n_sink)
+
+    def holds_all(self, length: int) -> bool:
+        return self.budget >= length
 
     def for_context(self, trained: int, length: int) -> Streaming:
         if self.draft_positions != "auto":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,11 +28,16 @@ from common.jsonl import publish
 from common.say import say
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
+from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS
 
 GREEDY = Sampling()
 # Settings that are each row's own.
+# Those of all policies, in the order of records.
 OF_POLICY = ("n_sink", "snapkv_window", "draft_positions")
+OF_POLICY += tuple(
+    sorted({one.name for kind in policies().values() for one in fields(kind)} - {"draft_budget", *OF_POLICY})
+)
 ROW_SETTINGS = ("draft_policy", "draft_budget", *OF_POLICY, "verification", "temperature")
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
 

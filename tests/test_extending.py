@@ -98,4 +98,4 @@ def test_help_lists_both(extended: Path) -> None:
 
 def test_their_rows_of_the_test_matrix_pass(extended: Path) -> None:
     files = ("tests/test_policies.py", "tests/test_new_rows.py")
-    assert "7 passed" in run(extended, "-m", "pytest", "-q", "-k", "strided or random_batches", *files)
+    assert "8 passed" in run(extended, "-m", "pytest", "-q", "-k", "strided or random_batches", *files)

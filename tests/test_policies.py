@@ -74,6 +74,24 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_slots_hold_what_the_policy_retains(policy):
+    """Tokens that come one at a time leave what `retained_positions` says; a block has a slot for each of its tokens.
+
+    No slot lies beyond its token's position: attention reads slots below the longest row only.
+    """
+    cache = POLICIES[policy].make(TINY, SIZE)
+    positions = torch.arange(100)
+    slots = cache.slots(positions)
+    assert bool((slots <= positions).all()), "slots(p) <= p"
+    for length in positions.tolist():
+        cache.begin(torch.full((SIZE.n_rows, 1), length))
+        held = sorted(p for p in cache.positions[0].tolist() if p != EMPTY)
+        assert held == sorted(cache.retained_positions(length + 1).tolist())
+        block = cache.slots(torch.arange(length, length + min(cache.max_block, SIZE.longest - length)))
+        assert len(set(block.tolist())) == len(block)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_rolling_back_forgets_what_lies_behind_in_each_row(policy):
     cache = POLICIES[policy].make(TINY, SIZE)
     starts = torch.tensor([30, 2, 17])

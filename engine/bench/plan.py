@@ -231,7 +231,7 @@ def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
     draft, source = plan.draft, plan.draft_source
     said = []
-    if draft and draft.policy and draft.policy.room is not None and draft.capacity >= plan.prefix_len + plan.gen_len:
+    if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:
         said.append(f"the draft runs {len(draft.layers)} of {plan.target.config.n_layer} layers: {draft.layers}")

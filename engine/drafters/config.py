@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import require_at_least
-from kv_cache.policy import Policy, registered
+from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
 from models.names import Dtype, KVDtype, Scheme
 
@@ -73,7 +73,8 @@ class ModelDrafterConfig(DrafterConfig):
 
     def check(self) -> None:
         super().check()
-        self.policy.check()
+        if not isinstance(self.policy, BudgetedPolicy) or self.policy.draft_budget != "auto":
+            self.policy.check()
 
 
 def drafters() -> dict[str, type[DrafterConfig]]:
