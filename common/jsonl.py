@@ -8,17 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError, UserError, flag
 from common.say import say
 
 LONGEST_NAME = 255  # of what file systems take, in bytes
 
 
-def require_appendable(path: str | None, flag: str = "output") -> None:
+def require_appendable(path: str | None, field: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
     if path is not None and (obstacle := _obstacle(path)):
         what, seen, required, fix = obstacle
-        raise ConfigError(what, where=f"--{flag}", seen=seen, required=required, fix=fix)
+        raise ConfigError(what, where=flag(field), seen=seen, required=required, fix=fix)
 
 
 def _obstacle(path: str) -> tuple[str, str, str, str] | None:

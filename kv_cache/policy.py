@@ -77,7 +77,7 @@ class BudgetedPolicy(Policy):
     @property
     def budget(self) -> int:
         """The budget, once `auto` is resolved."""
-        assert not isinstance(self.draft_budget, str), "budgets() resolves auto"
+        assert not isinstance(self.draft_budget, str), "auto is resolved by of_budget()"
         return self.draft_budget
 
     def budgets(self, prefix_len: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from tyro.conf import arg
 
 import engine
 from common import cli
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import publish
 from common.say import say
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
@@ -31,7 +31,7 @@ from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS
 
-GREEDY = Sampling()
+GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
 # Settings that are each row's own.
 # Those of all policies, in the order of records.
 OF_POLICY = ("n_sink", "snapkv_window", "draft_positions")
@@ -49,7 +49,7 @@ class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=Sizes)
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.6))
+    sampling: Sampling = field(default_factory=lambda: USUAL)
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     gamma: int = 3
@@ -75,6 +75,10 @@ class Flags:
                 required="a trained model",
                 fix=f"leave out {flag('load_format')}",
             )
+        unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
+        if unlike and "sampled" not in self.texts:
+            what, seen = "only sampled text is sampled", f"{flag('texts')} {' '.join(self.texts)}"
+            raise without_effect(unlike, what, seen=seen, required="sampled among the texts")
         if self.sampling.temperature == 0 and "sampled" in self.texts:
             raise ConfigError(
                 "sampled text needs a temperature",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -184,7 +184,7 @@ def main(flags: Flags) -> None:
     lengths = [flags.prefix_len - row * shorter for row in range(flags.B)]
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
     following = [text[length : length + flags.n_forced] for text, length in zip(texts, lengths, strict=True)]
-    session = session.variant(sizes=replace(session.config.sizes, gen_len=flags.gen_len), prompts=prompts)
+    session = session.variant(gen_len=flags.gen_len, prompts=prompts)
     runner, params = session.runner, session.sampling.params
 
     say(f"calibrating eps: {flags.n_forced} forced tokens in each of {flags.B} rows")

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from engine.noise import Source
     from models.pointwise import Pointwise
 
+# Prompt tokens per row, where none are asked for.
+PREFIX_LEN = 7500
 USUAL, COMPILED, IN_EAGER = "usual", "compiled", "eager"
 SHARED = (
     *("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma", "draft_policy"),
@@ -51,25 +53,17 @@ Drafts: Any = draft_flags()
 
 @dataclass(frozen=True)
 class Cell:
-    """One draft; `weights` as --draft_weights, `functions` how pointwise functions run."""
+    """One draft, by its options, and how pointwise functions run."""
 
     options: tuple[tuple[str, Any], ...]
     functions: str
 
 
 @dataclass(frozen=True)
-class LongSizes(Sizes):
-    """How much is decoded at once."""
-
-    prefix_len: int = 7500
-    """prompt tokens per row"""
-
-
-@dataclass(frozen=True)
 class Flags:
     target: Target = field(default_factory=lambda: Target(device="cpu"))
     text: Text = field(default_factory=Text)
-    sizes: LongSizes = field(default_factory=LongSizes)
+    sizes: Sizes = field(default_factory=Sizes)
     rows: Rows = field(default_factory=Rows)
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
@@ -166,13 +160,14 @@ def main(flags: Flags) -> None:
     cells = flags.cells()
     drafts = dict(zip(cells, flags.draft.variants(*(dict(cell.options) for cell in cells)), strict=True))
     target = replace(flags.target, compile=False)
-    most = largest_draft(list(drafts.values()), target, flags.sizes)
+    own_length = flags.sizes.prefix_len is not None or flags.rows.prompts is not None
+    sizes = flags.sizes if own_length else replace(flags.sizes, prefix_len=PREFIX_LEN)
+    most = largest_draft(list(drafts.values()), target, sizes)
     deepest = replace(most, gamma=max(int(draft.gamma) for draft in drafts.values()))
-    config = RunConfig(target, flags.text, flags.sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
+    config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
     session = engine.Session.open(config)
     sessions = {
-        cell: session.variant(draft=draft, target=replace(target, compile=cell.functions == COMPILED))
-        for cell, draft in drafts.items()
+        cell: session.variant(draft=draft, compile=cell.functions == COMPILED) for cell, draft in drafts.items()
     }
     functions = {USUAL: (pointwise_beside(session.runner.model.backend), in_passes), IN_EAGER: (EAGER, in_passes)}
     functions |= {COMPILED: (compiled(), compiled_source())} if flags.target.compile else {}

@@ -50,13 +50,14 @@ class DraftFlags:
         """Several drafts that a program goes through, with what it chooses for each in place of flags: an option is
         given to those that have it. Errors: ConfigError for one that none has.
         """
-        given = self.given()
-        configs = [drafter_config(self.KINDS, {**given, **chosen}, strict=False) for chosen in each]
-        every = given | {name: value for chosen in each for name, value in chosen.items()}
+        options = [_without_full_budget({**self.given(), **chosen}) for chosen in each]
+        configs = [drafter_config(self.KINDS, one, strict=False) for one in options]
+        every = {name: value for one in options for name, value in one.items()}
         known = every.keys() | {one.name for one in fields(self)}
-        allowed = {name for config in configs for name in _options(config)} & known
-        if useless := [name for name in every if name not in (*allowed, "draft")]:
-            _refuse(useless, every, " and ".join(dict.fromkeys(map(_called, configs))), sorted(allowed))
+        allowed = {name for config in configs for name in _options(config) if config.gamma != 0} & known
+        allowed |= {"draft", "gamma", *(name for config in configs for name in required(type(config)))}
+        if useless := [name for name in every if name not in allowed]:
+            _refuse(useless, every, configs, sorted(allowed & known - {"draft"}))
         for config in configs:
             config.check()
         return configs
@@ -116,20 +117,18 @@ def drafter_config(
 
     Errors: ConfigError for what has no effect on it, where `strict`.
     """
-    given = dict(options)
+    given = _without_full_budget(options)
     kind = kinds[given.pop("draft", next(iter(kinds)))]
     own = {one.name: given[one.name] for one in fields(kind) if one.name in given}
     if issubclass(kind, ModelDrafterConfig):
-        policy = policies()[_policy_name(given)]
-        if given.get("draft_budget") == FULL_BUDGET:
-            del given["draft_budget"]
+        policy = policies()[given.get("draft_policy") or DEFAULT_POLICY]
         own["policy"] = policy(**{one.name: given[one.name] for one in fields(policy) if one.name in given})
     config = kind(**own)
     allowed = _options(config)
     needed = {"gamma", *required(kind)}
     useless = [name for name in given if name not in allowed or (config.gamma == 0 and name not in needed)]
     if strict and useless:
-        _refuse(useless, given, _called(config), allowed)
+        _refuse(useless, given, [config], allowed)
     return config
 
 
@@ -146,11 +145,12 @@ def _called(config: DrafterConfig) -> str:
     return config.name + policy + (", gamma 0" if config.gamma == 0 else "")
 
 
-def _policy_name(given: Mapping[str, Any]) -> str:
-    """`--draft_policy`, or what the budget says of it."""
-    named = given.get("draft_policy")
+def _without_full_budget(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A budget of -1 is the policy that keeps everything. Errors: ConfigError beside another policy."""
+    given = dict(options)
     if given.get("draft_budget") != FULL_BUDGET:
-        return named or DEFAULT_POLICY
+        return given
+    named = given.get("draft_policy")
     if named not in (None, "full"):
         raise ConfigError(
             f"a budget of {FULL_BUDGET} keeps everything",
@@ -159,16 +159,21 @@ def _policy_name(given: Mapping[str, Any]) -> str:
             required=f"a budget of entries, or {flag('draft_policy')} full",
             fix=f"leave out {flag('draft_policy')}",
         )
-    return "full"
+    del given["draft_budget"]
+    return given | {"draft_policy": "full"}
 
 
-def _refuse(useless: Sequence[str], given: Mapping[str, Any], draft: str, allowed: Sequence[str]) -> None:
+def _refuse(
+    useless: Sequence[str], given: Mapping[str, Any], configs: Sequence[DrafterConfig], allowed: Sequence[str]
+) -> None:
+    draft = " and ".join(dict.fromkeys(map(_called, configs)))
     takes = f"draft {draft} takes only {', '.join(map(flag, allowed))}"
+    nothing_is_drafted = all(config.gamma == 0 for config in configs)
     raise ConfigError(
         "a draft flag has no effect on this draft",
         where=", ".join(map(_with_aliases, useless)),
         seen=f"{', '.join(str(given[name]) for name in useless)} with draft {draft}",
-        required=f"a larger {flag('gamma')}: nothing is drafted" if draft.endswith("gamma 0") else takes,
+        required=f"a larger {flag('gamma')}: nothing is drafted" if nothing_is_drafted else takes,
         fix=f"leave out {' and '.join(map(flag, useless))}",
     )
 

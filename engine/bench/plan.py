@@ -97,18 +97,14 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     draft = resolve_draft(config.draft, target_config, prefix_len, sizes.gen_len) if config.draft else None
     gamma = draft.gamma if draft else 0
     capacity = prefix_len + sizes.gen_len + gamma + 1
-    _check_context(target, prefix_len, sizes.gen_len, gamma)
+    _check_context(target, prefix_len, sizes.gen_len, gamma, is_own=own is not None)
     draft_source = None
     if draft and isinstance(draft.config, StandaloneConfig):
         path, how = draft.config.draft_model, target_config.load_format
         draft_source = find_model(path, how, None, flag("draft_model"), target_config.verify)
-        draft = resolve_positions(draft, draft_source.config.max_context, capacity)
-    elif draft and draft.layers is not None:
-        _check_layers(draft.layers, target.config.n_layer)
-    if draft and draft.policy and draft.policy.n_observed:
-        _check_no_sliding_window(draft_source or target)
-    for scheme in filter(None, {target_config.quantize, draft.quantize if draft else None}):
-        check_scheme(scheme, device)
+    draft = fit_draft(draft, target, draft_source, capacity, device) if draft else None
+    if target_config.quantize:
+        check_scheme(target_config.quantize, device)
     if target_config.compile:
         check_compiler(device)
     group, draft_group = _rank_groups(config, target, draft_source)
@@ -135,10 +131,25 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     )
 
 
+def fit_draft(
+    draft: ResolvedDraft, target: ModelSource, source: ModelSource | None, length: int, device: str
+) -> ResolvedDraft:
+    """For rows of up to `length` tokens of those models. Errors: ConfigError for what they cannot do."""
+    if source is not None:
+        draft = resolve_positions(draft, source.config.max_context, length)
+    elif draft.layers is not None:
+        _check_layers(draft.layers, target.config.n_layer)
+    if draft.policy and draft.policy.n_observed:
+        _check_no_sliding_window(source or target, draft.policy.name)
+    if draft.quantize:
+        check_scheme(draft.quantize, device)
+    return draft
+
+
 def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig], one_of_each_budget: bool = False) -> Plan:
     """With room for the caches of all those drafts at once, and for rounds of all their gammas.
 
-    one_of_each_budget: those of equal budgets are held in turn. Errors: UserError.
+    one_of_each_budget: of equal budgets one is held at a time. Errors: UserError.
     """
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
@@ -195,16 +206,19 @@ def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
         )
 
 
-def _check_context(target: ModelSource, prefix_len: int, gen_len: int, gamma: int) -> None:
+def _check_context(target: ModelSource, prefix_len: int, gen_len: int, gamma: int, is_own: bool) -> None:
     needed, context = prefix_len + gen_len + gamma + 1, target.config.max_context
     room = context - gamma - 1
     if needed > context:
+        length = flag("prompts" if is_own else "prefix_len")
         raise ConfigError(
             "prompt + new tokens + gamma + 1 exceeds the model's context",
-            where=f"{flag('prefix_len')}, {flag('gen_len')} and {flag('gamma')} on {target.name}",
+            where=f"{length}, {flag('gen_len')} and {flag('gamma')} on {target.name}",
             seen=f"{prefix_len} + {gen_len} + {gamma} + 1 = {needed} tokens",
             required=f"<= {context}",
-            fix=f"use {flag('prefix_len')} {room - gen_len} or less"
+            fix=f"shorten the longest prompt to {room - gen_len} tokens"
+            if is_own and room > gen_len
+            else f"use {flag('prefix_len')} {room - gen_len} or less"
             if room > gen_len
             else f"use a shorter {flag('gen_len')}: there is room for {room} prompt and new tokens together",
         )
@@ -249,12 +263,12 @@ def remarks(plan: Plan) -> list[str]:
     return said
 
 
-def _check_no_sliding_window(source: ModelSource) -> None:
+def _check_no_sliding_window(source: ModelSource, policy: str) -> None:
     if source.config.sliding_window is not None:
         raise ConfigError(
-            "SnapKV selects entries that a sliding window hides",
+            f"{policy} selects entries that a sliding window hides",
             where=f"{flag('draft_policy')} on {source.name}",
-            seen=f"snapkv, and a model with a sliding window of {source.config.sliding_window} tokens",
+            seen=f"{policy}, and a model with a sliding window of {source.config.sliding_window} tokens",
             required="a model that attends to the whole context",
             fix=f"use {flag('draft_policy')} streaming",
         )

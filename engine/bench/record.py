@@ -24,9 +24,6 @@ from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.timing import PhaseTimer
 
-# Tokens of a prompt that --printoutput shows.
-PROMPT_END = 32
-
 
 def tokens_per_second(output: GenerateOutput) -> float | None:
     """Emitted tokens per second over the rounds in which every slot was busy."""

@@ -89,8 +89,9 @@ class ResolvedDraft:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What drafts of the same form can share."""
-        return self.dtype, self.quantize, self.layers
+        """What drafts of the same form share: the model."""
+        own = self.config.draft_model if isinstance(self.config, StandaloneConfig) else None
+        return own, self.dtype, self.quantize, self.layers
 
     @property
     def capacities(self) -> tuple[int, ...]:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError
+from common.errors import ConfigError, UserError, flag
 from common.say import dtype_name, say
 from engine.bench.config import RunConfig
 from engine.bench.data import load_books, make_prompts
 from engine.bench.memory import used_bytes
-from engine.bench.plan import Plan, remarks, resolve, shares_target
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_positions, resolve_sampling
+from engine.bench.plan import Plan, fit_draft, remarks, resolve, shares_target
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling
 from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.standalone import StandaloneConfig
 from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
@@ -31,7 +32,7 @@ from models.attention import select_backend
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 from models.llama import attention_spec, select_layers
-from models.pointwise import Pointwise, compiled, use_pointwise
+from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
 
 
@@ -93,7 +94,7 @@ class Session:
             _choose_attention(plan, drafting, plan.draft.kv_dtype, "the draft's attention")
             models[plan.draft.form] = drafting
         for part in (model, *models.values()):
-            use_pointwise(part, _compiled_for(part.config) if compiles else pointwise_beside(part.backend))
+            _use_functions(part, compiles)
         new_graphs = None if plan.device == "cpu" or target.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
         noise_source = compiled_source() if compiles else in_passes
@@ -125,7 +126,9 @@ class Session:
 
     @property
     def draft_source(self) -> ModelSource | None:
-        return self.plan.draft_source
+        """Of a draft model of its own, where that is what drafts."""
+        is_standalone = self.draft is not None and isinstance(self.draft.config, StandaloneConfig)
+        return self.plan.draft_source if is_standalone else None
 
     @property
     def sampling(self) -> ResolvedSampling:
@@ -145,24 +148,50 @@ class Session:
         assert self.plan.dataset is not None, "random weights and one's own prompts read no data set"
         return load_books(self.plan.dataset)
 
-    def variant(self, *, prompts: list[list[int]] | None = None, **changes: Any) -> Session:
-        """The same model and cache under another draft or sampling; `changes` are fields of `RunConfig`.
+    def variant(
+        self,
+        *,
+        prompts: list[list[int]] | None = None,
+        gen_len: int | None = None,
+        compile: bool | None = None,
+        **changes: Any,
+    ) -> Session:
+        """The same model and cache under another `draft` (None: plain decoding) or `sampling`; what is not given stays.
 
-        What drafts is loaded where no draft of this session had its form. Errors: ConfigError.
+        compile: what the record says of it. What drafts is loaded where no draft of this session had its form.
+        Errors: ConfigError for a draft that the models cannot do, and for another draft model than the session's.
         """
-        config, draft = replace(self.config, **changes), self.draft
-        if config.draft is not None and "draft" in changes:
-            draft = resolve_draft(config.draft, config.target, self.plan.prefix_len, config.sizes.gen_len)
-            if self.draft_source is not None:
-                draft = resolve_positions(draft, self.draft_source.config.max_context, self.plan.capacity)
+        if unknown := changes.keys() - {"draft", "sampling"}:
+            raise TypeError(f"a variant changes draft and sampling, not {', '.join(unknown)}")
+        sizes = self.config.sizes if gen_len is None else replace(self.config.sizes, gen_len=gen_len)
+        target = self.config.target if compile is None else replace(self.config.target, compile=compile)
+        config = replace(self.config, sizes=sizes, target=target, **changes)
+        draft = self._resolved(config) if "draft" in changes else self.draft
         plan = replace(self.plan, config=config, draft=draft, sampling=resolve_sampling(config.sampling))
         if draft is not None and draft.form not in self.models:
             model = _load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
             if model is not None:
                 _choose_attention(plan, model, draft.kv_dtype, "the draft's attention")
-                use_pointwise(model, self.runner.model.pointwise)
+                _use_functions(model, config.target.compile)
                 self.models[draft.form] = model
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
+
+    def _resolved(self, config: RunConfig) -> ResolvedDraft | None:
+        if config.draft is None:
+            return None
+        source = None
+        if isinstance(config.draft, StandaloneConfig):
+            source, path = self.plan.draft_source, config.draft.draft_model
+            if source is None or source.path != path:
+                raise ConfigError(
+                    "a session holds one draft model",
+                    where=flag("draft_model"),
+                    seen=path,
+                    required=source.path if source else "no draft model: the session was opened without",
+                    fix="open a session with that draft",
+                )
+        draft = resolve_draft(config.draft, config.target, self.plan.prefix_len, config.sizes.gen_len)
+        return fit_draft(draft, self.target, source, self.plan.capacity, self.plan.device)
 
     def narrowed(self, n_rows: int, length: int) -> Session:
         """The same model over the first rows and slots of the same cache, as if it had no others.
@@ -182,17 +211,30 @@ class Session:
         """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
         assert self.draft is not None, "the session was opened without a draft"
         each = (self.draft.of_capacity(capacity) for capacity in self.draft.capacities)
-        return [replace(self, plan=replace(self.plan, draft=one)).drafter(texts=texts) for one in each]
+        return [replace(self, plan=replace(self.plan, draft=one))._build(texts) for one in each]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
         """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once.
 
-        texts: what the baseline emitted, for a drafter that needs it. Errors: ConfigError.
+        texts: what the baseline emitted, for a drafter that needs it. Errors: ConfigError, also for `auto`.
         """
         if draft is not None:
             return self.variant(draft=draft).drafter(texts=texts)
-        assert self.draft is not None, "the session was opened without a draft"
-        model = self.draft_model or (None if self.draft_source else self.runner.model)
+        if self.draft is None or self.draft.automatic or (self.draft.config.needs_baseline and texts is None):
+            raise ConfigError(
+                "there is no one drafter to make",
+                where="Session.drafter",
+                seen=self.config.draft,
+                required="a draft of one gamma and one budget, and texts for an oracle",
+                fix="name numbers, or use drafters() with passes.make_pacing()",
+            )
+        return self._build(texts)
+
+    def _build(self, texts: Sequence[Sequence[int]] | None) -> Drafter:
+        assert self.draft is not None
+        model = self.draft_model
+        if model is None and self.draft_source is None:
+            model = self.runner.model
         parts = Parts(self.runner, self.draft.gamma, model, self.new_cache, self._remote, texts)
         return self.draft.config.build(parts)
 
@@ -220,8 +262,11 @@ class Session:
         return RemoteRunner(source.config, draft.dtype, self.runner.max_batch, self.ranks, ranks)
 
 
-def _compiled_for(config: ModelConfig) -> Pointwise:
-    return compiled(sizes=(config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim))
+def _use_functions(model: Transformer, compiles: bool) -> None:
+    """What lies between its matrix products and attention: compiled for its sizes, or what goes with the backend."""
+    own = model.config
+    sizes = (own.dim, own.ffn_dim, own.n_head, own.n_kv_head, own.head_dim)
+    use_pointwise(model, compiled(sizes=sizes) if compiles else pointwise_beside(model.backend))
 
 
 def _join_ranks(plan: Plan) -> Ranks:
@@ -254,8 +299,8 @@ def _load_draft(
     draft = plan.draft
     if draft is None or draft.dtype is None:
         return None
-    if draft_ranks is not None:
-        assert plan.draft_source is not None
+    if isinstance(draft.config, StandaloneConfig):
+        assert plan.draft_source is not None and draft_ranks is not None
         if not draft_ranks.holds:
             return None
         return _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common.errors import DataError, flag, without_effect
+from common.errors import ConfigError, DataError, flag, without_effect
 from engine.bench.config import AUTO, RunConfig
 from engine.bench.data import BUILT_IN, PG19, json_rows, read_text, unreadable
 from models.checkpoints.model_source import ModelSource
@@ -42,6 +42,7 @@ def own_prompts(
     if texts is None and given is None:
         return None
     useless = {
+        "prompts": texts is not None and given is not None,
         "dataset": config.text.dataset != AUTO,
         "prefix_len": config.sizes.prefix_len is not None,
         "num_prompts": config.rows.num_prompts is not None,
@@ -49,6 +50,14 @@ def own_prompts(
     if named := [field for field, is_given in useless.items() if is_given]:
         what = "one's own prompts are taken whole, and all of them"
         raise without_effect(named, what, seen=f"given, with {flag('prompts')}", required="either")
+    if texts is not None and (isinstance(texts, str) or not texts or not all(texts) or not target.has_text):
+        raise ConfigError(
+            "these prompts cannot be continued",
+            where="Session.open: prompts",
+            seen=repr(texts)[:80] + ("" if target.has_text else ", with random weights"),
+            required="a list of texts, none of them empty, and a trained model",
+            fix="give [text, text, ...]",
+        )
     tokenizer = target.tokenizer()
     prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(given)) if texts is None else texts)]
     target.check_tokens(prompts)
@@ -74,12 +83,13 @@ def read_prompts(name: str) -> list[str]:
     prompts = [
         prompt for file in files for prompt in (_of_jsonl(file) if file.suffix.lower() == ".jsonl" else read_text(file))
     ]
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        empty = next((number for number, prompt in enumerate(prompts) if not prompt.strip()), 0)
+    if not prompts:
+        raise unreadable(path, "an empty file", "at least one prompt", "prompts")
+    if empty := [number for number, prompt in enumerate(prompts) if not prompt.strip()]:
         raise DataError(
             "a prompt is empty",
             where=f"{flag('prompts')} {name}",
-            seen=f"prompt {empty} of {len(prompts)}",
+            seen=f"prompt {empty[0]} of {len(prompts)}",
             required="text in every prompt",
             fix="leave it out",
         )
