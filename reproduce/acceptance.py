@@ -85,7 +85,7 @@ class Flags:
                 where=f"{flag('temperature')} with {flag('texts')} sampled",
                 seen=0.0,
                 required="> 0",
-                fix=f"leave out {flag('temperature')}, or name {flag('texts')} greedy book",
+                fix=f"leave out {flag('temperature')}",
             )
 
     def drafts(self) -> list[dict[str, Any]]:

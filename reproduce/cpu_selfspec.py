@@ -60,10 +60,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class LongSizes(Sizes):
+    """How much is decoded at once."""
+
+    prefix_len: Annotated[int | None, arg(help_behavior_hint=f"(default: {PREFIX_LEN})")] = None
+    """prompt tokens per row"""
+
+
+@dataclass(frozen=True)
 class Flags:
     target: Target = field(default_factory=lambda: Target(device="cpu"))
     text: Text = field(default_factory=Text)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: LongSizes = field(default_factory=LongSizes)
     rows: Rows = field(default_factory=Rows)
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
