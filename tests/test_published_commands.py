@@ -69,7 +69,7 @@ def checkout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     # In this process, they were read when huggingface_hub was imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("engine.bench.session.compiled", lambda **sizes: EAGER)
+    monkeypatch.setattr("engine.bench.loading.compiled", lambda **sizes: EAGER)
     monkeypatch.setattr("engine.bench.session.compiled_source", lambda: in_passes)
     return tmp_path
 

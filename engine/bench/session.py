@@ -13,8 +13,9 @@ from common.errors import ConfigError, UserError, flag
 from common.say import dtype_name, say
 from engine.bench.config import RunConfig
 from engine.bench.data import load_books, make_prompts
+from engine.bench.loading import choose_attention, load, load_draft, use_functions
 from engine.bench.memory import used_bytes
-from engine.bench.plan import Plan, fit_draft, remarks, resolve, shares_target
+from engine.bench.plan import Plan, fit_draft, remarks, resolve
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling
 from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
@@ -28,12 +29,8 @@ from engine.requests import check_prompt
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, Transformer
-from models.attention import select_backend
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
-from models.llama import attention_spec, select_layers
-from models.pointwise import compiled, use_pointwise
-from models.pointwise_cpp import pointwise_beside
 
 
 @dataclass(frozen=True)
@@ -86,15 +83,15 @@ class Session:
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
         target, compiles = plan.config.target, plan.config.target.compile
-        model = _load(plan, plan.target, plan.dtype, target_ranks, target.quantize)
-        _choose_attention(plan, model, plan.kv_dtype, "attention")
+        model = load(plan, plan.target, plan.dtype, target_ranks, target.quantize)
+        choose_attention(plan, model, plan.kv_dtype, "attention")
         models = {}
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
-        if plan.draft is not None and (drafting := _load_draft(plan, model, target_ranks, draft_ranks)):
-            _choose_attention(plan, drafting, plan.draft.kv_dtype, "the draft's attention")
+        if plan.draft is not None and (drafting := load_draft(plan, model, target_ranks, draft_ranks)):
+            choose_attention(plan, drafting, plan.draft.kv_dtype, "the draft's attention")
             models[plan.draft.form] = drafting
         for part in (model, *models.values()):
-            _use_functions(part, compiles)
+            use_functions(part, compiles)
         new_graphs = None if plan.device == "cpu" or target.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
         noise_source = compiled_source() if compiles else in_passes
@@ -169,10 +166,10 @@ class Session:
         draft = self._resolved(config) if "draft" in changes else self.draft
         plan = replace(self.plan, config=config, draft=draft, sampling=resolve_sampling(config.sampling))
         if draft is not None and draft.form not in self.models:
-            model = _load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
+            model = load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
             if model is not None:
-                _choose_attention(plan, model, draft.kv_dtype, "the draft's attention")
-                _use_functions(model, config.target.compile)
+                choose_attention(plan, model, draft.kv_dtype, "the draft's attention")
+                use_functions(model, config.target.compile)
                 self.models[draft.form] = model
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
 
@@ -262,58 +259,11 @@ class Session:
         return RemoteRunner(source.config, draft.dtype, self.runner.max_batch, self.ranks, ranks)
 
 
-def _use_functions(model: Transformer, compiles: bool) -> None:
-    """What lies between its matrix products and attention: compiled for its sizes, or what goes with the backend."""
-    own = model.config
-    sizes = (own.dim, own.ffn_dim, own.n_head, own.n_kv_head, own.head_dim)
-    use_pointwise(model, compiled(sizes=sizes) if compiles else pointwise_beside(model.backend))
-
-
 def _join_ranks(plan: Plan) -> Ranks:
     options = plan.config.ranks
     if options is None or len(plan.group) == 1:
         return Ranks(device=torch.device(plan.device))
     return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
-
-
-def _load(
-    plan: Plan,
-    source: ModelSource,
-    dtype: torch.dtype,
-    holders: ModelRanks,
-    quantize: str | None,
-    layers: Sequence[int] | None = None,
-) -> Transformer:
-    """The model, or what this rank holds of it."""
-    exchange = holders if len(plan.group) > 1 else None
-    return source.load(plan.device, dtype, plan.config.target.attention, layers, exchange, quantize)
-
-
-def _load_draft(
-    plan: Plan, model: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
-) -> Transformer | None:
-    """What drafts: a model of its own, the target's weights in another form, or some of its layers.
-
-    None where it is the target itself, where no model drafts, and on a rank that has no part of it.
-    """
-    draft = plan.draft
-    if draft is None or draft.dtype is None:
-        return None
-    if isinstance(draft.config, StandaloneConfig):
-        assert plan.draft_source is not None and draft_ranks is not None
-        if not draft_ranks.holds:
-            return None
-        return _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
-    if not shares_target(draft, plan.dtype, plan.config.target.quantize):
-        return _load(plan, plan.target, draft.dtype, target_ranks, draft.quantize, draft.layers)
-    return None if draft.layers is None else select_layers(model, draft.layers)
-
-
-def _choose_attention(plan: Plan, model: Transformer, entries: torch.dtype | None, whose: str) -> None:
-    """Now that its cache's entries are known, and what it holds of its heads; said with the reason."""
-    spec = attention_spec(model.config, model.dtype)
-    model.backend, why = select_backend(plan.config.target.attention, plan.device, spec, entries)
-    say(f"{whose}: {model.backend.name} ({why})")
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
