@@ -65,6 +65,9 @@ class Flags:
 
     def check(self) -> None:
         require_at_least("budgets", min(self.budgets), 1)
+        if set(self.policies) == {"full"} and self.budgets != Flags.budgets:
+            what, seen = "a policy that keeps all entries has no budget", f"{flag('policies')} full"
+            raise without_effect(["budgets"], what, seen=seen, required="a policy with a budget")
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
         if self.target.load_format == "dummy":

@@ -158,6 +158,8 @@ class Acceptance(Grid):
     def cells(self) -> list[Cell]:
         fixed = self.given("draft_dtype", "draft_weights") | self.target() | {"gen_len": self.gen_len}
         fixed |= {"policies": self.policies, "budgets": self.draft_budget, "texts": self.texts}
+        if set(self.policies) == {"full"}:  # which has no budget
+            del fixed["budgets"]
         return grid(ACCEPT, fixed, {"prefix_len": self.prefix_len, "B": self.B, "gamma": self.gamma})
 
 
