@@ -18,7 +18,6 @@ from engine.requests import FinishReason, Progress, Request, check_prompt, make_
 from engine.round import Round, batch_and_parts
 from engine.runner import ModelRunner, not_finite
 from engine.sampling import Filters, SamplingParams
-from engine.slot import Slot
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
 
@@ -74,19 +73,16 @@ class Decoder:
     ) -> None:
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         if pacing is not None and drafter is not None:
-            raise ConfigError(
-                "a pacing brings its own drafters",
-                where="drafter, pacing",
-                seen="both",
-                required="one of them",
-                fix="leave out drafter",
-            )
+            what, fix = "a pacing brings its own drafters", "leave out drafter"
+            raise ConfigError(what, "drafter, pacing", "both", "one of them", fix)
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
         self._verification, self._mode = verification, resolve_mode(verification, [])
         self._filters = Filters()
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._waiting: deque[Request] = deque()
-        self._slots = [Slot(row) for row in range(runner.max_batch)]
+        # A row without a request idles: it stays parked at its last length, where its writes harm nobody.
+        self._rows: list[Request | None] = [None] * runner.max_batch
+        self._lengths, self._current = [0] * runner.max_batch, [0] * runner.max_batch
         self._made_for: tuple[str, Filters] | None = None
         self._rounds: dict[Choice, Round] = {}
 
@@ -98,13 +94,9 @@ class Decoder:
         verify its sampling, or if it was submitted before. Requests of one id and seed share their random numbers.
         """
         if request.tokens or request.finish_reason is not None or request in self._waiting:
-            raise ConfigError(
-                "a request is submitted once",
-                where=f"prompt {request.index}",
-                seen=f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}",
-                required="a new request",
-                fix="make another Request of the same prompt",
-            )
+            seen = f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}"
+            fix = "make another Request of the same prompt"
+            raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma
         check_prompt(self._runner, request.index, request.prompt, request.limit, gamma)
         mode = resolve_mode(self._verification, [request.sampling])
@@ -125,9 +117,8 @@ class Decoder:
         request.finish_reason = "cancelled"
         if request in self._waiting:
             self._waiting.remove(request)
-        for slot in self._slots:
-            if slot.request is request:
-                slot.request = None
+        if request in self._rows:
+            self._rows[self._rows.index(request)] = None
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
@@ -139,9 +130,8 @@ class Decoder:
         """
         started = time.perf_counter()
         self._admit_waiting()
-        is_busy = any(slot.request for slot in self._slots)
         choosing = time.perf_counter()
-        choice = self._pacing.choose() if is_busy else None
+        choice = self._pacing.choose() if any(self._rows) else None
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
@@ -155,71 +145,84 @@ class Decoder:
         self._progress.emitted(n_emitted)
         return RoundStats(seconds, n_busy, n_emitted, choice)
 
+    def _busy(self) -> list[tuple[int, Request]]:
+        return [(row, request) for row, request in enumerate(self._rows) if request]
+
     def _admit_waiting(self) -> None:
         """Fill free rows, and let the rounds' buffers know of it."""
         n_waiting = len(self._waiting)
-        for slot in self._slots:
-            while slot.request is None and self._waiting:
-                self._admit(slot, self._waiting.popleft())
+        for row in range(len(self._rows)):
+            while self._rows[row] is None and self._waiting:
+                self._admit(row, self._waiting.popleft())
         needed = self._mode, self._filters
         if self._made_for == needed and len(self._waiting) == n_waiting:
             return
         if self._made_for != needed:  # by the first requests, or by one that samples in a way that none before did
             self._made_for, self._rounds = needed, {}
             self._batch, self._parts = batch_and_parts(self._runner, self._pacing.drafters, *needed)
-            for slot in self._slots:
-                if slot.length == 0:
-                    self._runner.release_row(slot.row)  # it was never filled, and idles at position 0
-        rows = [slot.request or IDLE for slot in self._slots]
+            for row, length in enumerate(self._lengths):
+                if length == 0:
+                    self._runner.release_row(row)  # it was never filled, and idles at position 0
+        rows = [request or IDLE for request in self._rows]
         self._batch.set_rows([request.sampling for request in rows], [request.id for request in rows])
         self._set_state()
 
     def _set_state(self) -> None:
-        self._batch.set_state([slot.length for slot in self._slots], [slot.current for slot in self._slots])
+        for row, request in self._busy():
+            self._lengths[row], self._current[row] = request.length, request.tokens[-1]
+        self._batch.set_state(self._lengths, self._current)
 
-    def _admit(self, slot: Slot, request: Request) -> None:
+    def _admit(self, row: int, request: Request) -> None:
         """Prefill a prompt into a free row and emit its first token; the row stays free if that ends it."""
         runner = self._runner
-        prefilled = runner.prefill_row(slot.row, request.prompt, self._progress.prefilled)
-        slot.length = len(request.prompt)
+        prefilled = runner.prefill_row(row, request.prompt, self._progress.prefilled)
+        self._lengths[row] = len(request.prompt)
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
-            self._progress.finished(request)
-            return
-        # The first token ends a round without drafts, whose last known token is the prompt's.
-        batch = Batch(1, Filters.of([request.sampling]), runner.device)
-        batch.set_rows([request.sampling], [request.id])
-        batch.set_state([slot.length - 1], request.prompt[-1:])
-        first = verification_in(self._mode, batch, 0, runner.model)
+        else:
+            # The first token ends a round without drafts, whose last known token is the prompt's.
+            batch = Batch(1, Filters.of([request.sampling]), runner.device)
+            batch.set_rows([request.sampling], [request.id])
+            batch.set_state([len(request.prompt) - 1], request.prompt[-1:])
+            first = verification_in(self._mode, batch, 0, runner.model)
 
-        def next_token() -> Tensor:
-            return first.verify(Drafts(batch.current.new_empty(1, 0)), prefilled.logits[None, None]).next_token
+            def next_token() -> Tensor:
+                return first.verify(Drafts(batch.current.new_empty(1, 0)), prefilled.logits[None, None]).next_token
 
-        token = int(runner.ranks.decided(next_token, 1))
-        request.extend([token])
-        self._progress.emitted(1)
+            request.emit([int(runner.ranks.decided(next_token, 1))])
+            self._progress.emitted(1)
         if request.finish_reason is None:
-            slot.start(request, token)
+            self._rows[row] = request
         else:
             self._progress.finished(request)
 
     def _introduce(self, index: int) -> float:
         """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
         started = time.perf_counter()
-        drafter = self._pacing.drafters[index]
-        if shown := [slot for slot in self._slots if slot.show_prompt(index, drafter)]:
-            self._progress.prefilled(sum(slot.length for slot in shown))
+        busy = self._busy()
+        if shown := [len(of.prompt) for row, of in busy if self._show(index, row, of, len(of.prompt))]:
+            self._progress.prefilled(sum(shown))
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
         return time.perf_counter() - started
 
+    def _show(self, index: int, row: int, request: Request, length: int) -> bool:
+        """Let a drafter follow a row up to `length`; whether it had not yet."""
+        known = request.followed.get(index, 0)
+        if known >= length:
+            return False
+        text = [*request.prompt, *request.tokens][:length]
+        self._pacing.drafters[index].follow(row, request.id, text, known)
+        request.followed[index] = length
+        return True
+
     def _run_round(self, choice: Choice) -> tuple[int, int]:
         """One round; returns how many rows were decoding, and how many tokens they emitted."""
-        round_ = self._round_of(choice)
+        round_, busy = self._round_of(choice), self._busy()
         with self._phase("resume"):
             if choice.drafter is not None:
-                for slot in self._slots:
-                    slot.catch_up(choice.drafter, self._pacing.drafters[choice.drafter])
+                for row, request in busy:
+                    self._show(choice.drafter, row, request, request.length)
         with self._phase("draft"):
             if choice.drafter is not None:
                 round_.propose()
@@ -228,17 +231,18 @@ class Decoder:
         with self._phase("accept"):
             round_.accept()
             outcomes = round_.outcomes()
-        n_emitted, accepted = 0, []
-        for slot, outcome in zip(self._slots, outcomes, strict=True):
-            if request := slot.request:
-                n_emitted += slot.commit(outcome, choice.drafter)
-                accepted.append(len(outcome.block) - 1)
-                if slot.request is None:
-                    self._progress.finished(request)
+        n_emitted = 0
+        for row, request in busy:
+            n_emitted += request.commit(outcomes[row])
+            if choice.drafter is not None:
+                request.followed[choice.drafter] = request.length
+            if request.finish_reason is not None:
+                self._rows[row] = None
+                self._progress.finished(request)
         self._set_state()
         round_.roll_back()
-        self._pacing.observe(choice, accepted)
-        return len(accepted), n_emitted
+        self._pacing.observe(choice, [len(outcomes[row].block) - 1 for row, _ in busy])
+        return len(busy), n_emitted
 
     def _round_of(self, choice: Choice) -> Round:
         """Errors: ConfigError if the drafter has no such gamma."""
@@ -246,13 +250,9 @@ class Decoder:
             drafter = None if choice.drafter is None else self._pacing.drafters[choice.drafter]
             most = 0 if drafter is None else drafter.gamma
             if not 0 <= choice.gamma <= most:
-                raise ConfigError(
-                    "a round drafts more than its drafter can",
-                    where=f"generate: pacing ({type(self._pacing).__name__})",
-                    seen=choice,
-                    required=f"a gamma of 0 to {most}",
-                    fix="build the drafter with the largest gamma that is chosen",
-                )
+                where = f"generate: pacing ({type(self._pacing).__name__})"
+                required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
+                raise ConfigError("a round drafts more than its drafter can", where, choice, required, fix)
             captured = self._parts[choice]
             self._rounds[choice] = Round(self._runner, self._batch, drafter, choice.gamma, self._mode, captured)
         return self._rounds[choice]

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
+from engine.round import Outcome
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts
@@ -30,13 +31,20 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = None
     error: str | None = None
+    # The length up to which each drafter, by its index, has followed; absent: it does not know the prompt.
+    followed: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, Integral) or not 0 <= self.id < 2**32:  # a word of the random numbers' counter
             where = f"prompt {self.index}: request_ids"
             raise _refuse("a request id is out of range", where, self.id, "an integer, 0 <= id < 2**32")
 
-    def extend(self, block: Sequence[int]) -> int:
+    @property
+    def length(self) -> int:
+        """Tokens whose KV the target's cache holds: all but the last one emitted."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    def emit(self, block: Sequence[int]) -> int:
         """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
         for count, token in enumerate(block, start=1):
             self.tokens.append(token)
@@ -48,10 +56,15 @@ class Request:
                 return count
         return len(block)
 
-    @property
-    def committed(self) -> list[int]:
-        """The text whose KV the target's cache holds: all but the last token."""
-        return [*self.prompt, *self.tokens[:-1]]
+    def commit(self, outcome: Outcome) -> int:
+        """Emit and count a round's block, up to logits that are not finite; returns how many tokens were emitted."""
+        block, start = outcome.block, self.length
+        bad = next((i for i, ok in enumerate(outcome.finite[: len(block)]) if not ok), None)
+        kept = self.emit(block[:bad])
+        self.counts.add_round(outcome.drafted, len(block) - 1, kept)
+        if bad is not None and self.finish_reason is None:
+            self.fail(start + bad)
+        return kept
 
     def fail(self, position: int) -> None:
         """End the request at `position`, whose logits are not finite."""
@@ -120,7 +133,8 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
     for name, room in rooms:
         if needed > room:
             seen = f"{len(prompt)} + {limit} + {gamma} + 1 = {needed} tokens"
-            fix = f"shorten the prompt (--prefix_len) by {needed - room} tokens or generate fewer (--gen_len)"
+            shorter = f"shorten the prompt ({flag('prefix_len')}) by {needed - room} tokens"
+            fix = f"{shorter} or generate fewer ({flag('gen_len')})"
             raise _refuse(f"prompt + new tokens + gamma + 1 exceeds {name}", where, seen, f"<= {room}", fix)
 
 
@@ -136,4 +150,4 @@ def _stops_per_prompt(stop_tokens: Sequence[int] | Sequence[Sequence[int]], n_pr
 def _refuse(
     what: str, where: str, seen: object, required: object, fix: str = "correct the call to generate()"
 ) -> ConfigError:
-    return ConfigError(what, where=where, seen=seen, required=required, fix=fix)
+    return ConfigError(what, where, seen, required, fix)
