@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
+from engine.batch import Batch
 from engine.noise import Stream, gumbel, uniform
 from engine.sampling import SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
     from models import Transformer
 
 MODES = ("auto", "greedy", "rejection", "coupled")
@@ -117,23 +116,18 @@ class Coupled:
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
     """`auto` is greedy if every request is, else rejection. Errors: ConfigError if a mode cannot be had."""
+    where = f"verification ({flag('verification')})"
     if mode not in MODES:
-        raise ConfigError(
-            "unknown verification mode",
-            where="verification (--verification)",
-            seen=mode,
-            required=", ".join(MODES[:-1]) + f" or {MODES[-1]}",
-            fix="use auto",
-        )
+        required = ", ".join(MODES[:-1]) + f" or {MODES[-1]}"
+        raise ConfigError("unknown verification mode", where, mode, required, "use auto")
     sampled = [row.temperature for row in params if not row.greedy]
     if mode == "greedy" and sampled:
-        raise ConfigError(
-            "greedy verification cannot verify samples",
-            where="verification (--verification) and temperature (--temperature)",
-            seen=f"greedy at temperature {sampled[0]}",
-            required="temperature 0",
-            fix="use temperature 0, or the rejection or coupled mode",
+        what, seen = "greedy verification cannot verify samples", f"greedy at temperature {sampled[0]}"
+        where, fix = (
+            f"{where} and temperature ({flag('temperature')})",
+            "use temperature 0, or the rejection or coupled",
         )
+        raise ConfigError(what, where, seen, "temperature 0", f"{fix} mode")
     return mode if mode != "auto" else "rejection" if sampled else "greedy"
 
 

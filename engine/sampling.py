@@ -7,17 +7,20 @@ its distribution is a point mass on the lowest id among the largest logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
 from operator import or_
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
+ALL = torch.iinfo(torch.int64).max  # of a vocabulary
 
 
 @dataclass(frozen=True)
@@ -59,103 +62,90 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1
 
 
-@dataclass(frozen=True)
-class Filters:
+class Filters(NamedTuple):
     """Which steps the distributions of some rows take at all; a step too many changes none.
 
-    most_kept: no row's top-k keeps more ids than that; None where a sampled row has no top-k.
+    most_kept: no row's top-k keeps more ids than that; `ALL` where a sampled row has no top-k.
     """
 
     any_top_k: bool = False
     any_top_p: bool = False
     any_greedy: bool = False
-    most_kept: int | None = 0
+    most_kept: int = 0
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams]) -> Filters:
-        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, row.top_k or (1 if row.greedy else None)) for row in rows)
+    def of(cls, rows: Iterable[SamplingParams]) -> Filters:
+        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, row.top_k or (1 if row.greedy else ALL)) for row in rows)
         return reduce(or_, each, cls())
 
     def __or__(self, other: Filters) -> Filters:
         """Those of both."""
-        return Filters(
-            self.any_top_k or other.any_top_k,
-            self.any_top_p or other.any_top_p,
-            self.any_greedy or other.any_greedy,
-            None if None in (self.most_kept, other.most_kept) else max(self.most_kept or 0, other.most_kept or 0),
-        )
+        return Filters._make(map(max, self, other))
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The sampling parameters of a batch's rows as tensors `[B]`; None where no row uses a filter."""
+    """The sampling parameters of a batch's rows as tensors `[B]`; those of rows that do not filter exclude nothing."""
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
     filters: Filters
 
     @classmethod
     def of(
         cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu", filters: Filters | None = None
     ) -> Distribution:
-        """`top_k` and `top_p` of rows that do not filter become bounds that nothing exceeds.
-
-        `filters` may be those of more rows than these.
-        """
-        filters = filters or Filters.of(rows)
-        k = torch.tensor([row.top_k or torch.iinfo(torch.int64).max for row in rows], device=device)
-        p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
+        """`filters` may be those of more rows than these."""
+        top_p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         return cls(
-            temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
-            top_k=k if filters.any_top_k else None,
-            top_p=torch.tensor(p, dtype=torch.float64, device=device) if filters.any_top_p else None,
-            filters=filters,
+            torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
+            torch.tensor([row.top_k or ALL for row in rows], device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+            filters or Filters.of(rows),
         )
 
     def copy_(self, other: Distribution) -> None:
         """Take over the values of other rows of the same filters, in place."""
-        for own, theirs in ((self.top_k, other.top_k), (self.top_p, other.top_p)):
-            if own is not None and theirs is not None:
-                own.copy_(theirs)
-        self.temperature.copy_(other.temperature)
+        for name in ("temperature", "top_k", "top_p"):
+            getattr(self, name).copy_(getattr(other, name))
 
-    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+    def logprobs(self, logits: Tensor) -> Tensor:
         """Log-probabilities, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
 
         float64 for float64 logits, else float32.
         """
         return self._filtered(logits).log_softmax(dim=-1)
 
-    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
         """Probabilities, shape and dtype as `logprobs`."""
         return self._filtered(logits).softmax(dim=-1)
 
-    def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
+    def _filtered(self, logits: Tensor) -> Tensor:
         """Scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature = _like(self.temperature, logits)
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
-        if self.top_k is not None or self.top_p is not None:
+        if self.filters.any_top_k or self.filters.any_top_p:
             scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
         if self.filters.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
 
-    def _kept(self, scaled: torch.Tensor) -> torch.Tensor:
+    def _kept(self, scaled: Tensor) -> Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
         vocab_size = scaled.shape[-1]
-        if self.filters.most_kept is None:
+        if self.filters.most_kept == ALL:
             descending = scaled.sort(dim=-1, descending=True).values
         else:
             descending = scaled.topk(min(self.filters.most_kept, vocab_size), dim=-1).values
         rank = torch.arange(descending.shape[-1], device=scaled.device)
         kept = torch.ones_like(descending, dtype=torch.bool)
-        if self.top_k is not None:
+        if self.filters.any_top_k:
             kept &= rank < _like(self.top_k, scaled, torch.int64)
-        if self.top_p is not None:
+        if self.filters.any_top_p:
             mass = (descending.double() - scaled.double().logsumexp(dim=-1, keepdim=True)).exp()
             kept &= mass.cumsum(dim=-1) - mass < _like(self.top_p, scaled, torch.float64)
         kept[..., 0].fill_(True)
@@ -166,12 +156,12 @@ class Distribution:
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
 
 
-def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
     return Distribution.of([params], logits.device).probs(logits[None])[0]
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
+def greedy(logits: Tensor) -> Tensor:
     """The largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
     return logits.argmax(dim=-1)
 
@@ -180,6 +170,6 @@ def _is_int63(value: object) -> bool:
     return isinstance(value, Integral) and 0 <= int(value) < 2**63
 
 
-def _like(per_row: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`per_row [B]` shaped to broadcast against `x [B, ..., V]`."""
     return per_row.to(dtype or x.dtype).reshape(-1, *[1] * (x.dim() - 1))

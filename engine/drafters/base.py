@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
-from engine.modes import Drafts
+from engine.batch import Batch
+from engine.modes import Drafts, Verification
+from kv_cache import KVCache, WriteThroughKVCache
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
-    from engine.modes import Verification
     from engine.parallel.ranks import Ranks
     from engine.runner import ModelRunner
-    from kv_cache import KVCache, WriteThroughKVCache
 
 
 class Drafter(Protocol):
@@ -104,47 +102,32 @@ class TextDrafter(ABC):
 def check_target(drafter: str, own: KVCache, given: KVCache) -> None:
     """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
     if given is not own:
-        raise ConfigError(
-            "the drafter was built on another runner",
-            where="generate: drafter",
-            seen=f"{drafter} over another target's cache",
-            required="the cache of the runner that generates",
-            fix="build the drafter from the runner that is passed to generate()",
-        )
+        what, seen = "the drafter was built on another runner", f"{drafter} over another target's cache"
+        fix = "build the drafter from the runner that is passed to generate()"
+        raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
 
 
 def check_room(drafter: str, cache: KVCache, length: int) -> None:
     """Raise ConfigError unless rows of the draft's cache can follow `length` tokens."""
     if cache.max_length is not None and length > cache.max_length:
-        raise ConfigError(
-            "prompt + new tokens + gamma + 1 exceeds the draft's KV cache",
-            where=f"{drafter}: cache",
-            seen=f"{length} tokens",
-            required=f"<= {cache.max_length}",
-            fix="give the draft a longer cache, or a StreamingKVCache",
-        )
+        what, fix = "prompt + new tokens + gamma + 1 exceeds the draft's KV cache", "give the draft a longer cache"
+        where, seen, required = f"{drafter}: cache", f"{length} tokens", f"<= {cache.max_length}"
+        raise ConfigError(what, where, seen, required, f"{fix}, or a StreamingKVCache")
 
 
 def check_rows(drafter: str, n_rows: int, target: KVCache) -> None:
     """Raise ConfigError unless the draft has a row for each of the target's."""
     if n_rows != target.max_batch:
-        raise ConfigError(
-            "the draft cache has another number of rows than the target's",
-            where=f"{drafter}: cache.max_batch",
-            seen=n_rows,
-            required=target.max_batch,
-            fix="build both caches with the same max_batch",
-        )
+        what = "the draft cache has another number of rows than the target's"
+        where, fix = f"{drafter}: cache.max_batch", "build both caches with the same max_batch"
+        raise ConfigError(what, where, n_rows, target.max_batch, fix)
 
 
 def check_gamma(gamma: int, window: int) -> None:
     """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
     require_at_least("gamma", gamma, 0)
     if gamma + 1 > window:
-        raise ConfigError(
-            "the draft cache's window is smaller than one verification block",
-            where=f"gamma ({flag('gamma')}) and the draft's budget ({flag('draft_budget')}) or --snapkv_window",
-            seen=f"gamma {gamma}, window {window}",
-            required="gamma + 1 <= window",
-            fix=f"raise the budget by {gamma + 1 - window} (snapkv: --snapkv_window), or lower gamma",
-        )
+        what, observed = "the draft cache's window is smaller than one verification block", flag("snapkv_window")
+        where = f"gamma ({flag('gamma')}) and the draft's budget ({flag('draft_budget')}) or {observed}"
+        fix = f"raise the budget by {gamma + 1 - window} (snapkv: {observed}), or lower gamma"
+        raise ConfigError(what, where, f"gamma {gamma}, window {window}", "gamma + 1 <= window", fix)

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, require_at_least
+from engine.batch import Batch
 from engine.drafters.base import TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
     from engine.runner import ModelRunner
 
 
@@ -32,13 +31,9 @@ class NGram(TextDrafter):
     def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> None:
         super().__init__(runner, gamma)
         if not 1 <= min_ngram <= max_ngram:
-            raise ConfigError(
-                "the n-gram lengths are out of order",
-                where="NGram: min_ngram, max_ngram",
-                seen=f"{min_ngram}, {max_ngram}",
-                required="1 <= min_ngram <= max_ngram",
-                fix="use 1 and 3",
-            )
+            where, required = "NGram: min_ngram, max_ngram", "1 <= min_ngram <= max_ngram"
+            seen = f"{min_ngram}, {max_ngram}"
+            raise ConfigError("the n-gram lengths are out of order", where, seen, required, "use 1 and 3")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._text = torch.zeros_like(runner.cache.positions)
 

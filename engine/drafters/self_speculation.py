@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
+
 from common.errors import ConfigError, flag
+from engine.batch import Batch
 from engine.drafters.base import check_gamma, check_room, check_rows, check_target, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
+from engine.modes import Drafts, Verification
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from models.names import parse_layers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
-    from engine.modes import Drafts, Verification
     from engine.runner import ModelRunner
     from models import Transformer
+
+
+ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
 
 class SelfSpeculation:
@@ -42,13 +45,8 @@ class SelfSpeculation:
         check_gamma(gamma, cache.max_block)
         check_rows("SelfSpeculation", cache.max_batch, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
-            raise ConfigError(
-                "self-speculation copies the target's keys, which are rotated already",
-                where="SelfSpeculation: cache.rotate_on_read",
-                seen=True,
-                required=False,
-                fix="build the cache with rotate_on_read=False: the draft sees the target's own positions",
-            )
+            fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
+            raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self.gamma, self.cache, self._layers = gamma, cache, layers
         self._target, self._runner = runner, runner.over(cache, model)
         self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
@@ -91,13 +89,8 @@ class SelfConfig(ModelDrafterConfig):
         super().check()
         _ = self.layers
         if self.policy.in_cache_positions:
-            raise ConfigError(
-                "self-speculation copies the target's keys, which are rotated already",
-                where=flag("draft_positions"),
-                seen="cache",
-                required="absolute",
-                fix=f"leave out {flag('draft_positions')}",
-            )
+            where = flag("draft_positions")
+            raise ConfigError(ROTATED, where, "cache", "absolute", f"leave out {where}")
 
     def build(self, parts: Parts) -> SelfSpeculation:
         model = parts.model or parts.runner.model

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, require_at_least
 from engine.batch import Batch
 from engine.drafters.base import check_gamma, check_room, check_rows, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
+from engine.modes import Drafts, Verification
 
 if TYPE_CHECKING:
-    from engine.modes import Drafts, Verification
     from engine.runner import ModelRunner, RemoteRunner
 
 
@@ -51,13 +52,8 @@ class StandaloneDraft:
         """Also: the draft has a row for each of the target's, and vocabularies differ by a padded tail at most."""
         check_rows("StandaloneDraft", self._runner.max_batch, target.cache)
         if self._runner.ranks != target.ranks:
-            raise ConfigError(
-                "draft and target run on other ranks",
-                where="StandaloneDraft: runner.ranks",
-                seen=self._runner.ranks,
-                required=target.ranks,
-                fix="build both runners with the same ranks",
-            )
+            where, fix = "StandaloneDraft: runner.ranks", "build both runners with the same ranks"
+            raise ConfigError("draft and target run on other ranks", where, self._runner.ranks, target.ranks, fix)
         if self._runner.cache is not None:
             check_room("StandaloneDraft", self._runner.cache, length)
         self._vocab_size = target.vocab_size
@@ -74,7 +70,7 @@ class StandaloneDraft:
         current, lengths, runner = batch.current, batch.lengths, self._runner
         cache = None if runner.cache is None else runner.cache.view(extent=batch.extent(gamma))
 
-        def step(i: int, tokens: torch.Tensor) -> torch.Tensor:
+        def step(i: int, tokens: Tensor) -> Tensor:
             last, position = tokens[:, None], lengths[:, None] + i
             if i == 0:
                 last, position = torch.cat([self._previous[:, None], last], 1), torch.cat([position - 1, position], 1)
@@ -87,13 +83,13 @@ class StandaloneDraft:
         self._start.copy_(lengths)
         return drafts
 
-    def rollback(self, lengths: torch.Tensor) -> None:
+    def rollback(self, lengths: Tensor) -> None:
         self._runner.rollback(lengths)
         last = (lengths - 1 - self._start).clamp(min=0, max=self.gamma)
         self._previous.copy_(self._block.gather(1, last[:, None]).squeeze(1))
 
 
-def _fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def _fit(logits: Tensor, vocab_size: int) -> Tensor:
     """The draft's `logits [B, Vd]` over the target's ids `[B, V]`: its own tail cut, one that it lacks impossible."""
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
 
