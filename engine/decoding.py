@@ -159,7 +159,7 @@ class Decoder:
             return
         if self._made_for != needed:  # by the first requests, or by one that samples in a way that none before did
             self._made_for, self._rounds = needed, {}
-            self._batch, self._parts = batch_and_parts(self._runner, self._pacing.drafters, *needed)
+            self._batch, self._captured = batch_and_parts(self._runner, self._pacing.drafters, *needed)
             for row, length in enumerate(self._lengths):
                 if length == 0:
                     self._runner.release_row(row)  # it was never filled, and idles at position 0
@@ -253,8 +253,7 @@ class Decoder:
                 where = f"generate: pacing ({type(self._pacing).__name__})"
                 required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
                 raise ConfigError("a round drafts more than its drafter can", where, choice, required, fix)
-            captured = self._parts[choice]
-            self._rounds[choice] = Round(self._runner, self._batch, drafter, choice.gamma, self._mode, captured)
+            self._rounds[choice] = Round(self._runner, self._batch, drafter, choice.gamma, self._mode, self._captured)
         return self._rounds[choice]
 
 

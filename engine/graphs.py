@@ -1,13 +1,12 @@
 """How the parts of a round run: called, or captured once as CUDA graphs and replayed from then on."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 
 Outputs = TypeVar("Outputs")
 
@@ -20,17 +19,22 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """What replays `part`, and the tensors that every replay fills."""
         graph = torch.cuda.CUDAGraph()
-        # The thread that watches over NCCL asks the GPU for its progress meanwhile, which "global" would refuse.
-        with _uncollected(), torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            outputs = part()
+        was_enabled = gc.isenabled()
+        gc.disable()  # garbage could hold graphs, and destroying one breaks a capture
+        try:
+            # The thread that watches over NCCL asks the GPU for its progress meanwhile, which "global" would refuse.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                outputs = part()
+        finally:
+            if was_enabled:
+                gc.enable()
         self._graphs.append(graph)
         return graph.replay, outputs
 
@@ -43,20 +47,8 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()  # one that nothing refers to any more cannot be captured into
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: it could hold graphs, and destroying one breaks a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class Captured:
-    """Calls each named part once, to warm it up; captures it the second time; replays it from then on.
+    """Calls each part once, to warm it up; captures it the second time; replays it from then on.
 
     What is captured is the function given the second time, with the very tensors that it then found: they, and
     all that they are computed from, have to be the same tensors in every later round.
@@ -65,29 +57,24 @@ class Captured:
 
     def __init__(self, graphs: CudaGraphs) -> None:
         self._graphs = graphs
-        self._warm: set[str] = set()
-        self._captured: dict[str, tuple[Callable[[], object], Any]] = {}
+        self._warm: set[Hashable] = set()
+        self._captured: dict[Hashable, tuple[Callable[[], object], Any]] = {}
 
-    def __call__(self, name: str, part: Callable[[], Outputs]) -> Outputs:
-        if name not in self._warm:
-            self._warm.add(name)
+    def __call__(self, name: str, of: Hashable, part: Callable[[], Outputs]) -> Outputs:
+        """Run the part of that name of the rounds `of` one kind."""
+        key = name, of
+        if key not in self._warm:
+            self._warm.add(key)
             return part()
-        if name not in self._captured:
-            self._captured[name] = self._capture(name, part)
-        replay, outputs = self._captured[name]
+        if key not in self._captured:
+            try:
+                self._captured[key] = self._graphs.capture(part)
+            except RuntimeError as error:
+                if "captur" not in str(error):  # memory, or another rank
+                    raise
+                what, seen = "a part of a round cannot be captured as a CUDA graph", str(error).splitlines()[0]
+                fix = f"add {flag('no_cuda_graphs')}, or choose another {flag('attention')}"
+                raise ConfigError(what, name, seen, "operations that a CUDA graph can hold", fix) from error
+        replay, outputs = self._captured[key]
         replay()
         return outputs
-
-    def _capture(self, name: str, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        try:
-            return self._graphs.capture(part)
-        except RuntimeError as error:
-            if "captur" not in str(error):  # memory, or another rank
-                raise
-            raise ConfigError(
-                "a part of a round cannot be captured as a CUDA graph",
-                where=name,
-                seen=str(error).splitlines()[0],
-                required="operations that a CUDA graph can hold",
-                fix="add --no_cuda_graphs, or choose another --attention",
-            ) from error

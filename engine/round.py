@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -33,8 +32,8 @@ def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Ro
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            part = partial(method, self)
-            outputs = part() if self._captured is None else self._captured(method.__name__, part)
+            part, of = partial(method, self), (id(self.drafter), self.gamma)
+            outputs = self._captured(method.__name__, of, part) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
 
@@ -68,8 +67,7 @@ class Round:
         mode: str,
         captured: Captured | None = None,
     ) -> None:
-        self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
-        self._captured = captured
+        self.runner, self.batch, self.drafter, self.gamma, self._captured = runner, batch, drafter, gamma, captured
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self._verification = self._new_verification()
         self.drafts = Drafts(batch.current.new_empty(len(batch.current), 0))
@@ -129,15 +127,15 @@ class Round:
 
 def batch_and_parts(
     runner: ModelRunner, drafters: Sequence[Drafter], mode: str, filters: Filters
-) -> tuple[Batch, defaultdict[object, Captured | None]]:
-    """The batch that the rounds of those drafters in that mode read, and the captured parts of each kind of round.
+) -> tuple[Batch, Captured | None]:
+    """The batch that the rounds of those drafters in that mode read, and their captured parts.
 
     Captured parts are kept by the runner, with all that they hold, for the next decode of the same kind: until one of
     their drafters is gone, when all are dropped (see `CudaGraphs`).
     """
-    batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.narrows)
+    batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
     if runner.graphs is None:
-        return batch(), defaultdict(lambda: None)
+        return batch(), None
     if any(drafter() is None for held, *_ in runner.captured for drafter in held):
         runner.drop_graphs()
     # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
@@ -145,5 +143,5 @@ def batch_and_parts(
     held = tuple(map(weakref.ref, drafters))
     key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
     if key not in runner.captured:
-        runner.captured[key] = batch(), defaultdict(partial(Captured, runner.graphs))
+        runner.captured[key] = batch(), Captured(runner.graphs)
     return runner.captured[key]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError, UserError, flag
 from engine.noise import Source, in_passes
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
@@ -47,13 +47,9 @@ def finite_rows(x: Tensor) -> Tensor:
 
 def not_finite(where: str, seen: str) -> UserError:
     """The error of logits that are NaN or infinite."""
-    return UserError(
-        "the model's logits are not finite",
-        where=where,
-        seen=seen,
-        required="finite logits at every position of every row",
-        fix="check the checkpoint (convert again), or use a wider --dtype (float32)",
-    )
+    required = "finite logits at every position of every row"
+    fix = f"check the checkpoint (convert again), or use a wider {flag('dtype')} (float32)"
+    return UserError("the model's logits are not finite", where, seen, required, fix)
 
 
 def prefill_chunk_of(device: torch.device) -> int:
@@ -91,18 +87,9 @@ class ModelRunner:
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
         given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
-            raise ConfigError(
-                "the cache does not fit the model",
-                where="ModelRunner: (dtype, n_layer, n_kv_head, head_dim)",
-                seen=given,
-                required=needed,
-                fix="build the cache from model.config, with dtype=model.dtype, or an 8-bit one",
-            )
-
-    @property
-    def narrows(self) -> bool:
-        """Whether rounds read only the slots that their positions can take: captured ones keep one shape."""
-        return self.graphs is None
+            where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
+            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit one"
+            raise ConfigError("the cache does not fit the model", where, given, needed, fix)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
         """The same ranks running the model, or another one, over another cache."""
