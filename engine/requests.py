@@ -88,33 +88,31 @@ def make_requests(
     request_ids: Sequence[int] | None = None,
 ) -> list[Request]:
     """One a prompt. Errors: ConfigError if a list is not as long as the prompts, or samples would share their noise."""
-    n_prompts = len(prompts)
-    shared = SamplingParams() if sampling is None else sampling
-    per_prompt: dict[str, list[Any]] = {
-        "max_new_tokens": [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens),
-        "stop_tokens": _stops_per_prompt(stop_tokens, n_prompts),
-        "sampling": [shared] * n_prompts if isinstance(shared, SamplingParams) else list(shared),
-        "request_ids": list(range(n_prompts) if request_ids is None else request_ids),
+    sampling = SamplingParams() if sampling is None else sampling
+    n_prompts, n_ids = len(prompts), sum(isinstance(stop, Integral) for stop in stop_tokens)
+    if 0 < n_ids < len(stop_tokens):
+        raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
+    # A value for all of them, or one a prompt.
+    given: dict[str, tuple[Any, bool]] = {
+        "max_new_tokens": (max_new_tokens, isinstance(max_new_tokens, int)),
+        "stop_tokens": (stop_tokens, n_ids == len(stop_tokens)),
+        "sampling": (sampling, isinstance(sampling, SamplingParams)),
+        "request_ids": (range(n_prompts) if request_ids is None else request_ids, False),
     }
-    for name, given in per_prompt.items():
-        if len(given) != n_prompts:
-            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(given), n_prompts)
-    _check_noise(per_prompt["request_ids"], per_prompt["sampling"])
-    each = enumerate(zip(prompts, *per_prompt.values(), strict=True))
-    return [
-        Request(list(prompt), limit, frozenset(stop), params, id_, index)
-        for index, (prompt, limit, stop, params, id_) in each
-    ]
-
-
-def _check_noise(ids: Sequence[int], samplings: Sequence[SamplingParams]) -> None:
-    """Raise ConfigError if two samples of one call would have the same random numbers."""
+    columns = []
+    for name, (value, is_shared) in given.items():
+        columns.append([value] * n_prompts if is_shared else list(value))
+        if len(columns[-1]) != n_prompts:
+            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(columns[-1]), n_prompts)
+    requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
-    for index, (request_id, sampling) in enumerate(zip(ids, samplings, strict=True)):
-        first = index if sampling.greedy else owner.setdefault((request_id, sampling.seed), index)
+    for index, (prompt, limit, stop, params, id_) in enumerate(zip(prompts, *columns, strict=True)):
+        requests.append(Request(list(prompt), limit, frozenset(map(int, stop)), params, id_, index))
+        first = index if params.greedy else owner.setdefault((id_, params.seed), index)
         if first != index:
-            where, seen = f"prompt {index}: request_ids", f"id {request_id} and seed {sampling.seed}, as prompt {first}"
+            where, seen = f"prompt {index}: request_ids", f"id {id_} and seed {params.seed}, as prompt {first}"
             raise _refuse("two requests would share their random numbers", where, seen, "another id or seed")
+    return requests
 
 
 def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: int, gamma: int) -> None:
@@ -136,15 +134,6 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
             shorter = f"shorten the prompt ({flag('prefix_len')}) by {needed - room} tokens"
             fix = f"{shorter} or generate fewer ({flag('gen_len')})"
             raise _refuse(f"prompt + new tokens + gamma + 1 exceeds {name}", where, seen, f"<= {room}", fix)
-
-
-def _stops_per_prompt(stop_tokens: Sequence[int] | Sequence[Sequence[int]], n_prompts: int) -> list[list[int]]:
-    shared = [int(token) for token in stop_tokens if isinstance(token, Integral)]
-    if len(shared) == len(stop_tokens):
-        return [shared] * n_prompts
-    if shared:
-        raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
-    return [list(row) for row in stop_tokens if not isinstance(row, int)]
 
 
 def _refuse(

@@ -13,14 +13,13 @@ class Counts:
     """Drafts and tokens of one row, or of many summed.
 
     A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind
-    a rejection, a stop token or a length limit were for nothing. Every token but a
-    row's first (which its prefill gives) comes from a round: `emitted == accepted + added`.
+    a rejection, a stop token or a length limit were for nothing. `emitted` leaves out a row's first token, which its
+    prefill gives.
     """
 
     rounds: int = 0
     drafted: int = 0
     emitted: int = 0
-    added: int = 0
     verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -30,15 +29,12 @@ class Counts:
 
     def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """One row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
-        kept = min(accepted, emitted)
-        verified = min(emitted, drafted)
         self.rounds += 1
         self.drafted += drafted
         self.emitted += emitted
-        self.added += emitted - kept
-        for position in range(verified):
+        for position in range(min(emitted, drafted)):
             self.verified_at[position] += 1
-        for position in range(kept):
+        for position in range(min(accepted, emitted)):
             self.accepted_at[position] += 1
 
     @property
@@ -72,7 +68,6 @@ def total(counts: Sequence[Counts]) -> Counts:
         rounds=sum(c.rounds for c in counts),
         drafted=sum(c.drafted for c in counts),
         emitted=sum(c.emitted for c in counts),
-        added=sum(c.added for c in counts),
         verified_at=[sum(column) for column in zip(*(c.verified_at for c in counts), strict=True)],
         accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
     )

@@ -19,7 +19,7 @@ from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice
-from engine.parallel.all_reduce import ProcessGroupAllReduce, with_symmetric_memory
+from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.runner import RemoteRunner
@@ -190,8 +190,7 @@ def all_reduce_choices(ranks: Ranks) -> dict[str, str]:
     chosen = {}
     for step in ("", *STEPS):
         fake = FakeSymmetricMemory(fails=step if ranks.rank == ranks.size - 1 else "")
-        plain = ProcessGroupAllReduce(world)
-        chosen[step] = with_symmetric_memory(world, ranks.device, plain, ops=fake, memory=fake).name
+        chosen[step] = with_symmetric_memory(world, ranks.device, ops=fake, memory=fake).name
     return chosen
 
 

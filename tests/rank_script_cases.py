@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from engine.parallel.all_reduce import ProcessGroupAllReduce
+from engine.parallel.all_reduce import AllReduce
 from engine.parallel.ranks import Ranks
 from engine.runner import ModelRunner
 from models import Transformer
@@ -60,13 +60,13 @@ def change_a_decision() -> None:
 
 def skew_sums() -> None:
     """Sums that are one unit in the last place too large, as those of other hardware can be."""
-    exact = ProcessGroupAllReduce.__call__
+    exact = AllReduce.__call__
 
-    def skewed(self: ProcessGroupAllReduce, x: Tensor) -> Tensor:
+    def skewed(self: AllReduce, x: Tensor) -> Tensor:
         total = exact(self, x)
         return torch.nextafter(total, torch.full_like(total, torch.inf))
 
-    ProcessGroupAllReduce.__call__ = skewed
+    AllReduce.__call__ = skewed
 
 
 FAULTS = {fault.__name__: fault for fault in (raise_in_a_step, refuse_the_checkpoint, change_a_decision, skew_sums)}

@@ -13,9 +13,8 @@ from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from engine.parallel.all_reduce import (
     ONE_SHOT_BYTES,
     WORKSPACE_BYTES,
-    ProcessGroupAllReduce,
+    AllReduce,
     SymmetricAllReduce,
-    Whole,
     choose_all_reduce,
     with_symmetric_memory,
 )
@@ -31,9 +30,8 @@ def group(tmp_path_factory: pytest.TempPathFactory):
     dist.destroy_process_group()
 
 
-def symmetric(group, fake: FakeSymmetricMemory):
-    plain = ProcessGroupAllReduce(group)
-    return with_symmetric_memory(group, CPU, plain, ops=fake, memory=fake), plain
+def symmetric(group, fake: FakeSymmetricMemory) -> AllReduce:
+    return with_symmetric_memory(group, CPU, ops=fake, memory=fake)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,7 +48,7 @@ def symmetric(group, fake: FakeSymmetricMemory):
 def test_size_decides_the_way(group, n_bytes, way, dtype):
     """Too large or unaligned tensors go through the process group; results never alias the workspace."""
     fake = FakeSymmetricMemory()
-    reduce, _ = symmetric(group, fake)
+    reduce = symmetric(group, fake)
     assert isinstance(reduce, SymmetricAllReduce)
     fake.calls.clear()
     x = torch.randn(2, n_bytes // dtype.itemsize // 2).to(dtype)
@@ -62,7 +60,7 @@ def test_size_decides_the_way(group, n_bytes, way, dtype):
 
 def test_other_dtypes_go_through_the_process_group(group):
     fake = FakeSymmetricMemory()
-    reduce, _ = symmetric(group, fake)
+    reduce = symmetric(group, fake)
     fake.calls.clear()
     assert reduce(torch.ones(64, dtype=torch.float64)).sum() == 64
     assert fake.calls == []
@@ -70,17 +68,14 @@ def test_other_dtypes_go_through_the_process_group(group):
 
 @pytest.mark.parametrize("wrong", [*({"fails": step} for step in STEPS), {"error": 1.0}])
 def test_what_fails_or_sums_wrong_is_not_used(group, wrong):
-    reduce, plain = symmetric(group, FakeSymmetricMemory(**wrong))
-    assert reduce is plain
+    assert symmetric(group, FakeSymmetricMemory(**wrong)).name == "gloo"
 
 
 def test_the_choice(group, monkeypatch):
-    assert isinstance(choose_all_reduce(None, CPU), Whole)
+    assert choose_all_reduce(None, CPU).name == "none"
     assert choose_all_reduce(group, CPU).name == "gloo"
     chosen = []
-    monkeypatch.setattr(
-        "engine.parallel.all_reduce.with_symmetric_memory", lambda *arguments: chosen.append(1) or Whole()
-    )
+    monkeypatch.setattr("engine.parallel.all_reduce.with_symmetric_memory", lambda *_: chosen.append(1))
     gpu = torch.device("cuda:0")
     for machine, wanted, tried in (("8", "1", True), ("8", "0", False), ("4", "1", False)):
         monkeypatch.setenv("WORLD_SIZE", "8")

@@ -227,7 +227,7 @@ def _rank_record(session: Session) -> dict[str, Any]:
         "tensor_parallel": len(session.target_ranks.ranks),
         "rank_group": list(session.target_ranks.ranks),
         "draft_ranks": list(session.draft_ranks.ranks) if session.draft_ranks else None,
-        "all_reduce": session.target_ranks.reduce.name,
+        "all_reduce": session.target_ranks.all_reduce.name,
         "check_ranks": session.ranks.check,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,50 +17,35 @@ ONE_SHOT_BYTES = 256 << 10
 ALIGNMENT_BYTES = 16
 
 
-class AllReduce(Protocol):
-    name: str
+class AllReduce:
+    """By NCCL or gloo, whichever the group has; without a group one rank holds the model, and nothing is summed."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class Whole:
-    """A model that one rank holds: there is nothing to sum."""
-
-    name = "none"
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x
-
-
-class ProcessGroupAllReduce:
-    """NCCL or gloo, whichever the group has."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self.name = str(dist.get_backend(group))
+        self.name = "none" if group is None else str(dist.get_backend(group))
 
     def __call__(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self._group)
+        if self._group is not None:
+            dist.all_reduce(x, group=self._group)
         return x
 
 
-class SymmetricAllReduce:
+class SymmetricAllReduce(AllReduce):
     """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other.
 
-    `ops` are `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks have joined.
+    `ops` are `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks join.
     """
 
-    name = "symmetric memory"
-
     def __init__(self, group: dist.ProcessGroup, workspace: Tensor, ops: Any) -> None:
-        self._ops, self._workspace, self._otherwise = ops, workspace, ProcessGroupAllReduce(group)
-        self._group_name, self._size = group.group_name, group.size()
+        super().__init__(group)
+        self.name = "symmetric memory"
+        self._ops, self._workspace, self._group_name, self._size = ops, workspace, group.group_name, group.size()
 
     def __call__(self, x: Tensor) -> Tensor:
         n_bytes = x.numel() * x.element_size()
         fits = n_bytes <= WORKSPACE_BYTES and n_bytes % (ALIGNMENT_BYTES * self._size) == 0
         if not fits or x.dtype not in (torch.bfloat16, torch.float32):
-            return self._otherwise(x)
+            return super().__call__(x)
         shared = self._workspace[:n_bytes].view(x.dtype)
         shared.copy_(x.reshape(-1))
         if n_bytes <= ONE_SHOT_BYTES:
@@ -71,37 +56,33 @@ class SymmetricAllReduce:
 
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
     """Symmetric memory for GPUs of one machine if it gives right sums on all of them, else the process group."""
-    if group is None:
-        return Whole()
-    plain = ProcessGroupAllReduce(group)
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     wanted = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
-    if device.type != "cuda" or not one_machine or not wanted:
-        return plain
-    return with_symmetric_memory(group, device, plain)
+    if group is None or device.type != "cuda" or not one_machine or not wanted:
+        return AllReduce(group)
+    return with_symmetric_memory(group, device)
 
 
 def with_symmetric_memory(
-    group: dist.ProcessGroup, device: torch.device, otherwise: AllReduce, ops: Any = None, memory: Any = None
+    group: dist.ProcessGroup, device: torch.device, ops: Any = None, memory: Any = None
 ) -> AllReduce:
     """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`.
 
     They agree after every step, so that none waits in a step that another could not take.
     """
     reduce: list[SymmetricAllReduce] = []
-    workspace: list[Tensor] = []
 
     def allocate() -> bool:
         nonlocal memory, ops
         if memory is None:
             import torch.distributed._symmetric_memory as memory
         ops = ops or torch.ops.symm_mem
-        workspace.append(memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+        workspace = memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        reduce.append(SymmetricAllReduce(group, workspace, ops))
         return True
 
     def join() -> bool:
-        memory.rendezvous(workspace[0], group.group_name)
-        reduce.append(SymmetricAllReduce(group, workspace[0], ops))
+        memory.rendezvous(reduce[0]._workspace, group.group_name)
         return True
 
     def sums_right(n_bytes: int) -> bool:
@@ -112,7 +93,7 @@ def with_symmetric_memory(
         return torch.equal(reduce[0](own), expected)
 
     steps = (allocate, join, lambda: sums_right(ONE_SHOT_BYTES), lambda: sums_right(2 * ONE_SHOT_BYTES))
-    return reduce[0] if all(_agreed(step, group, device) for step in steps) else otherwise
+    return reduce[0] if all(_agreed(step, group, device) for step in steps) else AllReduce(group)
 
 
 def _agreed(step: Callable[[], bool], group: dist.ProcessGroup, device: torch.device) -> bool:

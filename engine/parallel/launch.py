@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.errors import RankError, UserError
+from common.errors import RankError, UserError, flag
 from common.pipes import readers_may_leave, tell
 from common.process import is_leader, own_rank, world_size
 from engine.parallel.ranks import LINGER_SECONDS
@@ -101,18 +101,14 @@ def _report_lost_rank(error: RuntimeError) -> None:
     """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
     hangs = "timed out" in str(error).lower()
     if _on_store(_told, None) is None:
-        what, fix = "died", "see which rank torchrun names as the first to fail, and why"
+        how, fix = "died", "see which rank torchrun names as the first to fail, and why"
         if hangs:
             others = " or ".join(str(rank) for rank in range(world_size()) if rank != own_rank())
-            what = "did not answer in time (--rank_timeout)"
+            how = f"did not answer in time ({flag('rank_timeout')})"
             fix = f"look at what rank {others} is doing; torchrun will name this one, which waited"
-        lost = RankError(
-            f"rank {own_rank()} lost another rank, which {what}",
-            where="a collective of all ranks",
-            seen=error,
-            required="an answer of every rank",
-            fix=f"{fix}; rows that had finished are in --save_rows, if it was given",
-        )
+        what = f"rank {own_rank()} lost another rank, which {how}"
+        fix += f"; rows that had finished are in {flag('save_rows')}, if it was given"
+        lost = RankError(what, "a collective of all ranks", error, "an answer of every rank", fix)
         tell(f"\nerror: {lost}")
     if hangs:
         _tell_torchrun(error.with_traceback(None))

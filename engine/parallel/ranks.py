@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError, RankError
+from common.errors import ConfigError, RankError, flag
 from common.process import LEADER, own_rank, world_size
 from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
@@ -79,14 +79,9 @@ class Ranks:
         digests = self.gathered(digest.hexdigest()[:16])
         differing = [rank for rank, theirs in enumerate(digests) if theirs != digests[LEADER]]
         if differing:
-            raise RankError(
-                "ranks disagree",
-                where=what(),
-                seen=f"digest {digests[LEADER]} on rank {LEADER}, "
-                + ", ".join(f"{digests[rank]} on rank {rank}" for rank in differing),
-                required="the same on all ranks",
-                fix=f"look at rank {', '.join(map(str, differing))}: its machine, versions and checkpoint",
-            )
+            seen = ", ".join(f"{digests[rank]} on rank {rank}" for rank in (LEADER, *differing))
+            fix = f"look at rank {', '.join(map(str, differing))}: its machine, versions and checkpoint"
+            raise RankError("ranks disagree", what(), f"digest {seen}", "the same on all ranks", fix)
 
 
 ALONE = Ranks()
@@ -102,7 +97,7 @@ class ModelRanks:
     ranks: tuple[int, ...]
     own_rank: int
     device: torch.device
-    reduce: AllReduce
+    all_reduce: AllReduce
     gather_group: dist.ProcessGroup | None
 
     @property
@@ -113,9 +108,6 @@ class ModelRanks:
     @property
     def shard(self) -> Shard:
         return Shard(self.ranks.index(self.own_rank), len(self.ranks))
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.reduce(x)
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
         if self.gather_group is None:
@@ -138,35 +130,27 @@ class ModelRanks:
 
 def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     """Form the group of ranks that hold a model; every rank has to call this, in the same order."""
-    among, members = tuple(holders), sorted({LEADER, *holders})
 
     def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
         if len(members) == 1:
             return None
         return dist.group.WORLD if len(members) == ranks.size else dist.new_group(members)
 
+    members = sorted({LEADER, *holders})
     with_leader = group_of(members)
-    holding = with_leader if LEADER in among else group_of(sorted(among))
-    own = holding if ranks.rank in among else None
+    holding = with_leader if LEADER in holders else group_of(sorted(holders))
+    all_reduce = choose_all_reduce(holding if ranks.rank in holders else None, ranks.device)
     return ModelRanks(
-        ranks=among,
-        own_rank=ranks.rank,
-        device=ranks.device,
-        reduce=choose_all_reduce(own, ranks.device),
-        gather_group=with_leader if ranks.rank in members else None,
+        tuple(holders), ranks.rank, ranks.device, all_reduce, with_leader if ranks.rank in members else None
     )
 
 
 def require_single_process() -> None:
     """Raise ConfigError if torchrun started more than one process for a script that runs on one."""
     if world_size() > 1:
-        raise ConfigError(
-            "this script runs on one process",
-            where="torchrun --nproc_per_node",
-            seen=f"{world_size()} processes",
-            required="1 process",
-            fix="use --nproc_per_node=1, or run the script without torchrun",
-        )
+        where, seen = "torchrun --nproc_per_node", f"{world_size()} processes"
+        fix = "use --nproc_per_node=1, or run the script without torchrun"
+        raise ConfigError("this script runs on one process", where, seen, "1 process", fix)
 
 
 def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
@@ -174,29 +158,24 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
 
     A collective that waits longer than the timeout for a rank fails, and the run with it.
     """
-    if world_size() == 1:
-        return Ranks(device=torch.device(device), check=check)
     where = torch.device(device)
+    if world_size() == 1:
+        return Ranks(device=where, check=check)
     on_gpu = where.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
+        backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=timeout_seconds)
         try:
-            dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                timeout=timedelta(seconds=timeout_seconds),
-                device_id=where if on_gpu else None,
-            )
+            dist.init_process_group(backend, timeout=timeout, device_id=where if on_gpu else None)
         except dist.DistBackendError as error:
             if "Duplicate GPU" not in str(error):
                 raise
-            raise ConfigError(
-                "two processes were given the same GPU",
-                where="CUDA_VISIBLE_DEVICES of the processes",
-                seen=f"{os.environ.get('CUDA_VISIBLE_DEVICES')} on rank {own_rank()}, which uses {where}",
-                required="a GPU of its own for every process",
-                fix="start at most as many processes as there are GPUs, or mask them so that no two see the same",
-            ) from None
+            what, visible = "two processes were given the same GPU", "CUDA_VISIBLE_DEVICES"
+            seen = f"{os.environ.get(visible)} on rank {own_rank()}, which uses {where}"
+            fix = "start at most as many processes as there are GPUs, or mask them so that no two see the same"
+            required = "a GPU of its own for every process"
+            raise ConfigError(what, f"{visible} of the processes", seen, required, fix) from None
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check)
 
 
@@ -205,13 +184,10 @@ def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
-        raise ConfigError(
-            "the rank group is not the ranks that run",
-            where="--rank_group",
-            seen=" ".join(map(str, group)),
-            required=f"each of the {size} ranks that torchrun started, once: {' '.join(map(str, range(size)))}",
-            fix=f"start it with torchrun --nproc_per_node={len(set(group))}, or leave out --rank_group",
-        )
+        what, where = "the rank group is not the ranks that run", flag("rank_group")
+        required = f"each of the {size} ranks that torchrun started, once: {_listed(range(size))}"
+        fix = f"start it with torchrun --nproc_per_node={len(set(group))}, or leave out {where}"
+        raise ConfigError(what, where, _listed(group), required, fix)
     return tuple(group)
 
 
@@ -220,11 +196,11 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
     if draft_ranks is None:
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
-        raise ConfigError(
-            "the draft's ranks are not ranks of the target, each named once",
-            where="--draft_ranks",
-            seen=" ".join(map(str, draft_ranks)),
-            required=f"some of {' '.join(map(str, group))}, each once",
-            fix="name ranks of --rank_group",
-        )
+        what, where = "the draft's ranks are not ranks of the target, each named once", flag("draft_ranks")
+        required, fix = f"some of {_listed(group)}, each once", f"name ranks of {flag('rank_group')}"
+        raise ConfigError(what, where, _listed(draft_ranks), required, fix)
     return tuple(draft_ranks)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks))
