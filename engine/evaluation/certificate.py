@@ -91,7 +91,7 @@ class Certificate:
 def calibrate(
     model: Transformer, cache: KVCache, prompts: Sequence[Sequence[int]], forced: Tensor, block: int
 ) -> Calibration:
-    """Compare forwards of `block` tokens with 1-token forwards at the same positions of the same text.
+    """Compare forwards of `block` = gamma + 1 tokens with 1-token forwards at the same positions of the same text.
 
     The whole text runs twice behind the prompts, each time over the entries that its own forwards have left, as
     speculation and its reference do: one unit in the last place makes another entry of 8 bits, and those add up.
@@ -100,15 +100,14 @@ def calibrate(
     Args:
         cache: empty or not, its rows are filled anew; as many rows as prompts.
         forced: `[B, n]` int64 on the cache's device, the tokens that follow each prompt; n in whole blocks.
-        block: gamma + 1.
 
     Errors: UserError if a logit is not finite.
     """
-    n_rows, n_tokens = forced.shape
+    n_tokens = forced.shape[1]
     assert n_tokens % block == 0 and n_tokens > 0
     runner = ModelRunner(model, cache)
     lengths, _ = _prefill_anew(runner, prompts)
-    worst = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
+    worst = torch.zeros_like(forced, dtype=_wide(model.dtype))
     gained, flipped = torch.zeros_like(worst), torch.zeros_like(worst, dtype=torch.bool)
 
     at_once = [logits.cpu() for logits in _forced_logits(runner, lengths, forced, block)]
@@ -157,17 +156,12 @@ def replay(
     """
     sampling = sampling or SamplingParams()
     if sampling.filters:
-        raise ConfigError(
-            "the certificate does not cover filters",
-            where="certificate: sampling",
-            seen=f"top_k {sampling.top_k}, top_p {sampling.top_p}",
-            required="top_k 0 and top_p 1",
-            fix="certify with a temperature alone",
-        )
-    n_rows, n_tokens = emitted.shape
+        what, seen = "the certificate does not cover filters", f"top_k {sampling.top_k}, top_p {sampling.top_p}"
+        fix = "certify with a temperature alone"
+        raise ConfigError(what, "certificate: sampling", seen, "top_k 0 and top_p 1", fix)
     runner = ModelRunner(model, cache)
     lengths, first = _prefill_anew(runner, prompts)
-    gap = torch.zeros(n_rows, n_tokens, device=cache.device, dtype=_wide(model.dtype))
+    gap = torch.zeros_like(emitted, dtype=_wide(model.dtype))
     deficit, flipped = torch.zeros_like(gap), torch.zeros_like(gap, dtype=torch.bool)
     for i, logits in enumerate(chain([first], _forced_logits(runner, lengths, emitted[:, :-1], 1))):
         scores = _scores(logits, lengths + i, sampling)
@@ -199,10 +193,9 @@ def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tens
     """What the token at `positions [B]` is the argmax of, `[B, V] -> [B, V]`, in float32 or better."""
     if sampling.greedy:
         return logits.to(_wide(logits.dtype))
-    rows = len(logits)
-    logprobs = Distribution.of([sampling] * rows, logits.device).logprobs(logits)
-    seed = torch.full((rows,), sampling.seed, device=logits.device)
-    request = torch.arange(rows, device=logits.device)
+    logprobs = Distribution.of([sampling] * len(logits), logits.device).logprobs(logits)
+    request = torch.arange(len(logits), device=logits.device)
+    seed = torch.full_like(request, sampling.seed)
     return logprobs + gumbel(seed, request, positions, Stream.COUPLED, logits.shape[-1], logprobs.dtype)
 
 

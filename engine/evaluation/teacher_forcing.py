@@ -37,13 +37,11 @@ def forced_acceptance(
     lengths_given = {len(continuation) for continuation in continuations}
     n_token = min(lengths_given, default=0)
     if len(prompts) != n_rows or len(continuations) != n_rows or len(lengths_given) != 1 or n_token < gamma + 2:
-        raise ConfigError(
-            "teacher forcing takes a prompt and a continuation for each row",
-            where="forced_acceptance: prompts, continuations",
-            seen=f"{len(prompts)} prompts, {len(continuations)} continuations of {sorted(lengths_given)} tokens",
-            required=f"{n_rows} of each, the continuations all of one length, gamma + 2 = {gamma + 2} tokens or more",
-            fix="give one prompt and one continuation per row, and more text or a smaller gamma",
-        )
+        what = "teacher forcing takes a prompt and a continuation for each row"
+        seen = f"{len(prompts)} prompts, {len(continuations)} continuations of {sorted(lengths_given)} tokens"
+        required = f"{n_rows} of each, the continuations all of one length, gamma + 2 = {gamma + 2} tokens or more"
+        fix = "give one prompt and one continuation per row, and more text or a smaller gamma"
+        raise ConfigError(what, "forced_acceptance: prompts, continuations", seen, required, fix)
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)
