@@ -27,9 +27,8 @@ IDLE = Request(prompt=(), limit=0)
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """`tokens[i]`: the new tokens of prompt i, a stop token included. `errors[i]`: why it ended early, or None.
-
-    `finish_reasons[i]` is None where a pacing ended the decode before the prompt was done.
+    """Of prompt i: `tokens[i]`, the new ones, a stop token included; `finish_reasons[i]`, None where a pacing ended the
+    decode before the prompt was done; `errors[i]`, why it ended early, or None.
     """
 
     tokens: list[list[int]]
@@ -89,9 +88,9 @@ class Decoder:
     def submit(self, request: Request) -> None:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
 
-        Errors: ConfigError, and the request is not queued, if its prompt is empty or has ids outside the vocabulary,
-        if prompt + limit + gamma + 1 exceeds the model's context, the cache or a draft's cache, if the mode cannot
-        verify its sampling, or if it was submitted before. Requests of one id and seed share their random numbers.
+        Requests of one id and seed share their random numbers. Errors: ConfigError, and the request is not queued, if
+        its prompt is empty or has ids outside the vocabulary, if prompt + limit + gamma + 1 exceeds the model's
+        context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was submitted before.
         """
         if request.tokens or request.finish_reason is not None or request in self._waiting:
             seen = f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}"
@@ -122,10 +121,8 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
-        """Admit waiting requests into free rows, then run one round; None if there was none to run.
-
-        That is when nothing is left to decode, or the pacing ends the decode. A request whose logits are not finite
-        ends with the reason in its `error`; the others go on.
+        """Admit waiting requests into free rows, then run one round; None if nothing is left to decode, or the pacing
+        ends the decode. A request whose logits are not finite ends with the reason in its `error`; the others go on.
         Errors: ConfigError if the pacing chooses a gamma that its drafter has not.
         """
         started = time.perf_counter()
@@ -139,11 +136,7 @@ class Decoder:
         self.prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             return None
-        started = time.perf_counter() - choice_seconds  # choosing is part of the round
-        n_busy, n_emitted = self._run_round(choice)
-        seconds = time.perf_counter() - started
-        self._progress.emitted(n_emitted)
-        return RoundStats(seconds, n_busy, n_emitted, choice)
+        return self._run_round(choice, time.perf_counter() - choice_seconds)  # choosing is part of the round
 
     def _busy(self) -> list[tuple[int, Request]]:
         return [(row, request) for row, request in enumerate(self._rows) if request]
@@ -161,8 +154,8 @@ class Decoder:
             self._made_for, self._rounds = needed, {}
             self._batch, self._captured = batch_and_parts(self._runner, self._pacing.drafters, *needed)
             for row, length in enumerate(self._lengths):
-                if length == 0:
-                    self._runner.release_row(row)  # it was never filled, and idles at position 0
+                if length == 0:  # never filled: it idles at position 0, and writes over what it may hold
+                    self._runner.cache.notes.pop(row, None)
         rows = [request or IDLE for request in self._rows]
         self._batch.set_rows([request.sampling for request in rows], [request.id for request in rows])
         self._set_state()
@@ -216,8 +209,8 @@ class Decoder:
         request.followed[index] = length
         return True
 
-    def _run_round(self, choice: Choice) -> tuple[int, int]:
-        """One round; returns how many rows were decoding, and how many tokens they emitted."""
+    def _run_round(self, choice: Choice, started: float) -> RoundStats:
+        """One round, which began at that time."""
         round_, busy = self._round_of(choice), self._busy()
         with self._phase("resume"):
             if choice.drafter is not None:
@@ -242,7 +235,9 @@ class Decoder:
         self._set_state()
         round_.roll_back()
         self._pacing.observe(choice, [len(outcomes[row].block) - 1 for row, _ in busy])
-        return len(busy), n_emitted
+        seconds = time.perf_counter() - started
+        self._progress.emitted(n_emitted)
+        return RoundStats(seconds, len(busy), n_emitted, choice)
 
     def _round_of(self, choice: Choice) -> Round:
         """Errors: ConfigError if the drafter has no such gamma."""

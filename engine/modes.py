@@ -7,7 +7,7 @@ keyed by what they are for. The first token after a prefill is that of a round w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ MODES = ("auto", "greedy", "rejection", "coupled")
 class Drafts(NamedTuple):
     """A round's proposals.
 
-    tokens: `[B, g]` int64. probs: `[B, g, V]`, the distributions that they were drawn from, where rejection
-    needs them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's tokens
-    are meant; None for all.
+    tokens: `[B, g]` int64. probs: `[B, g, V]`, the distributions that they were drawn from, where rejection needs
+    them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's are meant; None: all.
     """
 
     tokens: Tensor
@@ -37,31 +36,23 @@ class Drafts(NamedTuple):
     lengths: Tensor | None = None
 
 
-class Verification(Protocol):
-    """A round in one mode, over a batch's rows."""
-
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
-
-    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        """The verdict of the target's `logits [B, g + 1, V]`."""
-
-
 class Greedy:
     """Every token is an argmax."""
 
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
+    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+        """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
         return greedy(logits), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
+        """The verdict of the target's `logits [B, g + 1, V]`."""
         return verify_greedy(drafts.tokens, logits, drafts.lengths)
 
 
 class Rejection:
     """Drafting, accepting and resampling each have a stream of their own.
 
-    What a round drew behind its first rejection is drawn again by the next round from the same numbers,
-    which is sound: nothing that was emitted depended on them.
+    What a round drew behind its first rejection is drawn again by the next round from the same numbers, which is sound:
+    nothing that was emitted depended on them.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -88,10 +79,8 @@ class Rejection:
 
 
 class Coupled:
-    """Draft and target share one Gumbel vector per position; it is computed once, for both.
-
-    With the first draft, or for verifying where nothing was drawn: a rank that does not decide never needs it.
-    """
+    """Draft and target share one Gumbel vector per position, computed once for both: with the first draft, or for
+    verifying where nothing was drawn; a rank that does not decide never needs it."""
 
     def __init__(self, batch: Batch, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
         self._batch, self._gamma, self._vocab_size, self._dtype = batch, gamma, vocab_size, dtype
@@ -112,6 +101,9 @@ class Coupled:
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
         return verify_coupled(drafts.tokens, self._batch.distribution.logprobs(logits), noise, drafts.lengths)
+
+
+Verification: TypeAlias = Greedy | Rejection | Coupled
 
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:

@@ -51,9 +51,7 @@ def uniform_pairs(
     pairs: Tensor, purpose: Tensor, position: Tensor, request: Tensor, low: Tensor, high: Tensor
 ) -> Tensor:
     """Two uniform numbers for each (row, pair of ids): `pairs [P]`, the others `[R, 1]` -> `[R, P, 2]` float64.
-
-    Integers until the last step, which is exact: compiled or not, on every device, the bits are the same.
-    """
+    Integers until the last step, which is exact: compiled or not, on every device, the bits are the same."""
     w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
     return torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1).to(torch.float64) * 2.0**-53
 
@@ -80,13 +78,9 @@ def uniform(
 ) -> Tensor:
     """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
-    Args:
-        seed: int64, any value; broadcast with `request` and `position`.
-        request, position: int64, 0 <= value < 2**32.
-        stream: what the numbers are for.
-        n_ids: entries 0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does
-            not depend on n_ids.
-        source: `in_passes`, or `uniform_pairs` compiled, which then has no intermediates.
+    seed: int64, any value. request, position: int64, 0 <= value < 2**32, broadcast with the seed. n_ids: entries
+    0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids.
+    source: `in_passes`, or `uniform_pairs` compiled, which then has no intermediates.
     """
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
@@ -101,14 +95,14 @@ def gumbel(
     position: Tensor,
     stream: Stream,
     n_ids: int,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     source: Source = in_passes,
 ) -> Tensor:
-    """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32), from `uniform`.
+    """Standard Gumbel numbers `[..., n_ids]` in `dtype`, from `uniform`; `argmax(log p + gumbel)` is a draw of p.
 
-    `argmax(log p + gumbel)` is a draw of p. Computed in float64 and rounded once, so two devices differ only where
-    their logarithms' last bits straddle a rounding boundary of `dtype`.
+    Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
+    rounding boundary of `dtype`.
     """
     u = uniform(seed, request, position, stream, n_ids, source)
     u = u.clamp(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
-    return u.log_().neg_().log_().neg_().to(dtype or torch.float32)
+    return u.log_().neg_().log_().neg_().to(dtype)

@@ -29,10 +29,8 @@ CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 512, 4096
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt in its row: the logits `[V]` after its last token, and its first position that is not finite.
-
-    Of a sharded model only the rank that decides has logits, the others an empty `[0]`.
-    """
+    """A prompt in its row: the logits `[V]` after its last token (of a sharded model only on the rank that decides, on
+    others an empty `[0]`), and its first position that is not finite."""
 
     model: Transformer
     prompt: tuple[int, ...]
@@ -60,10 +58,10 @@ def prefill_chunk_of(device: torch.device) -> int:
 class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
-    A row that still begins with the prompt asked for is rolled back to it instead of being run again,
-    so a baseline and a speculation decode from the same state. `ranks` are the processes that run the same
-    calls beside this one, where the model is sharded. With `new_graphs` (`CudaGraphs` on a GPU) the parts of
-    a round are captured and replayed, see `engine.graphs`; `noise_source` draws the random numbers.
+    A row that still begins with the prompt asked for is rolled back to it instead of being run again, so a baseline
+    and a speculation decode from the same state. `ranks` are the processes that run the same calls beside this one,
+    where the model is sharded. With `new_graphs` (`CudaGraphs` on a GPU) the parts of a round are captured and
+    replayed, see `engine.graphs`; `noise_source` draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -103,30 +101,28 @@ class ModelRunner:
 
     def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> Prefilled:
         """Fill one row with `prompt` unless it holds it; `on_tokens` is given each chunk's length."""
-        positions = torch.arange(len(prompt), device=self.device)[None]
-        if self._holds(row, prompt, positions):
-            self.cache.view(slice(row, row + 1)).rollback(positions[:, -1] + 1)
-            held = self.cache.notes[row]
-            assert isinstance(held, Prefilled)
-            return held
+        positions, held = torch.arange(len(prompt), device=self.device)[None], self.cache.notes.get(row)
+        if isinstance(held, Prefilled) and held.model is self.model and held.prompt == tuple(prompt):
+            own = self.cache.view(slice(row, row + 1))
+            if torch.equal(own.positions[:, : len(prompt)], positions):
+                own.rollback(positions[:, -1] + 1)
+                return held
         hidden, finite = self.fill_row(row, prompt, on_tokens)
         logits = self.model.logits(hidden)
 
-        def first_bad() -> Tensor:
-            """The first position that is not finite, `[1]`; the prompt's length if all are."""
-            ok = torch.cat([finite[:-1], finite[-1:] & finite_rows(logits)])
-            return torch.cat([~ok, ok.new_ones(1)]).to(torch.int64).argmax(dim=0, keepdim=True)
+        def n_finite() -> Tensor:
+            """Positions before the first that is not finite, `[1]`."""
+            finite[-1] &= finite_rows(logits)
+            return finite.long().cumprod(dim=0).sum(dim=0, keepdim=True)
 
-        bad_position = int(self.ranks.decided(first_bad, 1))
-        done = Prefilled(self.model, tuple(prompt), logits, bad_position if bad_position < len(prompt) else None)
+        n = int(self.ranks.decided(n_finite, 1))
+        done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
         self.cache.notes[row] = done
         return done
 
     def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> tuple[Tensor, Tensor]:
-        """Run `prompt` into one row, in chunks; what the row held is forgotten.
-
-        Returns: the last token's hidden state `[dim]`, and which positions have finite ones, `[n]` bool.
-        """
+        """Run `prompt` into one row, in chunks; what the row held is forgotten. Returns the last token's hidden state
+        `[dim]`, and which positions have finite ones, `[n]` bool."""
         if self.cache.n_observed and len(prompt) > self.cache.capacity:
             return self._fill_from_whole(row, prompt, on_tokens)
         self.cache.reset_row(row)
@@ -159,9 +155,7 @@ class ModelRunner:
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer.
-
-        Those tokens are run once more, over the row as it is, and nothing is stored.
-        """
+        Those tokens are run once more, over the row as it is, and nothing is stored."""
         observer, observing = copy.copy(self.model), ObservingAttention(self.model.backend)
         observer.backend = observing
         start = len(text) - n
@@ -171,26 +165,14 @@ class ModelRunner:
         observer.hidden(tokens, positions, ReadOnlyKVCache(view))
         return [queries[0].transpose(0, 1) for queries in observing.queries]
 
-    def _holds(self, row: int, prompt: Sequence[int], positions: Tensor) -> bool:
-        held = self.cache.notes.get(row)
-        if not isinstance(held, Prefilled) or held.model is not self.model or held.prompt != tuple(prompt):
-            return False
-        return torch.equal(self.cache.positions[row : row + 1, : len(prompt)], positions)
-
     def rollback(self, lengths: Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
         self.cache.rollback(lengths)
 
-    def release_row(self, row: int) -> None:
-        """No longer count on what a row holds: it is about to be written over."""
-        self.cache.notes.pop(row, None)
-
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
-        """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`.
-
-        Of a sharded model they are on the rank that decides, and empty elsewhere. `cache` stands in for the runner's
-        own: a view of the slots that these positions can take, or one that also writes to a draft's cache.
-        """
+        """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and
+        empty elsewhere. `cache` stands in for the runner's own: a view of the slots that these positions can take, or
+        one that also writes to a draft's cache."""
         return self.model(tokens, positions, cache or self.cache)
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:

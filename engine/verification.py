@@ -1,8 +1,8 @@
 """Which drafted tokens the target accepts, and the one token that it adds: pure functions over the batch.
 
-Everywhere `draft_tokens [B, g]` int64 are the drafts (g may be 0), entry i of a target tensor
-`[B, g + 1, ...]` belongs to the token after i drafts, and `draft_lengths [B]` int64 says how many of a
-row's g drafts are real, all of them if None. No function reads a value back to the host.
+Everywhere `draft_tokens [B, g]` int64 are the drafts (g may be 0), entry i of a target tensor `[B, g + 1, V]` belongs
+to the token after i drafts, and `draft_lengths [B]` int64 says how many of a row's g drafts are real, all of them if
+None. No function reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,8 @@ class Verdict(NamedTuple):
 
 
 def verify_greedy(draft_tokens: Tensor, target_logits: Tensor, draft_lengths: Tensor | None = None) -> Verdict:
-    """Accept drafts while they equal the target's argmax, then emit the target's argmax.
-
-    Greedy case of speculative decoding (Leviathan et al. 2023, arXiv 2211.17192, section 2.3).
-
-    Args:
-        target_logits: `[B, g + 1, V]`.
-    """
+    """Accept drafts while they equal the target's argmax, then emit the target's argmax: the greedy case of speculative
+    decoding (Leviathan et al. 2023, arXiv 2211.17192, section 2.3)."""
     return _accept_equal(draft_tokens, greedy(target_logits), draft_lengths)
 
 
@@ -38,13 +33,10 @@ def verify_coupled(
 ) -> Verdict:
     """Accept drafts while they equal the target's own draw, `argmax(log p + gumbel)`, then emit that draw.
 
-    Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978, section 4): the emitted tokens depend on p and
-    on the noise alone. A drafter that takes the argmax of `log q + gumbel` over the same noise is
-    accepted the more often the closer q is to p.
-
-    Args:
-        target_logprobs: `[B, g + 1, V]`, -inf where p is 0.
-        gumbel: `[B, g + 1, V]`, keyed by the position of the token that each entry draws.
+    Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978, section 4): the emitted tokens depend on p and on the noise
+    alone. A drafter that takes the argmax of `log q + gumbel` over the same noise is accepted the more often the closer
+    q is to p. `target_logprobs` are -inf where p is 0; `gumbel [B, g + 1, V]` is keyed by the position of the token
+    that each entry draws.
     """
     return _accept_equal(draft_tokens, (target_logprobs + gumbel).argmax(dim=-1), draft_lengths)
 
@@ -60,15 +52,12 @@ def verify_rejection(
     """Speculative sampling: the emitted tokens are distributed as the target's (Leviathan et al. 2023,
     arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
 
-    Draft d is accepted iff `u * q(d) < p(d)`; the first rejection is replaced by a draw from the
-    normalised `max(p - q, 0)`, and a row without one adds a draw from p.
+    Draft d is accepted iff `u * q(d) < p(d)`; the first rejection is replaced by a draw from the normalised
+    `max(p - q, 0)`, and a row without one adds a draw from p.
 
-    Args:
-        draft_probs: `[B, g, V]`, the very distributions that the drafts were drawn from; None for a
-            drafter without probabilities, each of whose drafts counts as a point mass.
-        target_probs: `[B, g + 1, V]`.
-        accept_uniform: `[B, g]` in [0, 1), independent of the numbers that drew the drafts.
-        resample_gumbel: `[B, V]`, independent of both; each row spends it on one draw.
+    draft_probs: `[B, g, V]`, the very distributions that the drafts were drawn from; None for a drafter without
+    probabilities, each of whose drafts counts as a point mass. accept_uniform: `[B, g]` in [0, 1), independent of the
+    numbers that drew the drafts. resample_gumbel: `[B, V]`, independent of both; each row spends it on one draw.
     """
     p_of_draft = target_probs[:, :-1].gather(2, draft_tokens[..., None]).squeeze(2)
     if draft_probs is None:
@@ -78,7 +67,6 @@ def verify_rejection(
     # Strict, and in float64, where u * q rounds to q for no u below 1: p == q never rejects, p == 0 never accepts.
     accepted = accept_uniform.double() * q_of_draft.double() < p_of_draft.double()
     num_accepted = _leading_true(accepted, draft_lengths)
-
     row = torch.arange(len(draft_tokens), device=draft_tokens.device)
     p = target_probs[row, num_accepted]
     residual = p if draft_tokens.shape[1] == 0 else _residual(p, draft_tokens, draft_probs, num_accepted, draft_lengths)
@@ -88,10 +76,8 @@ def verify_rejection(
 def _residual(
     p: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, num_accepted: Tensor, draft_lengths: Tensor | None
 ) -> Tensor:
-    """What the next token is drawn from, unnormalised: `max(p - q, 0)` after a rejection, else `p [B, V]`.
-
-    p too where rounding left the residual without mass.
-    """
+    """What the next token is drawn from, unnormalised: `max(p - q, 0)` after a rejection, else `p [B, V]`; p too where
+    rounding left the residual without mass."""
     n_drafts = draft_tokens.shape[1]
     index = num_accepted.clamp(max=n_drafts - 1)
     if draft_probs is None:
