@@ -123,10 +123,16 @@ class ModelRunner:
     def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> tuple[Tensor, Tensor]:
         """Run `prompt` into one row, in chunks; what the row held is forgotten. Returns the last token's hidden state
         `[dim]`, and which positions have finite ones, `[n]` bool."""
-        if self.cache.n_observed and len(prompt) > self.cache.capacity:
-            return self._fill_from_whole(row, prompt, on_tokens)
-        self.cache.reset_row(row)
-        return self.extend_row(row, prompt, 0, on_tokens)
+        own = self.cache
+        if not own.n_observed or len(prompt) <= own.capacity:
+            own.reset_row(row)
+            return self.extend_row(row, prompt, 0, on_tokens)
+        # It selects by attention: the prompt runs over a whole cache of its own first.
+        whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
+        runner = self.over(whole)
+        result = runner.fill_row(0, prompt, on_tokens)
+        own.fill_row(row, whole, len(prompt), queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
+        return result
 
     def extend_row(
         self, row: int, text: Sequence[int], known: int, on_tokens: OnTokens = None
@@ -143,15 +149,6 @@ class ModelRunner:
             if on_tokens is not None:
                 on_tokens(end - start)
         return hidden[0, -1], torch.cat(finite)
-
-    def _fill_from_whole(self, row: int, prompt: Sequence[int], on_tokens: OnTokens) -> tuple[Tensor, Tensor]:
-        """As `fill_row` for a cache that selects by attention: the prompt runs over a whole cache of its own first."""
-        own = self.cache
-        whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
-        runner = self.over(whole)
-        result = runner.fill_row(0, prompt, on_tokens)
-        own.fill_row(row, whole, len(prompt), queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
-        return result
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer.

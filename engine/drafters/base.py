@@ -34,17 +34,12 @@ class Drafter(Protocol):
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        """The target's row holds `text`, of which this drafter has followed the first `known` tokens.
-
-        With 0 the text is the prompt of another request, the one with that id. More: rounds went by without it.
-        """
+        """The target's row holds `text`, of which this drafter has followed the first `known` tokens: with 0 it is the
+        prompt of another request, the one with that id; with more, rounds went by without it."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which
-        a row means as many as its draft length says.
-
-        A draft model's tokens are those that `verification.draw` gives for its logits.
-        """
+        """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
+        means as many as its draft length says. A draft model's are what `verification.draw` gives for its logits."""
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget what was rejected: the round left `lengths [B]` tokens of each row committed to the target's cache."""
@@ -53,10 +48,8 @@ class Drafter(Protocol):
 def draw_drafts(
     gamma: int, current: Tensor, step: Callable[[int, Tensor], Tensor], verification: Verification, ranks: Ranks
 ) -> Drafts:
-    """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft.
-
-    Where the model is sharded, the logits are on the rank that decides, which draws for all.
-    """
+    """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft: where the model is
+    sharded, on the rank that decides, which draws for all."""
     tokens, distributions = [current], []
     for i in range(gamma):
         logits = step(i, tokens[-1])

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 
 class NGram(TextDrafter):
-    """Proposes what followed the last tokens when they stood in the row before (Saxena, "Prompt Lookup
-    Decoding", 2023).
+    """Proposes what followed the last tokens when they stood in the row before (Saxena, "Prompt Lookup Decoding", 2023).
 
-    Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram`
-    tokens at most; among those the one with the most tokens behind it, up to gamma; then the latest.
-    A row in which fewer than `min_ngram` tokens match gets no draft.
+    Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
+    most; among those the one with the most tokens behind it, up to gamma; then the latest. A row in which fewer than
+    `min_ngram` tokens match gets no draft.
     Errors: ConfigError if gamma is negative or not 1 <= min_ngram <= max_ngram.
     """
 
@@ -54,11 +53,8 @@ class NGram(TextDrafter):
 def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ngram: int) -> tuple[Tensor, Tensor]:
     """Where each row's last tokens stood before, and how many tokens to copy from behind it.
 
-    Args:
-        text: `[B, C]` int64; row b is known up to and including position `lengths[b]`.
-
-    Returns: `match [B]`, the position of the match's last token, and `n_tokens [B]`, 0 .. gamma; 0 without
-        a match. Both int64.
+    text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns `match [B]`, the position of
+    the match's last token, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
     """
     position = torch.arange(text.shape[1], device=text.device)
     last = lengths[:, None]

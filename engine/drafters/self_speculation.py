@@ -27,10 +27,10 @@ ROTATED = "self-speculation copies the target's keys, which are rotated already"
 class SelfSpeculation:
     """The target drafts for itself over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
-    That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and
-    written through by every verification, so only tokens of the current round are ever approximate.
-    `model` may be a cheaper rendering of the same weights (another dtype); the target's is the default. With
-    `layers` it has only those of the target's layers (see `select_layers`), and so has its cache.
+    That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
+    through by every verification, so only tokens of the current round are ever approximate. `model` may be a cheaper
+    rendering of the same weights (another dtype); with `layers` it has only those of the target's layers (see
+    `select_layers`), and so has its cache.
     Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
     """
 

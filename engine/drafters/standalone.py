@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError, require_at_least
+from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters.base import check_gamma, check_room, check_rows, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
@@ -22,24 +23,19 @@ if TYPE_CHECKING:
 class StandaloneDraft:
     """A smaller model with the target's vocabulary (Leviathan et al. 2023, arXiv 2211.17192, section 2.1).
 
-    Its cache may be full, or streaming in either position scheme. A round starts by running the last *two*
-    committed tokens of each row: the first of them is new to the cache where all drafts of the last round
-    were accepted, and is written over by itself elsewhere, so the step's shape never changes.
+    A round starts by running the last *two* committed tokens of each row: the first of them is new to the cache where
+    all drafts of the last round were accepted, and is written over by itself elsewhere, so the step's shape never
+    changes. A draft whose trained context is shorter than the text wants a streaming cache with `rotate_on_read`.
 
-    A draft whose trained context is shorter than the text wants a streaming cache with `rotate_on_read`.
-
-    The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are
-    never proposed; one that only the target has is shown to the draft as its last id, which costs a draft
-    its quality, and no emitted token anything.
-    Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
+    The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are never
+    proposed; one that only the target has is shown to the draft as its last id, which costs a draft its quality, and
+    no emitted token anything. Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
     """
 
     verification_cache = None
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
-        require_at_least("gamma", gamma, 0)
-        if runner.cache is not None:
-            check_gamma(gamma, runner.cache.max_block)
+        check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
         self.gamma, self._runner, self._vocab_size = gamma, runner, runner.vocab_size
         n_rows = runner.max_batch
         # The block that the target verifies, from position `start`: current tokens, then drafts.
@@ -49,7 +45,7 @@ class StandaloneDraft:
         self._previous = torch.zeros_like(self._start)
 
     def check(self, target: ModelRunner, length: int) -> None:
-        """Also: the draft has a row for each of the target's, and vocabularies differ by a padded tail at most."""
+        """Also: the draft has a row for each of the target's. Vocabularies are taken to differ by a padded tail."""
         check_rows("StandaloneDraft", self._runner.max_batch, target.cache)
         if self._runner.ranks != target.ranks:
             where, fix = "StandaloneDraft: runner.ranks", "build both runners with the same ranks"
@@ -63,7 +59,7 @@ class StandaloneDraft:
         if known == 0:
             self._runner.fill_row(row, own_ids)
         else:  # the last known token once more: it may never have been run (see `propose`)
-            self._runner.extend_row(row, own_ids, max(0, known - 1))
+            self._runner.extend_row(row, own_ids, known - 1)
         self._previous[row] = text[-1]
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
@@ -76,7 +72,8 @@ class StandaloneDraft:
                 last, position = torch.cat([self._previous[:, None], last], 1), torch.cat([position - 1, position], 1)
             # A row that was never admitted idles at position 0, with nothing before it.
             logits = runner.last_logits(last.clamp(max=runner.vocab_size - 1), position.clamp(min=0), cache)
-            return _fit(logits, self._vocab_size)
+            # Over the target's ids: those that only the draft has are cut, one that it lacks is impossible.
+            return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
 
         drafts = draw_drafts(gamma, current, step, verification, runner.ranks)
         self._block[:, : gamma + 1].copy_(torch.cat([current[:, None], drafts.tokens], dim=1))
@@ -87,11 +84,6 @@ class StandaloneDraft:
         self._runner.rollback(lengths)
         last = (lengths - 1 - self._start).clamp(min=0, max=self.gamma)
         self._previous.copy_(self._block.gather(1, last[:, None]).squeeze(1))
-
-
-def _fit(logits: Tensor, vocab_size: int) -> Tensor:
-    """The draft's `logits [B, Vd]` over the target's ids `[B, V]`: its own tail cut, one that it lacks impossible."""
-    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
 
 
 @dataclass(frozen=True, kw_only=True)

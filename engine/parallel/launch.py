@@ -19,9 +19,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from common.errors import RankError, UserError, flag
 from common.pipes import readers_may_leave, tell
 from common.process import is_leader, own_rank, world_size
-from engine.parallel.ranks import LINGER_SECONDS
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
+# torchrun looks at its processes ten times a second: in this time it ends whoever only waits to be ended.
+LINGER_SECONDS = 10
 # What gloo and NCCL say of a peer; any other error of theirs is this rank's own, and keeps its traceback.
 LOST_RANK = re.compile(
     "connection (closed by peer|reset by peer|refused)|broken pipe|socket timeout|timed out|remote process exited"
@@ -50,15 +51,13 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
         if is_leader():
             tell("\ninterrupted")
         sys.exit(130)
-    except RuntimeError as error:
-        if not _is_lost_rank(error):
-            _tell_torchrun(error)
+    except Exception as error:
+        of_ranks = isinstance(error, RuntimeError) and (dist.is_initialized() or isinstance(error, dist.DistError))
+        if not of_ranks or not LOST_RANK.search(str(error)):
+            get_error_handler().record_exception(error)
             raise
         _report_lost_rank(error)
         sys.exit(LOST_RANK_CODE)
-    except Exception as error:
-        _tell_torchrun(error)
-        raise
     gc.collect()  # now that no traceback holds main's frames
     if code:
         sys.exit(code)
@@ -75,7 +74,7 @@ def _tell_user_error(error: UserError, message: str) -> None:
         _on_store(lambda store: store.set(_TOLD, message), None)
         tell(f"error: {message}" if is_leader() else f"\nerror on rank {own_rank()}: {message}")
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
-    _tell_torchrun(error.with_traceback(None))
+    get_error_handler().record_exception(error.with_traceback(None))
 
 
 def _leader_says(message: str) -> bool:
@@ -86,18 +85,7 @@ def _leader_says(message: str) -> bool:
     return told == message
 
 
-def _tell_torchrun(error: Exception) -> None:
-    """Write the file from which torchrun's summary takes the failing rank's error."""
-    get_error_handler().record_exception(error)
-
-
-def _is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective, or joining the others, failed because of another process."""
-    of_ranks = dist.is_initialized() or isinstance(error, dist.DistError)
-    return of_ranks and LOST_RANK.search(str(error)) is not None
-
-
-def _report_lost_rank(error: RuntimeError) -> None:
+def _report_lost_rank(error: Exception) -> None:
     """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
     hangs = "timed out" in str(error).lower()
     if _on_store(_told, None) is None:
@@ -111,7 +99,7 @@ def _report_lost_rank(error: RuntimeError) -> None:
         lost = RankError(what, "a collective of all ranks", error, "an answer of every rank", fix)
         tell(f"\nerror: {lost}")
     if hangs:
-        _tell_torchrun(error.with_traceback(None))
+        get_error_handler().record_exception(error.with_traceback(None))
     else:
         time.sleep(LINGER_SECONDS)
 

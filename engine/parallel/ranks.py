@@ -22,8 +22,6 @@ from common.process import LEADER, own_rank, world_size
 from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
 
-# torchrun looks at its processes ten times a second: in this time it ends whoever only waits to be ended.
-LINGER_SECONDS = 10
 Value = TypeVar("Value")
 
 
