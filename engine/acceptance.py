@@ -21,13 +21,10 @@ class AcceptanceRate:
 
     @property
     def standard_error(self) -> float:
-        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were; 0 for a
-        rate that was given.
-
-        Without those two, a few drafts that were all accepted, or none, would seem certain (Agresti and Caffo 2000,
-        The American Statistician 54(4), 280-288). Drafts of one block, and blocks of one text, are not independent:
-        this is a lower bound.
-        """
+        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were, without
+        which a few drafts that were all accepted, or none, would seem certain (Agresti and Caffo 2000, The American
+        Statistician 54(4), 280-288); 0 for a rate that was given. Drafts of one block, and blocks of one text, are not
+        independent: this is a lower bound."""
         if self.n is None:
             return 0.0
         share = (self.value * self.n + 1) / (self.n + 2)

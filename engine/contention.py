@@ -26,10 +26,8 @@ WAKING = 0.0005
 @dataclass(frozen=True)
 class Usage:
     """Seconds of a while, by the clock; and processor seconds: those that this process had, those that each of its
-    threads was ready for and did not get, in so many turns, and those that the hypervisor gave to others.
-
-    No waits: the system does not tell.
-    """
+    threads was ready for and did not get, in so many turns (none: the system does not tell), and those that the
+    hypervisor gave to others."""
 
     threads: int
     seconds: float
@@ -45,14 +43,12 @@ class Usage:
 
     def since(self, before: Usage) -> Usage:
         """Of the threads that are still there."""
-        earlier = {name: before.waits.get(name, (0.0, 0)) for name in self.waits}
-        return Usage(
-            self.threads,
-            self.seconds - before.seconds,
-            self.had - before.had,
-            {name: (waited - earlier[name][0], n - earlier[name][1]) for name, (waited, n) in self.waits.items()},
-            self.stolen - before.stolen,
-        )
+        waits = {}
+        for name, (waited, n_turn) in self.waits.items():
+            earlier, n_earlier = before.waits.get(name, (0.0, 0))
+            waits[name] = waited - earlier, n_turn - n_earlier
+        seconds, had, stolen = self.seconds - before.seconds, self.had - before.had, self.stolen - before.stolen
+        return Usage(self.threads, seconds, had, waits, stolen)
 
 
 def usage_so_far() -> Usage:
@@ -72,11 +68,9 @@ def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, tuple[float, in
 
 
 def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
-    """What the ranks' usage in one pass says, of the rank that was worst off.
-
-    `cpu_share`: processor time per thread and second. `threads_waiting`, `stolen_processors`: on average.
-    `contended`: None where the pass was too short, or the system cannot tell.
-    """
+    """What the ranks' usage in one pass says, of the rank worst off. `cpu_share`: processor time per thread and
+    second. `threads_waiting`, `stolen_processors`: on average. `contended`: None where the pass was too short, or the
+    system cannot tell."""
     stolen = max(rank.stolen / rank.seconds for rank in ranks)
     told = [rank.waiting for rank in ranks if rank.waiting is not None]
     waiting = max(told) if len(told) == len(ranks) else None

@@ -55,7 +55,6 @@ class Interleaved:
 
     A decode ends before that once fewer rows do, behind one such round: after `restart` the next one goes on with what
     is missing.
-    acceptance: what each drafter's rounds with all rows showed.
     """
 
     def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int, n_rounds: int) -> None:
@@ -81,7 +80,7 @@ class Interleaved:
 
     @property
     def acceptance(self) -> list[AcceptanceRate]:
-        """Of the draft positions that were verified. ZeroDivisionError before every drafter had a round."""
+        """What each drafter's rounds with all rows showed. ZeroDivisionError before every drafter had one."""
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) for accepted, verified in pairs]
 

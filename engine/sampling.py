@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = torch.iinfo(torch.int64).max  # of a vocabulary
@@ -27,11 +27,10 @@ ALL = torch.iinfo(torch.int64).max  # of a vocabulary
 class SamplingParams:
     """How one request's next token is chosen.
 
-    temperature: divides the logits; 0 is greedy. top_k: keep the k likeliest ids; 0 keeps all.
-    top_p: keep the likeliest ids until their mass reaches top_p; 1 keeps all. The two filters are joint:
-    both look at the unfiltered distribution at that temperature, and an id has to pass both; ties go to the
-    lowest id. seed: the random numbers' key, the same for every machine, batch and drafter.
-    Errors: ConfigError naming the field that is out of range.
+    temperature: divides the logits; 0 is greedy. top_k: keep the k likeliest ids; 0 keeps all. top_p: keep the
+    likeliest ids until their mass reaches top_p; 1 keeps all. The two filters are joint: both look at the unfiltered
+    distribution at that temperature, and an id has to pass both; ties go to the lowest id. seed: the random numbers'
+    key, the same for every machine, batch and drafter. Errors: ConfigError naming the field that is out of range.
     """
 
     temperature: float = 0.0
@@ -50,8 +49,8 @@ class SamplingParams:
         )
         for name, good, required, fix in checks:
             if not good:
-                where, seen = f"SamplingParams.{name} (--{name})", getattr(self, name)
-                raise ConfigError(f"{name} is out of range", where=where, seen=seen, required=required, fix=fix)
+                where = f"SamplingParams.{name} ({flag(name)})"
+                raise ConfigError(f"{name} is out of range", where, getattr(self, name), required, fix)
 
     @property
     def greedy(self) -> bool:
@@ -111,10 +110,7 @@ class Distribution:
             getattr(self, name).copy_(getattr(other, name))
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities, -inf where an id is excluded: `[B, ..., V] -> [B, ..., V]`.
-
-        float64 for float64 logits, else float32.
-        """
+        """Log-probabilities `[B, ..., V]`, -inf where an id is excluded; float64 for float64 logits, else float32."""
         return self._filtered(logits).log_softmax(dim=-1)
 
     def probs(self, logits: Tensor) -> Tensor:

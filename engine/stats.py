@@ -12,9 +12,9 @@ from engine.pacing import Choice
 class Counts:
     """Drafts and tokens of one row, or of many summed.
 
-    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind
-    a rejection, a stop token or a length limit were for nothing. `emitted` leaves out a row's first token, which its
-    prefill gives.
+    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind a
+    rejection, a stop token or a limit were for nothing. `emitted` leaves out a row's first token, which its prefill
+    gives.
     """
 
     rounds: int = 0
@@ -85,10 +85,8 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """A run's totals (`counts`), its rows (`rows`), and its rounds in order.
-
-    Prefill is timed apart; `draft_prefill_seconds` is the drafter's part of it.
-    """
+    """A run's rows, whose sum is `counts`, and its rounds in order. Prefill is timed apart; `draft_prefill_seconds` is
+    the drafter's part of it."""
 
     rows: tuple[Counts, ...]
     rounds: tuple[RoundStats, ...]

@@ -16,7 +16,7 @@ from kv_cache import KVCache, WriteThroughKVCache
 
 if TYPE_CHECKING:
     from engine.parallel.ranks import Ranks
-    from engine.runner import ModelRunner
+    from engine.runner import ModelRunner, RemoteRunner
 
 
 class Drafter(Protocol):
@@ -85,35 +85,30 @@ class TextDrafter(ABC):
         return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
     def check(self, target: ModelRunner, length: int) -> None:
-        check_target(type(self).__name__, self.verification_cache, target.cache)
+        check_target(self, self.verification_cache, target.cache)
 
     def rollback(self, lengths: Tensor) -> None:
         """Text behind `lengths` is written over before it is looked at."""
         return
 
 
-def check_target(drafter: str, own: KVCache, given: KVCache) -> None:
+def check_target(drafter: object, own: KVCache, given: KVCache) -> None:
     """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
     if given is not own:
-        what, seen = "the drafter was built on another runner", f"{drafter} over another target's cache"
+        what, seen = "the drafter was built on another runner", f"{type(drafter).__name__} over another target's cache"
         fix = "build the drafter from the runner that is passed to generate()"
         raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
 
 
-def check_room(drafter: str, cache: KVCache, length: int) -> None:
-    """Raise ConfigError unless rows of the draft's cache can follow `length` tokens."""
-    if cache.max_length is not None and length > cache.max_length:
+def check_cache(drafter: object, own: ModelRunner | RemoteRunner, target: ModelRunner, length: int) -> None:
+    """Raise ConfigError unless the draft has a row for each of the target's, which can follow `length` tokens."""
+    where, room = f"{type(drafter).__name__}: cache", None if own.cache is None else own.cache.max_length
+    if own.max_batch != target.max_batch:
+        what, fix = "the draft cache has another number of rows than the target's", "build both caches with the same"
+        raise ConfigError(what, f"{where}.max_batch", own.max_batch, target.max_batch, f"{fix} max_batch")
+    if room is not None and length > room:
         what, fix = "prompt + new tokens + gamma + 1 exceeds the draft's KV cache", "give the draft a longer cache"
-        where, seen, required = f"{drafter}: cache", f"{length} tokens", f"<= {cache.max_length}"
-        raise ConfigError(what, where, seen, required, f"{fix}, or a StreamingKVCache")
-
-
-def check_rows(drafter: str, n_rows: int, target: KVCache) -> None:
-    """Raise ConfigError unless the draft has a row for each of the target's."""
-    if n_rows != target.max_batch:
-        what = "the draft cache has another number of rows than the target's"
-        where, fix = f"{drafter}: cache.max_batch", "build both caches with the same max_batch"
-        raise ConfigError(what, where, n_rows, target.max_batch, fix)
+        raise ConfigError(what, where, f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")
 
 
 def check_gamma(gamma: int, window: int) -> None:

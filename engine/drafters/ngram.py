@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NGram(TextDrafter):
-    """Proposes what followed the last tokens when they stood in the row before (Saxena, "Prompt Lookup Decoding", 2023).
+    """Proposes what followed the last tokens when they stood in the row before (Saxena, Prompt Lookup Decoding, 2023).
 
     Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
     most; among those the one with the most tokens behind it, up to gamma; then the latest. A row in which fewer than

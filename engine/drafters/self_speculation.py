@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import check_gamma, check_room, check_rows, check_target, draw_drafts
+from engine.drafters.base import check_cache, check_gamma, check_target, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
@@ -43,7 +43,6 @@ class SelfSpeculation:
         layers: Sequence[int] | None = None,
     ) -> None:
         check_gamma(gamma, cache.max_block)
-        check_rows("SelfSpeculation", cache.max_batch, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
@@ -52,8 +51,8 @@ class SelfSpeculation:
         self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
 
     def check(self, target: ModelRunner, length: int) -> None:
-        check_target("SelfSpeculation", self._target.cache, target.cache)
-        check_room("SelfSpeculation", self.cache, length)
+        check_target(self, self._target.cache, target.cache)
+        check_cache(self, self._runner, target, length)
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         queries = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters.base import check_gamma, check_room, check_rows, draw_drafts
+from engine.drafters.base import check_cache, check_gamma, draw_drafts
 from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.modes import Drafts, Verification
 
@@ -45,13 +45,10 @@ class StandaloneDraft:
         self._previous = torch.zeros_like(self._start)
 
     def check(self, target: ModelRunner, length: int) -> None:
-        """Also: the draft has a row for each of the target's. Vocabularies are taken to differ by a padded tail."""
-        check_rows("StandaloneDraft", self._runner.max_batch, target.cache)
+        check_cache(self, self._runner, target, length)
         if self._runner.ranks != target.ranks:
             where, fix = "StandaloneDraft: runner.ranks", "build both runners with the same ranks"
             raise ConfigError("draft and target run on other ranks", where, self._runner.ranks, target.ranks, fix)
-        if self._runner.cache is not None:
-            check_room("StandaloneDraft", self._runner.cache, length)
         self._vocab_size = target.vocab_size
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
