@@ -109,8 +109,7 @@ class Decoder:
 
     def cancel(self, request: Request) -> None:
         """Drop a request: if it waits it never starts, if it runs its row is free for the next one, whose prefill
-        forgets what the row holds. One that ended stays as it is.
-        """
+        forgets what the row holds. One that ended stays as it is."""
         if request.finish_reason is not None:
             return
         request.finish_reason = "cancelled"
@@ -123,8 +122,7 @@ class Decoder:
     def step(self) -> RoundStats | None:
         """Admit waiting requests into free rows, then run one round; None if nothing is left to decode, or the pacing
         ends the decode. A request whose logits are not finite ends with the reason in its `error`; the others go on.
-        Errors: ConfigError if the pacing chooses a gamma that its drafter has not.
-        """
+        Errors: ConfigError if the pacing chooses a gamma that its drafter has not."""
         started = time.perf_counter()
         self._admit_waiting()
         choosing = time.perf_counter()
@@ -192,8 +190,7 @@ class Decoder:
     def _introduce(self, index: int) -> float:
         """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
         started = time.perf_counter()
-        busy = self._busy()
-        if shown := [len(of.prompt) for row, of in busy if self._show(index, row, of, len(of.prompt))]:
+        if shown := [len(of.prompt) for row, of in self._busy() if self._show(index, row, of, len(of.prompt))]:
             self._progress.prefilled(sum(shown))
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
@@ -269,13 +266,12 @@ def generate(
     """Continue every prompt; any number of prompts of any lengths runs through the cache's rows (see `Decoder`).
 
     Args:
-        prompts: token ids; limits, sampling and stop tokens are one for all of them, or one a prompt.
+        prompts: token ids; limits, sampling (None: greedy) and stop tokens, which are kept, are one for all of them,
+            or one a prompt.
         drafter: proposes `gamma` tokens in every round; None is the autoregressive baseline.
         pacing: in place of one drafter in every round.
-        sampling: None is greedy.
         request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
             that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
-        stop_tokens: ids that end a row; the stop token is kept.
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """

@@ -27,10 +27,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of a run. Alone, which is the default, every call returns what it was given.
-
-    device: where tensors that are exchanged live. check: compare a digest over ranks each round.
-    """
+    """All processes of a run. Alone, which is the default, every call returns what it was given. device: where tensors
+    that are exchanged live. check: compare a digest over ranks each round."""
 
     rank: int = LEADER
     size: int = 1
@@ -87,10 +85,8 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The ranks that hold one model between them, in the order of their shards; an `Exchange`.
-
-    A model need not be held by the leader: its logits go there all the same.
-    """
+    """The ranks that hold one model between them, in the order of their shards; an `Exchange`. A model need not be held
+    by the leader: its logits go there all the same."""
 
     ranks: tuple[int, ...]
     own_rank: int
@@ -152,10 +148,8 @@ def require_single_process() -> None:
 
 
 def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
-    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs; without torchrun, be alone.
-
-    A collective that waits longer than the timeout for a rank fails, and the run with it.
-    """
+    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs; without torchrun, be alone. A collective that
+    waits longer than the timeout for a rank fails, and the run with it."""
     where = torch.device(device)
     if world_size() == 1:
         return Ranks(device=where, check=check)
