@@ -110,8 +110,8 @@ class Round:
             self.drafter.rollback(self.batch.lengths)
 
     def outcomes(self) -> list[Outcome]:
-        """What `accept` decided, row by row: a round's one read from the device. Errors: RankError if ranks are compared
-        and disagree."""
+        """What `accept` decided, row by row: a round's one read from the device. Errors: RankError if ranks are
+        compared and disagree."""
         packed, batch = self.decided.tolist(), self.batch
         self.runner.ranks.require_same(
             lambda: f"a round from positions {batch.lengths.tolist()}",

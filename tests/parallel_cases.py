@@ -30,18 +30,8 @@ from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-DRAFTS = (
-    "none",
-    "self",
-    "self, some layers",
-    "self, snapkv",
-    "ngram",
-    "standalone, full",
-    "standalone, streaming",
-    "standalone, cache",
-    "standalone, snapkv",
-    "changing",
-)
+STANDALONE = ("standalone, full", "standalone, streaming", "standalone, cache", "standalone, snapkv")
+DRAFTS = ("none", "self", "self, some layers", "self, snapkv", "ngram", *STANDALONE, "changing")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA, MAX_LEN = 3, 3, 80
 # 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
@@ -110,15 +100,10 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     changing = case.draft == "changing"
     kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
     drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
-    out = generate(
-        runner,
-        prompts,
-        max_new_tokens=[rng.randint(1, 14) for _ in prompts],
-        drafter=None if changing else drafters[0],
-        pacing=Scripted(drafters, SCRIPT) if changing else None,
-        sampling=[SamplingParams(temperature, seed=seed) for seed in range(len(prompts))],
-        verification=case.mode,
-    )
+    drafts = {"pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
+    limits = [rng.randint(1, 14) for _ in prompts]
+    sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
+    out = generate(runner, prompts, max_new_tokens=limits, sampling=sampling, verification=case.mode, **drafts)
     return {"tokens": out.tokens, "counts": [asdict(row) for row in out.stats.rows]}
 
 

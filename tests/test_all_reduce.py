@@ -34,17 +34,11 @@ def symmetric(group, fake: FakeSymmetricMemory) -> AllReduce:
     return with_symmetric_memory(group, CPU, ops=fake, memory=fake)
 
 
+WAYS = [(1024, "one-shot"), (ONE_SHOT_BYTES, "one-shot"), (2 * ONE_SHOT_BYTES, "two-shot")]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "n_bytes,way",
-    [
-        (1024, "one-shot"),
-        (ONE_SHOT_BYTES, "one-shot"),
-        (2 * ONE_SHOT_BYTES, "two-shot"),
-        (1032, None),
-        (2 * WORKSPACE_BYTES, None),
-    ],
-)
+@pytest.mark.parametrize("n_bytes,way", [*WAYS, (1032, None), (2 * WORKSPACE_BYTES, None)])
 def test_size_decides_the_way(group, n_bytes, way, dtype):
     """Too large or unaligned tensors go through the process group; results never alias the workspace."""
     fake = FakeSymmetricMemory()

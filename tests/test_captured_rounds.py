@@ -50,18 +50,10 @@ def run(kind: str, mode: str, new_graphs=None, rounds: int = 1):
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     drafter = make_drafter(kind, runner)
-    sampling = SAMPLED if mode != "greedy" else None
-    prompts = random_prompts(LENGTHS)
+    how = {"sampling": SAMPLED if mode != "greedy" else None, "stop_tokens": [[], [], [8], [], []]}
     for _ in range(rounds):
-        out = generate(
-            runner,
-            prompts,
-            max_new_tokens=LIMITS,
-            drafter=drafter,
-            sampling=sampling,
-            verification=mode,
-            stop_tokens=[[], [], [8], [], []],
-        )
+        prompts = random_prompts(LENGTHS)
+        out = generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter, verification=mode, **how)
     return out
 
 

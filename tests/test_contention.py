@@ -68,12 +68,8 @@ def test_no_verdict_on_a_short_pass():
 
 def test_the_rank_that_was_worst_off_counts():
     seen = contention([CALM, replace(CALM, had=12.0, waits={"7": (8.0, 10)}), replace(CALM, stolen=1.0)])
-    assert seen == {
-        "cpu_share": pytest.approx(0.6),
-        "threads_waiting": pytest.approx(0.8, rel=0.01),
-        "stolen_processors": pytest.approx(0.1),
-        "contended": True,
-    }
+    expected = {"cpu_share": 0.6, "threads_waiting": 0.8, "stolen_processors": 0.1, "contended": True}
+    assert seen == pytest.approx(expected, rel=0.01)
 
 
 def test_a_thread_that_ends_takes_only_its_own_waiting_along():

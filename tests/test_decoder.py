@@ -15,7 +15,6 @@ from witness import VOCAB, WitnessModel, continue_plainly, cut
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice, Fixed
-from engine.sampling import Filters
 from kv_cache import FullKVCache, StreamingKVCache
 
 ROOM, GAMMA = 64, 3
@@ -40,13 +39,9 @@ def drafters_of(runner: ModelRunner) -> list:
 
 
 def random_request(rng: random.Random, id_: int, mode: str) -> Request:
-    return Request(
-        prompt=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 25))],
-        limit=rng.randint(1, 20),
-        stop_tokens=rng.sample(range(VOCAB), rng.choice([0, 0, 1])),
-        sampling=SamplingParams() if mode == "greedy" else random_sampling(rng),
-        id=id_,
-    )
+    prompt, limit = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 25))], rng.randint(1, 20)
+    stops = rng.sample(range(VOCAB), rng.choice([0, 0, 1]))
+    return Request(prompt, limit, stops, SamplingParams() if mode == "greedy" else random_sampling(rng), id_)
 
 
 def drive(decoder: Decoder, requests: list[Request], rng: random.Random) -> set[Request]:
@@ -150,13 +145,6 @@ def test_what_is_refused_is_not_queued():
             decoder.submit(bad)
     assert [decoder.step().busy, decoder.step().busy, decoder.step()] == [1, 1, None]
     assert good.tokens == continue_plainly([1, 2], 3)
-
-
-def test_filters_add_up():
-    rng = random.Random(0)
-    for _ in range(200):
-        one, other = ([random_sampling(rng) for _ in range(rng.randint(0, 3))] for _ in range(2))
-        assert Filters.of(one) | Filters.of(other) == Filters.of([*one, *other])
 
 
 def test_a_request_is_submitted_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -34,8 +35,8 @@ def answers(model, prompts):
     return [continue_by_recomputing(model, prompt, N_NEW + 8) for prompt in prompts]
 
 
-def expected(answers, n_new=N_NEW):
-    return [answer[:n_new] for answer in answers]
+def expected(answers):
+    return [answer[:N_NEW] for answer in answers]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,20 +60,13 @@ def test_stop_at_every_index_of_a_block(gamma, stop_at, samplings):
     each = samplings or [SamplingParams()] * 2
     futures = [continue_plainly(p, 12, s, i) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
     stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
+    how = {"sampling": samplings, "verification": "coupled" if samplings else "greedy", "stop_tokens": stops}
     for limit in range(1, gamma + 3):
         room = max(map(len, prompts)) + limit + gamma + 1
         runner = ModelRunner(model, FullKVCache(model.config, 2, room, dtype=torch.int64))
         own_cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
         for drafter in (SelfSpeculation(runner, own_cache, gamma), SavedText(runner, dict(enumerate(futures)), gamma)):
-            out = generate(
-                runner,
-                prompts,
-                max_new_tokens=limit,
-                drafter=drafter,
-                sampling=samplings,
-                verification="coupled" if samplings else "greedy",
-                stop_tokens=stops,
-            )
+            out = generate(runner, prompts, max_new_tokens=limit, drafter=drafter, **how)
             assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
 
 
@@ -151,15 +145,12 @@ def test_the_room_needed_is_exact(model):
     """prompt + new + gamma + 1 entries suffice, one fewer is refused."""
     prompt, n_new, gamma = list(range(9)), 6, 3
     answer = continue_by_recomputing(model, prompt, n_new)
-    for room, fits in ((9 + 6 + 3 + 1, True), (9 + 6 + 3, False)):
+    for room, ends in ((9 + 6 + 3 + 1, nullcontext()), (9 + 6 + 3, pytest.raises(ConfigError, match="the KV cache"))):
         runner = ModelRunner(model, full_cache(model, 2, room))
         drafter = SelfSpeculation(runner, full_cache(model, 2, room), gamma)
-        if fits:
+        with ends:
             out = generate(runner, [prompt, prompt[:4]], max_new_tokens=n_new, drafter=drafter)
             assert out.tokens[0] == answer
-        else:
-            with pytest.raises(ConfigError, match="exceeds the KV cache"):
-                generate(runner, [prompt], max_new_tokens=n_new, drafter=drafter)
 
 
 class CountPrefill(Progress):

@@ -105,13 +105,8 @@ def test_a_draft_law_over_a_padded_vocabulary_verifies_in_rejection_mode():
     target, prompts = tiny_model(), random_prompts(LENGTHS, 50)
     for vocab_size in (50, 80):
         drafter = standalone(replace(TINY, vocab_size=vocab_size), 4)
-        out = generate(
-            ModelRunner(target, full_cache(target, 4)),
-            prompts,
-            max_new_tokens=10,
-            drafter=drafter,
-            sampling=SamplingParams(1.5, top_p=0.9, seed=1),
-        )
+        runner, sampling = ModelRunner(target, full_cache(target, 4)), SamplingParams(1.5, top_p=0.9, seed=1)
+        out = generate(runner, prompts, max_new_tokens=10, drafter=drafter, sampling=sampling)
         assert all(len(tokens) == 10 and max(tokens) < TINY.vocab_size for tokens in out.tokens)
         assert out.stats.accepted > 0
 

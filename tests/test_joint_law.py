@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,24 +98,18 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
     return SelfSpeculation(runner, cache, gamma, DRAFT)
 
 
-def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_slots: int, seed: int, ids=None):
+def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_slots: int, seed: int):
     """What `generate` makes of one request per group."""
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, n_slots, ROOM, dtype=TARGET.dtype))
     pacing = None
     if kind == "changing":
         drafters = [make_drafter(one, runner, gamma) for one in ("full", "ngram", "streaming")]
         pacing = Scripted(drafters, [PLAIN_STEP, Choice(0, 1), Choice(1, 2), Choice(0, gamma), Choice(2, gamma)])
-    return generate(
-        runner,
-        [PROMPTS[prompt] for prompt, _ in groups],
-        max_new_tokens=N_NEW,
-        drafter=None if pacing else make_drafter(kind, runner, gamma),
-        pacing=pacing,
-        sampling=[SamplingParams(way.temperature, way.top_k, way.top_p, seed) for _, way in groups],
-        verification=mode,
-        request_ids=ids,
-        stop_tokens=[STOP],
-    )
+    drafts = {"pacing": pacing} if pacing else {"drafter": make_drafter(kind, runner, gamma)}
+    sampling = [replace(way, seed=seed) for _, way in groups]
+    prompts = [PROMPTS[prompt] for prompt, _ in groups]
+    how = {"sampling": sampling, "verification": mode, "stop_tokens": [STOP]}
+    return generate(runner, prompts, max_new_tokens=N_NEW, **drafts, **how)
 
 
 def irregular_groups(n: int, seed: int, ways: tuple[SamplingParams, ...]) -> list[Group]:

@@ -18,17 +18,9 @@ from models import ModelConfig, Transformer
 # draft's reach is what the sinks hold.
 N_RULE, N_WORD = 6, 18
 TRAINED = 128
-DRAFT = ModelConfig(
-    vocab_size=N_RULE + N_WORD,
-    n_layer=2,
-    dim=64,
-    n_head=4,
-    n_kv_head=4,
-    head_dim=16,
-    ffn_dim=128,
-    max_context=TRAINED,
-    rope_theta=625.0,  # 10,000 at 2,048 tokens (Llama), so the slowest pair turns as far within the trained context
-)
+SHAPE = {"n_layer": 2, "dim": 64, "n_head": 4, "n_kv_head": 4, "head_dim": 16, "ffn_dim": 128}
+# A theta of 10,000 at 2,048 tokens (Llama), so that the slowest pair turns as far within the trained context.
+DRAFT = ModelConfig(vocab_size=N_RULE + N_WORD, max_context=TRAINED, rope_theta=625.0, **SHAPE)
 LONG = [1990, 2003, 2017, 1999, 2010, 2024]
 N_NEW = 40
 

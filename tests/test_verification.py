@@ -49,13 +49,9 @@ def exact_law_error(
 def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
     """Summed over the drafts that q draws; for a draft without probabilities, whichever it is."""
     errors, judged = [], []
+    n_examples = math.ceil(PAIRS / (len(FAMILIES) * PAIRS_PER_EXAMPLE))
 
-    @settings(
-        deadline=None,
-        derandomize=True,
-        database=None,
-        max_examples=math.ceil(PAIRS / (len(FAMILIES) * PAIRS_PER_EXAMPLE)),
-    )
+    @settings(deadline=None, derandomize=True, database=None, max_examples=n_examples)
     @given(st.integers(0, 2**31), st.integers(2, 8), st.integers(1, 3), st.booleans())
     def check(seed, vocab, n_drafts, ragged):
         error, n_judged = exact_law_error(family, seed, vocab, n_drafts, ragged, has_probs)
@@ -70,16 +66,11 @@ def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
     record_property(f"max: exact law, {kind}: error", max(errors))
 
 
+WAYS = [SamplingParams(1.0, seed=20240601), SamplingParams(1.0, seed=3 << 40), SamplingParams(0.7, 6, 0.99, seed=5)]
+
+
 @pytest.mark.parametrize("gamma", [1, 2])
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(1.0, seed=20240601),
-        SamplingParams(1.0, seed=3 << 40),
-        SamplingParams(0.7, top_k=6, top_p=0.99, seed=5),
-    ],
-    ids=lambda params: f"seed {params.seed}",
-)
+@pytest.mark.parametrize("params", WAYS, ids=lambda params: f"seed {params.seed}")
 def test_narrow_chi_square_with_the_engines_own_noise(gamma, params, record_property):
     """A draft of the target's law in reverse order is rejected about 70% of the time.
 

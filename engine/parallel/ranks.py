@@ -148,8 +148,8 @@ def require_single_process() -> None:
 
 
 def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
-    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs; without torchrun, be alone. A collective that
-    waits longer than the timeout for a rank fails, and the run with it."""
+    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs; without torchrun, be alone. A collective
+    that waits longer than the timeout for a rank fails, and the run with it."""
     where = torch.device(device)
     if world_size() == 1:
         return Ranks(device=where, check=check)
