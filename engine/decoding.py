@@ -81,7 +81,8 @@ class Decoder:
         self._waiting: deque[Request] = deque()
         # A row without a request idles: it stays parked at its last length, where its writes harm nobody.
         self._rows: list[Request | None] = [None] * runner.max_batch
-        self._lengths, self._current = [0] * runner.max_batch, [0] * runner.max_batch
+        # Of each row: its length and its last two tokens.
+        self._state = [(0, 0, 0)] * runner.max_batch
         self._made_for: tuple[str, Filters] | None = None
         self._rounds: dict[Choice, Round] = {}
 
@@ -151,7 +152,7 @@ class Decoder:
         if self._made_for != needed:  # by the first requests, or by one that samples in a way that none before did
             self._made_for, self._rounds = needed, {}
             self._batch, self._captured = batch_and_parts(self._runner, self._pacing.drafters, *needed)
-            for row, length in enumerate(self._lengths):
+            for row, (length, *_) in enumerate(self._state):
                 if length == 0:  # never filled: it idles at position 0, and writes over what it may hold
                     self._runner.cache.notes.pop(row, None)
         rows = [request or IDLE for request in self._rows]
@@ -160,21 +161,22 @@ class Decoder:
 
     def _set_state(self) -> None:
         for row, request in self._busy():
-            self._lengths[row], self._current[row] = request.length, request.tokens[-1]
-        self._batch.set_state(self._lengths, self._current)
+            previous = request.tokens[-2] if len(request.tokens) > 1 else request.prompt[-1]
+            self._state[row] = request.length, previous, request.tokens[-1]
+        self._batch.set_state(*zip(*self._state, strict=True))
 
     def _admit(self, row: int, request: Request) -> None:
         """Prefill a prompt into a free row and emit its first token; the row stays free if that ends it."""
         runner = self._runner
         prefilled = runner.prefill_row(row, request.prompt, self._progress.prefilled)
-        self._lengths[row] = len(request.prompt)
+        self._state[row] = len(request.prompt), 0, 0
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
         else:
             # The first token ends a round without drafts, whose last known token is the prompt's.
             batch = Batch(1, Filters.of([request.sampling]), runner.device)
             batch.set_rows([request.sampling], [request.id])
-            batch.set_state([len(request.prompt) - 1], request.prompt[-1:])
+            batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
             first = verification_in(self._mode, batch, 0, runner.model)
 
             def next_token() -> Tensor:

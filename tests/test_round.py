@@ -35,7 +35,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
             drafter.follow(row, row, prompt, 0)
         batch = Batch(3, Filters.of(SAMPLINGS))
         batch.set_rows(SAMPLINGS, range(3))
-        batch.set_state(LENGTHS, [5, 6, 7])
+        batch.set_state(LENGTHS, [prompt[-1] for prompt in random_prompts(LENGTHS)], [5, 6, 7])
         round_ = Round(runner, batch, drafter, 3, mode)
         with torch.inference_mode(), NoHostReads():
             round_.propose()

@@ -82,7 +82,7 @@ def test_narrow_chi_square_with_the_engines_own_noise(gamma, params, record_prop
     draft_logits = target_logits.flip(-1)
     batch = Batch(n_rows, Filters.of([params]))
     batch.set_rows([params] * n_rows, range(n_rows))
-    batch.set_state([row % 5 + 10 for row in range(n_rows)], [0] * n_rows)
+    batch.set_state([row % 5 + 10 for row in range(n_rows)], [0] * n_rows, [0] * n_rows)
     decision = Rejection(batch)
     drawn = [decision.draw(draft_logits[i].expand(n_rows, -1), i) for i in range(gamma)]
     drafts = Drafts(torch.stack([token for token, _ in drawn], 1), torch.stack([law for _, law in drawn], 1))

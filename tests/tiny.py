@@ -39,7 +39,7 @@ def full_cache(
 def batch_at(lengths: list[int], current: list[int]) -> Batch:
     """Greedy rows whose last tokens, `current`, sit at those positions."""
     batch = Batch(len(lengths), Filters())
-    batch.set_state(lengths, current)
+    batch.set_state(lengths, [0] * len(lengths), current)
     return batch
 
 

@@ -37,12 +37,6 @@ class StandaloneDraft:
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
         self.gamma, self._runner, self._vocab_size = gamma, runner, runner.vocab_size
-        n_rows = runner.max_batch
-        # The block that the target verifies, from position `start`: current tokens, then drafts.
-        self._block = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=runner.device)
-        self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
-        # The last committed token but one, at position `lengths - 1`, with which a round begins.
-        self._previous = torch.zeros_like(self._start)
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_cache(self, self._runner, target, length)
@@ -57,30 +51,24 @@ class StandaloneDraft:
             self._runner.fill_row(row, own_ids)
         else:  # the last known token once more: it may never have been run (see `propose`)
             self._runner.extend_row(row, own_ids, known - 1)
-        self._previous[row] = text[-1]
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        current, lengths, runner = batch.current, batch.lengths, self._runner
+        lengths, runner = batch.lengths, self._runner
         cache = None if runner.cache is None else runner.cache.view(extent=batch.extent(gamma))
 
         def step(i: int, tokens: Tensor) -> Tensor:
             last, position = tokens[:, None], lengths[:, None] + i
             if i == 0:
-                last, position = torch.cat([self._previous[:, None], last], 1), torch.cat([position - 1, position], 1)
+                last, position = torch.cat([batch.previous[:, None], last], 1), torch.cat([position - 1, position], 1)
             # A row that was never admitted idles at position 0, with nothing before it.
             logits = runner.last_logits(last.clamp(max=runner.vocab_size - 1), position.clamp(min=0), cache)
             # Over the target's ids: those that only the draft has are cut, one that it lacks is impossible.
             return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
 
-        drafts = draw_drafts(gamma, current, step, verification, runner.ranks)
-        self._block[:, : gamma + 1].copy_(torch.cat([current[:, None], drafts.tokens], dim=1))
-        self._start.copy_(lengths)
-        return drafts
+        return draw_drafts(gamma, batch.current, step, verification, runner.ranks)
 
     def rollback(self, lengths: Tensor) -> None:
         self._runner.rollback(lengths)
-        last = (lengths - 1 - self._start).clamp(min=0, max=self.gamma)
-        self._previous.copy_(self._block.gather(1, last[:, None]).squeeze(1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ def forced_acceptance(
     counts = [Counts.of_gamma(gamma) for _ in range(n_rows)]
     writes_through = drafter.verification_cache not in (None, runner.cache)
     for start in range(0, n_token - gamma - 1, gamma + 1):
-        batch.set_state([len(prompt) + start for prompt in prompts], [row[start] for row in continuations])
+        previous = [row[start - 1] for row in continuations] if start else [prompt[-1] for prompt in prompts]
+        lengths = [len(prompt) + start for prompt in prompts]
+        batch.set_state(lengths, previous, [row[start] for row in continuations])
         round_.propose()
         round_.verify()
         round_.accept()
