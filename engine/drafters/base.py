@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
 if TYPE_CHECKING:
-    from engine.parallel.ranks import Ranks
     from engine.runner import ModelRunner, RemoteRunner
 
 
@@ -45,26 +44,6 @@ class Drafter(Protocol):
         """Forget what was rejected: the round left `lengths [B]` tokens of each row committed to the target's cache."""
 
 
-def draw_drafts(
-    gamma: int, current: Tensor, step: Callable[[int, Tensor], Tensor], verification: Verification, ranks: Ranks
-) -> Drafts:
-    """The drafts of a model whose `step(i, tokens [B])` gives the logits `[B, V]` of the i-th draft: where the model is
-    sharded, on the rank that decides, which draws for all."""
-    tokens, distributions = [current], []
-    for i in range(gamma):
-        logits = step(i, tokens[-1])
-
-        def draw(logits: Tensor = logits, i: int = i) -> Tensor:
-            token, distribution = verification.draw(logits, i)
-            if distribution is not None:
-                distributions.append(distribution)
-            return token
-
-        tokens.append(ranks.decided(draw, len(current)))
-    drafted = torch.stack(tokens, dim=1)[:, 1:]
-    return Drafts(drafted, torch.stack(distributions, dim=1) if distributions else None)
-
-
 class TextDrafter(ABC):
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
 
@@ -92,23 +71,59 @@ class TextDrafter(ABC):
         return
 
 
+class ModelDrafter(ABC):
+    """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
+
+    verification_cache: WriteThroughKVCache | None = None
+
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
+        check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
+        self.gamma, self._runner = gamma, runner
+
+    @abstractmethod
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        """The logits `[B, V]` of the i-th draft, which follows `tokens [B]`; of a sharded model on the rank that
+        decides. cache: what of the draft's own a round can touch."""
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        cache = None if self._runner.cache is None else self._runner.cache.view(extent=batch.extent(gamma))
+        tokens, distributions = [batch.current], []
+        for i in range(gamma):
+            logits = self.logits(batch, i, tokens[-1], cache)
+
+            def draw(logits: Tensor = logits, i: int = i) -> Tensor:
+                token, distribution = verification.draw(logits, i)
+                if distribution is not None:
+                    distributions.append(distribution)
+                return token
+
+            tokens.append(self._runner.ranks.decided(draw, len(batch.current)))
+        drafted = torch.stack(tokens, dim=1)[:, 1:]
+        return Drafts(drafted, torch.stack(distributions, dim=1) if distributions else None)
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        """Also: the draft has a row for each of the target's."""
+        own, name = self._runner, type(self).__name__
+        room = None if own.cache is None else own.cache.max_length
+        if own.max_batch != target.max_batch:
+            what, fix = "the draft cache has another number of rows than the target's", "build both caches with the"
+            raise ConfigError(
+                what, f"{name}: cache.max_batch", own.max_batch, target.max_batch, f"{fix} same max_batch"
+            )
+        if room is not None and length > room:
+            what, fix = "prompt + new tokens + gamma + 1 exceeds the draft's KV cache", "give the draft a longer cache"
+            raise ConfigError(what, f"{name}: cache", f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")
+
+    def rollback(self, lengths: Tensor) -> None:
+        self._runner.rollback(lengths)
+
+
 def check_target(drafter: object, own: KVCache, given: KVCache) -> None:
     """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
     if given is not own:
         what, seen = "the drafter was built on another runner", f"{type(drafter).__name__} over another target's cache"
         fix = "build the drafter from the runner that is passed to generate()"
         raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
-
-
-def check_cache(drafter: object, own: ModelRunner | RemoteRunner, target: ModelRunner, length: int) -> None:
-    """Raise ConfigError unless the draft has a row for each of the target's, which can follow `length` tokens."""
-    where, room = f"{type(drafter).__name__}: cache", None if own.cache is None else own.cache.max_length
-    if own.max_batch != target.max_batch:
-        what, fix = "the draft cache has another number of rows than the target's", "build both caches with the same"
-        raise ConfigError(what, f"{where}.max_batch", own.max_batch, target.max_batch, f"{fix} max_batch")
-    if room is not None and length > room:
-        what, fix = "prompt + new tokens + gamma + 1 exceeds the draft's KV cache", "give the draft a longer cache"
-        raise ConfigError(what, where, f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")
 
 
 def check_gamma(gamma: int, window: int) -> None:

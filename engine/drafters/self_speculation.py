@@ -10,9 +10,8 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import check_cache, check_gamma, check_target, draw_drafts
+from engine.drafters.base import ModelDrafter, check_target
 from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.modes import Drafts, Verification
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from models.names import parse_layers
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
 
-class SelfSpeculation:
+class SelfSpeculation(ModelDrafter):
     """The target drafts for itself over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
     That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
@@ -42,17 +41,16 @@ class SelfSpeculation:
         model: Transformer | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        check_gamma(gamma, cache.max_block)
+        super().__init__(runner.over(cache, model), gamma)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
-        self.gamma, self.cache, self._layers = gamma, cache, layers
-        self._target, self._runner = runner, runner.over(cache, model)
+        self._target, self.cache, self._layers = runner, cache, layers
         self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target(self, self._target.cache, target.cache)
-        check_cache(self, self._runner, target, length)
+        super().check(target, length)
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
         queries = None
@@ -60,16 +58,8 @@ class SelfSpeculation:
             queries = self._target.last_queries(row, text, self.cache.n_observed)
         self.cache.fill_row(row, self._target.cache, len(text), self._layers, queries)
 
-    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        cache = self.cache.view(extent=batch.extent(gamma))
-
-        def step(i: int, tokens: Tensor) -> Tensor:
-            return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
-
-        return draw_drafts(gamma, batch.current, step, verification, self._runner.ranks)
-
-    def rollback(self, lengths: Tensor) -> None:
-        self.cache.rollback(lengths)
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
 
 
 @dataclass(frozen=True, kw_only=True)
