@@ -29,27 +29,25 @@ SAMPLED = [
 ]
 
 
-def make_drafter(kind: str, runner: ModelRunner):
-    if kind == "none":
-        return None
-    if kind == "ngram":
-        return NGram(runner, gamma=3)
-    if kind == "saved":
-        texts = {i: [5 * i + j for j in range(12)] for i in range(4)}
-        return SavedText(runner, texts, gamma=3)
-    if kind == "standalone":
-        draft = tiny_model()
-        cache = StreamingKVCache(draft.config, runner.max_batch, 24, 2, dtype=torch.float64, rotate_on_read=True)
-        return StandaloneDraft(ModelRunner(draft, cache), gamma=3)
-    if kind == "full":
-        return SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2)
-    return SelfSpeculation(runner, StreamingKVCache(TINY, runner.max_batch, 12, 2, dtype=torch.float64), gamma=3)
+def standalone(runner: ModelRunner) -> StandaloneDraft:
+    cache = StreamingKVCache(TINY, runner.max_batch, 24, 2, dtype=torch.float64, rotate_on_read=True)
+    return StandaloneDraft(ModelRunner(tiny_model(), cache), gamma=3)
+
+
+DRAFTERS = {
+    "none": lambda runner: None,
+    "streaming": lambda runner: SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), gamma=3),
+    "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
+    "standalone": standalone,
+    "ngram": lambda runner: NGram(runner, gamma=3),
+    "saved": lambda runner: SavedText(runner, {i: [5 * i + j for j in range(12)] for i in range(4)}, gamma=3),
+}
 
 
 def run(kind: str, mode: str, new_graphs=None, rounds: int = 1):
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
-    drafter = make_drafter(kind, runner)
+    drafter = DRAFTERS[kind](runner)
     how = {"sampling": SAMPLED if mode != "greedy" else None, "stop_tokens": [[], [], [8], [], []]}
     for _ in range(rounds):
         prompts = random_prompts(LENGTHS)
@@ -58,7 +56,7 @@ def run(kind: str, mode: str, new_graphs=None, rounds: int = 1):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("kind", ["none", "streaming", "full", "standalone", "ngram", "saved"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows: rows roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []
@@ -151,7 +149,7 @@ def test_graphs_go_with_their_runner_and_with_their_drafter():
     graphs: list[RecordedGraph] = []
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
-    first, second = make_drafter("streaming", runner), make_drafter("full", runner)
+    first, second = DRAFTERS["streaming"](runner), DRAFTERS["full"](runner)
 
     def generate_with(drafter) -> list[list[int]]:
         return generate(runner, random_prompts([9, 20]), max_new_tokens=12, drafter=drafter).tokens

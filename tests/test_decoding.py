@@ -70,14 +70,22 @@ def test_stop_at_every_index_of_a_block(gamma, stop_at, samplings):
             assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
 
 
+def runner_broken_by(token: int, value: str, n_rows: int = 2) -> ModelRunner:
+    """Of a model that a token makes infinite, or no number at all."""
+    model = tiny_model()
+    model.tok_embeddings.weight[token] = float(value)
+    return ModelRunner(model, full_cache(model, n_rows))
+
+
+def never_seen(prompts, answers) -> int:
+    return next(token for token in range(TINY.vocab_size) if all(token not in row for row in (*prompts, *answers)))
+
+
 def test_a_row_with_nan_logits_ends_alone(prompts, answers):
-    seen = {token for row in (*prompts, *answers) for token in row}
-    poison = next(token for token in range(TINY.vocab_size) if token not in seen)
-    broken = tiny_model()
-    broken.tok_embeddings.weight[poison] = float("nan")
+    poison = never_seen(prompts, answers)
     poisoned = [*prompts[:1], [7, poison, 7], *prompts[1:]]
     for slots in (1, 3):
-        runner = ModelRunner(broken, full_cache(broken, slots))
+        runner = runner_broken_by(poison, "nan", slots)
         drafter = SelfSpeculation(runner, StreamingKVCache(TINY, slots, 10, 2, dtype=torch.float64), 3)
         out = generate(runner, poisoned, max_new_tokens=N_NEW, drafter=drafter)
         assert out.finish_reasons[1] == "error" and out.tokens[1] == []
@@ -90,22 +98,17 @@ def test_nan_in_the_middle_of_decoding_keeps_what_came_before(prompts, answers):
     target = answers[0][2]
     other = next(i for i in range(1, 5) if target not in (*answers[i], *prompts[i]))
     assert target not in (*answers[0][:2], *prompts[0])
-    broken = tiny_model()
-    broken.tok_embeddings.weight[target] = float("inf")
-    runner = ModelRunner(broken, full_cache(broken, 2))
-    pair = [prompts[0], prompts[other]]
-    for drafter in (None, SelfSpeculation(runner, full_cache(broken, 2), 3)):
-        out = generate(runner, pair, max_new_tokens=N_NEW, drafter=drafter)
+    runner = runner_broken_by(target, "inf")
+    for drafter in (None, SelfSpeculation(runner, full_cache(runner.model, 2), 3)):
+        out = generate(runner, [prompts[0], prompts[other]], max_new_tokens=N_NEW, drafter=drafter)
         assert out.tokens == [answers[0][:3], answers[other][:N_NEW]]
         assert out.errors == [f"row 0: logits at position {LENGTHS[0] + 2} are NaN or infinite", None]
 
 
 def test_a_rejected_draft_that_overflows_harms_nobody(prompts, answers):
     """Row after row, drafts are a token with infinite KV: the target never takes it, nor notices it."""
-    poison = next(t for t in range(TINY.vocab_size) if all(t not in row for row in (*prompts, *answers)))
-    broken = tiny_model()
-    broken.tok_embeddings.weight[poison] = float("inf")
-    runner = ModelRunner(broken, full_cache(broken, 2))
+    poison = never_seen(prompts, answers)
+    runner = runner_broken_by(poison, "inf")
     drafter = SavedText(runner, dict.fromkeys(range(len(prompts)), [poison] * (N_NEW + 8)), 3)
     out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
     assert out.tokens == expected(answers) and out.errors == [None] * len(prompts)

@@ -88,14 +88,11 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
         return NGram(runner, gamma)
     if kind == "saved text":
         rng = random.Random(gamma)
-        return SavedText(
-            runner, {i: rng.choices(range(VOCAB), k=rng.randint(0, N_NEW)) for i in range(N_REQUESTS)}, gamma
-        )
+        texts = {i: rng.choices(range(VOCAB), k=rng.randint(0, N_NEW)) for i in range(N_REQUESTS)}
+        return SavedText(runner, texts, gamma)
     if kind == "full":
-        cache = FullKVCache(config, n_slots, ROOM, dtype=dtype)
-    else:
-        cache = StreamingKVCache(config, n_slots, budget=gamma + 2, n_sink=1, dtype=dtype)
-    return SelfSpeculation(runner, cache, gamma, DRAFT)
+        return SelfSpeculation(runner, FullKVCache(config, n_slots, ROOM, dtype=dtype), gamma, DRAFT)
+    return SelfSpeculation(runner, StreamingKVCache(config, n_slots, gamma + 2, 1, dtype=dtype), gamma, DRAFT)
 
 
 def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_slots: int, seed: int):

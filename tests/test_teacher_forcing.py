@@ -79,17 +79,23 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     assert out.tokens == [continue_by_recomputing(target, prompt, 9) for prompt in PROMPTS]
 
 
-def test_what_does_not_fit_is_refused():
+ALL_ROWS = "a prompt and a continuation for each row"
+
+
+@pytest.mark.parametrize(
+    "prompts,book,room,message",
+    [
+        (PROMPTS[:2], BOOK[:2], 128, ALL_ROWS),
+        (PROMPTS, [row[: GAMMA + 1] for row in BOOK], 128, ALL_ROWS),
+        (PROMPTS, [BOOK[0], BOOK[1], [1]], 128, ALL_ROWS),
+        (PROMPTS, BOOK, 44, "exceeds the KV cache"),
+    ],
+)
+def test_what_does_not_fit_is_refused(prompts, book, room, message):
     target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 3))
-    drafter = NGram(runner, GAMMA)
-    for prompts, book in (
-        (PROMPTS[:2], BOOK[:2]),
-        (PROMPTS, [row[: GAMMA + 1] for row in BOOK]),
-        (PROMPTS, [BOOK[0], BOOK[1], [1]]),
-    ):
-        with pytest.raises(ConfigError, match="a prompt and a continuation for each row"):
-            forced_acceptance(runner, drafter, prompts, book)
+    runner = ModelRunner(target, full_cache(target, 3, max_len=room))
+    with pytest.raises(ConfigError, match=message):
+        forced_acceptance(runner, NGram(runner, GAMMA), prompts, book)
 
 
 def test_a_model_whose_logits_are_not_finite_has_no_acceptance():
@@ -97,11 +103,4 @@ def test_a_model_whose_logits_are_not_finite_has_no_acceptance():
     target.tok_embeddings.weight[PROMPTS[1][4]] = float("nan")
     runner = ModelRunner(target, full_cache(target, 3))
     with pytest.raises(UserError, match="not finite"):
-        forced_acceptance(runner, NGram(runner, GAMMA), PROMPTS, BOOK)
-
-
-def test_a_text_that_the_targets_cache_has_no_room_for_is_refused():
-    target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 3, max_len=44))
-    with pytest.raises(ConfigError, match="exceeds the KV cache"):
         forced_acceptance(runner, NGram(runner, GAMMA), PROMPTS, BOOK)
