@@ -283,9 +283,6 @@ def generate(
         decoder.submit(request)
     rounds = tuple(iter(decoder.step, None))
     counts = tuple(request.counts for request in requests)
-    return GenerateOutput(
-        tokens=[request.tokens for request in requests],
-        finish_reasons=[request.finish_reason for request in requests],
-        errors=[request.error for request in requests],
-        stats=Stats(counts, rounds, decoder.prefill_seconds, decoder.draft_prefill_seconds),
-    )
+    stats = Stats(counts, rounds, decoder.prefill_seconds, decoder.draft_prefill_seconds)
+    reasons, errors = [one.finish_reason for one in requests], [one.error for one in requests]
+    return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)

@@ -57,24 +57,24 @@ class Captured:
 
     def __init__(self, graphs: CudaGraphs) -> None:
         self._graphs = graphs
-        self._warm: set[Hashable] = set()
-        self._captured: dict[Hashable, tuple[Callable[[], object], Any]] = {}
+        self._captured: dict[Hashable, tuple[Callable[[], object], Any] | None] = {}
 
     def __call__(self, name: str, of: Hashable, part: Callable[[], Outputs]) -> Outputs:
         """Run the part of that name of the rounds `of` one kind."""
         key = name, of
-        if key not in self._warm:
-            self._warm.add(key)
-            return part()
         if key not in self._captured:
+            self._captured[key] = None
+            return part()
+        captured = self._captured[key]
+        if captured is None:
             try:
-                self._captured[key] = self._graphs.capture(part)
+                captured = self._captured[key] = self._graphs.capture(part)
             except RuntimeError as error:
                 if "captur" not in str(error):  # memory, or another rank
                     raise
                 what, seen = "a part of a round cannot be captured as a CUDA graph", str(error).splitlines()[0]
                 fix = f"add {flag('no_cuda_graphs')}, or choose another {flag('attention')}"
                 raise ConfigError(what, name, seen, "operations that a CUDA graph can hold", fix) from error
-        replay, outputs = self._captured[key]
+        replay, outputs = captured
         replay()
         return outputs

@@ -107,20 +107,17 @@ def calibrate(
     assert n_tokens % block == 0 and n_tokens > 0
     runner = ModelRunner(model, cache)
     lengths, _ = _prefill_anew(runner, prompts)
-    worst = torch.zeros_like(forced, dtype=_wide(model.dtype))
-    gained, flipped = torch.zeros_like(worst), torch.zeros_like(worst, dtype=torch.bool)
-
+    columns = []
     at_once = [logits.cpu() for logits in _forced_logits(runner, lengths, forced, block)]
-    for i, logits in enumerate(_forced_logits(runner, lengths, forced, 1)):
-        single = logits.to(worst.dtype)
-        blocks = at_once[i].to(cache.device)
-        difference = blocks.to(worst.dtype) - single
-        worst[:, i] = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
+    for logits, kept in zip(_forced_logits(runner, lengths, forced, 1), at_once, strict=True):
+        single, blocks = logits.to(_wide(model.dtype)), kept.to(cache.device)
+        difference = blocks.to(single.dtype) - single
+        apart = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
         choice = greedy(single)[:, None]
-        too_far = single.gather(1, choice) - single > 2 * worst[:, i, None]
-        gain = difference - difference.gather(1, choice)
-        gained[:, i] = gain.masked_fill(too_far, 0).amax(dim=-1)
-        flipped[:, i] = choice[:, 0] != greedy(blocks)
+        too_far = single.gather(1, choice) - single > 2 * apart[:, None]
+        gain = (difference - difference.gather(1, choice)).masked_fill(too_far, 0).amax(dim=-1)
+        columns.append((apart, gain, choice[:, 0] != greedy(blocks)))
+    worst, gained, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(worst, lengths, "calibration")
     in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in largest()
     return Calibration(
@@ -161,14 +158,13 @@ def replay(
         raise ConfigError(what, "certificate: sampling", seen, "top_k 0 and top_p 1", fix)
     runner = ModelRunner(model, cache)
     lengths, first = _prefill_anew(runner, prompts)
-    gap = torch.zeros_like(emitted, dtype=_wide(model.dtype))
-    deficit, flipped = torch.zeros_like(gap), torch.zeros_like(gap, dtype=torch.bool)
+    columns = []
     for i, logits in enumerate(chain([first], _forced_logits(runner, lengths, emitted[:, :-1], 1))):
         scores = _scores(logits, lengths + i, sampling)
         top, second = scores.topk(2, dim=-1).values.unbind(dim=-1)
-        gap[:, i] = top - second
-        deficit[:, i] = top - scores.gather(1, emitted[:, i : i + 1])[:, 0]
-        flipped[:, i] = greedy(scores) != emitted[:, i]
+        deficit = top - scores.gather(1, emitted[:, i : i + 1])[:, 0]
+        columns.append((top - second, deficit, greedy(scores) != emitted[:, i]))
+    gap, deficit, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(deficit, lengths, "reference")
     return Replay(gap.cpu(), deficit.cpu(), flipped.cpu())
 
