@@ -18,15 +18,13 @@ PLAIN = Choice(None, 0)
 
 
 class Pacing(Protocol):
-    """What `generate` asks before and tells after every round. Where ranks share a model, all must choose alike."""
+    """What `generate` asks before and tells after every round. Where ranks share a model, all must choose alike.
 
-    @property
-    def drafters(self) -> tuple[Drafter, ...]:
-        """Those that a choice can name."""
+    drafters: those that a choice can name. max_gamma: the largest of any choice.
+    """
 
-    @property
-    def max_gamma(self) -> int:
-        """The largest gamma of any choice."""
+    drafters: tuple[Drafter, ...]
+    max_gamma: int
 
     def choose(self) -> Choice | None:
         """What the next round is; None ends the decode, and every row keeps the tokens that it has."""
@@ -39,7 +37,7 @@ class Fixed:
     """The same drafter with the same gamma in every round; plain decoding without one."""
 
     def __init__(self, drafter: Drafter | None) -> None:
-        self.drafters = () if drafter is None else (drafter,)
+        self.drafters: tuple[Drafter, ...] = () if drafter is None else (drafter,)
         self.max_gamma = 0 if drafter is None else drafter.gamma
         self._choice = PLAIN if drafter is None else Choice(0, drafter.gamma)
 

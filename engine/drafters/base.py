@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from engine.runner import ModelRunner, RemoteRunner
 
 
+VerificationCache: TypeAlias = KVCache | WriteThroughKVCache | None
+
+
 class Drafter(Protocol):
-    """What a decoder asks of a drafter."""
+    """What a decoder asks of a drafter.
 
-    @property
-    def gamma(self) -> int:
-        """The most tokens proposed per row and round."""
+    gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
+    for its own.
+    """
 
-    @property
-    def verification_cache(self) -> KVCache | WriteThroughKVCache | None:
-        """The cache that the target verifies through; None for its own."""
+    gamma: int
+    verification_cache: VerificationCache
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
@@ -47,9 +49,11 @@ class Drafter(Protocol):
 class TextDrafter(ABC):
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
 
+    verification_cache: VerificationCache = None
+
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
-        self.gamma, self.verification_cache, self._ranks = gamma, runner.cache, runner.ranks
+        self.gamma, self._cache, self._ranks = gamma, runner.cache, runner.ranks
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +68,7 @@ class TextDrafter(ABC):
         return Drafts(decided[:, 1:], lengths=decided[:, 0])
 
     def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self.verification_cache, target.cache)
+        check_target(self, self._cache, target.cache)
 
     def rollback(self, lengths: Tensor) -> None:
         """Text behind `lengths` is written over before it is looked at."""
@@ -74,7 +78,7 @@ class TextDrafter(ABC):
 class ModelDrafter(ABC):
     """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
 
-    verification_cache: WriteThroughKVCache | None = None
+    verification_cache: VerificationCache = None
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)

@@ -54,23 +54,21 @@ def forced_acceptance(
     batch = Batch(n_rows, Filters.of(params), runner.device, runner.noise_source)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
-    text = torch.tensor(continuations, device=runner.device)
+    books = torch.tensor(continuations, device=runner.device)
+    texts = [[*prompt, *book] for prompt, book in zip(prompts, continuations, strict=True)]
     counts = [Counts.of_gamma(gamma) for _ in range(n_rows)]
-    writes_through = drafter.verification_cache not in (None, runner.cache)
     for start in range(0, n_token - gamma - 1, gamma + 1):
-        previous = [row[start - 1] for row in continuations] if start else [prompt[-1] for prompt in prompts]
-        lengths = [len(prompt) + start for prompt in prompts]
-        batch.set_state(lengths, previous, [row[start] for row in continuations])
+        known = [(text, len(prompt) + start) for text, prompt in zip(texts, prompts, strict=True)]
+        batch.set_state([n for _, n in known], [text[n - 1] for text, n in known], [text[n] for text, n in known])
         round_.propose()
         round_.verify()
         round_.accept()
         for count, outcome in zip(counts, round_.outcomes(), strict=True):
             count.add_round(outcome.drafted, len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
-        round_.forward(text[:, start : start + gamma + 1])
-        if not writes_through:
-            for row, prompt in enumerate(prompts):
-                committed = [*prompt, *continuations[row][: start + gamma + 1]]
-                drafter.follow(row, row, committed, len(prompt) + start)
+        round_.forward(books[:, start : start + gamma + 1])
+        if drafter.verification_cache is None:
+            for row, (text, n) in enumerate(known):
+                drafter.follow(row, row, text[: n + gamma + 1], n)
     runner.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts
