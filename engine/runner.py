@@ -189,10 +189,6 @@ class RemoteRunner:
     cache: ClassVar[None] = None
 
     @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
@@ -204,4 +200,6 @@ class RemoteRunner:
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
         widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
-        return self.holders.receive([len(tokens)], widths, logits_dtype(self.dtype, self.device))
+        where = tokens.device
+        nothing = torch.zeros(len(tokens), max(widths), dtype=logits_dtype(self.dtype, where), device=where)
+        return self.holders.gather(nothing, widths) if self.ranks.leads else nothing[:, :0]

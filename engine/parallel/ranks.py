@@ -90,7 +90,6 @@ class ModelRanks:
 
     ranks: tuple[int, ...]
     own_rank: int
-    device: torch.device
     all_reduce: AllReduce
     gather_group: dist.ProcessGroup | None
 
@@ -116,11 +115,6 @@ class ModelRanks:
         by_shard = zip(self.ranks, widths, strict=True)
         return torch.cat([parts[members.index(rank)][..., :width] for rank, width in by_shard], dim=-1)
 
-    def receive(self, shape: Sequence[int], widths: list[int], dtype: torch.dtype) -> Tensor:
-        """`gather` on a rank without a part, for logits of which `shape` is all but the last dimension."""
-        nothing = torch.zeros(*shape, max(widths), dtype=dtype, device=self.device)
-        return self.gather(nothing, widths) if self.own_rank == LEADER else nothing[..., :0]
-
 
 def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     """Form the group of ranks that hold a model; every rank has to call this, in the same order."""
@@ -134,9 +128,7 @@ def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     with_leader = group_of(members)
     holding = with_leader if LEADER in holders else group_of(sorted(holders))
     all_reduce = choose_all_reduce(holding if ranks.rank in holders else None, ranks.device)
-    return ModelRanks(
-        tuple(holders), ranks.rank, ranks.device, all_reduce, with_leader if ranks.rank in members else None
-    )
+    return ModelRanks(tuple(holders), ranks.rank, all_reduce, with_leader if ranks.rank in members else None)
 
 
 def require_single_process() -> None:
