@@ -59,10 +59,10 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, the tokenizer and manifest.json to `out_dir`; return the model.pth.
 
-    `dtype` None keeps that of the source (float32 for GGUF). Everything is checked before anything is
-    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which
-    also takes config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights
-    nothing stays; what no conversion wrote is never touched.
+    `dtype` None keeps the source's (float32 for GGUF). Everything is checked before anything is written: raises
+    CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which also takes
+    config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights nothing
+    stays; what no conversion wrote is never touched.
     """
     import torch
     from tqdm import tqdm
@@ -71,18 +71,20 @@ def convert(
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
-    if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
+    in_place = out_dir.resolve() == checkpoint_dir.resolve()
+    if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
         raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
-    if out_dir.resolve() != checkpoint_dir.resolve():
+    if not in_place:
         _require_no_source(out_dir)
     source = open_source(checkpoint_dir, side_files_are_theirs=force)
-    matched, config = drop_layers(
-        match_tensors(checkpoint_dir, source.tensors, source.config), source.config, layers_to_drop
-    )
+    matched = match_tensors(checkpoint_dir, source.tensors, source.config)
+    matched, config = drop_layers(matched, source.config, layers_to_drop)
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)
-    hf_config = _shallower(source.hf_config, config.n_layer, layers_to_drop)
+    hf_config = source.hf_config | {"num_hidden_layers": config.n_layer}
+    if isinstance(kinds := hf_config.get("layer_types"), list):
+        hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
     recipe = {
         "files": {path.name: remembered_sha256(path) for path in source.files},
         "side_files": {name: remembered_sha256(checkpoint_dir / name) for name in source.side_files},
@@ -99,9 +101,10 @@ def convert(
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
     save_checkpoint(out_dir / WEIGHTS, config, state_dict)
-    generated = _write_side_files(checkpoint_dir, out_dir, source, hf_config)
+    generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
     entries = describe(out_dir, [WEIGHTS, *(name for name in SIDE_FILES if (out_dir / name).is_file())])
-    entries = {name: entry | {"generated": True} if name in generated else entry for name, entry in entries.items()}
+    for name in generated:
+        entries[name]["generated"] = True
     update_manifest(out_dir, entries, converted_from=recipe)
     print(f"wrote {out_dir / WEIGHTS}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return out_dir / WEIGHTS
@@ -123,20 +126,11 @@ def _require_no_source(out_dir: Path) -> None:
         raise CheckpointError("the folder holds another checkpoint", where, seen, required, fix)
 
 
-def _shallower(hf_config: dict[str, Any], n_layer: int, dropped: tuple[int, ...]) -> dict[str, Any]:
-    """The config.json of the model without the dropped layers."""
-    changed = {**hf_config, "num_hidden_layers": n_layer}
-    if "layer_types" in changed:
-        changed["layer_types"] = [kind for i, kind in enumerate(changed["layer_types"]) if i not in dropped]
-    return changed
-
-
 def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Whether `out_dir` holds this very conversion, undamaged."""
     try:
         manifest = read_manifest(out_dir)
-        names = [WEIGHTS, CONFIG, *(name for name in TOKENIZER_FILES if name in manifest["files"])]
-        check_files(out_dir, names)
+        check_files(out_dir, (WEIGHTS, CONFIG, *TOKENIZER_FILES))
     except CheckpointError:
         return False
     whole = {WEIGHTS, CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
@@ -145,37 +139,33 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
 
 def _require_space(out_dir: Path, n_bytes: int) -> None:
     existing = next(folder for folder in (out_dir, *out_dir.resolve().parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    needed = int(n_bytes * 1.01) + (32 << 20)
+    free, needed = shutil.disk_usage(existing).free, int(n_bytes * 1.01) + (32 << 20)
     if free < needed:
         what, seen = "not enough disk space for the converted model", f"{free / 2**20:.0f} MiB free"
         fix = f"free some space, or convert to another disk with {flag('out_dir')}"
         raise CheckpointError(what, out_dir, seen, f"{needed / 2**20:.0f} MiB", fix)
 
 
-def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_config: dict[str, Any]) -> list[str]:
+def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
-    made = {} if CONFIG in source.side_files else {CONFIG: json.dumps(hf_config, indent=2) + "\n"}
-    if source.tokenizer_json is not None:
-        made["tokenizer.json"] = source.tokenizer_json
+    texts = {CONFIG: config} | ({"tokenizer.json": source.tokenizer_json} if source.tokenizer_json else {})
+    made = [name for name in texts if name not in source.side_files]
     written = {*read_manifest(out_dir)["files"], CONFIG, *TOKENIZER_FILES}
     for name in written.intersection(SIDE_FILES).difference(source.side_files):
         (out_dir / name).unlink(missing_ok=True)
     # What follows, if it is interrupted, contradicts no entry.
-    if out_dir.resolve() == checkpoint_dir.resolve():
+    in_place = out_dir.resolve() == checkpoint_dir.resolve()
+    if in_place:
         update_manifest(out_dir, {})
     else:
         (out_dir / MANIFEST).unlink(missing_ok=True)
         update_manifest(out_dir, {}, converted_from={})
-        for name in source.side_files:
-            if name == CONFIG:
-                write_text(out_dir / name, json.dumps(hf_config, indent=2) + "\n")
-                continue
+        for name in set(source.side_files).difference(texts):
             with atomic_path(out_dir / name) as partial:
                 shutil.copyfile(checkpoint_dir / name, partial)
-    for name, text in made.items():
-        write_text(out_dir / name, text)
-    return list(made)
+    for name in made if in_place else texts:
+        write_text(out_dir / name, texts[name])
+    return made
 
 
 def main(flags: Flags) -> None:

@@ -16,7 +16,7 @@ from gguf_files import TINY, TOKENS, finish, write_tiny_gguf
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
-from models.checkpoints.gguf_reader import read_gguf
+from models.checkpoints.gguf_source import read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import RopeScaling

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.fixes import USE_PLAIN
 from models.config import ModelConfig
 
+USE_PLAIN = "use a plain Llama, Mistral or Qwen2 checkpoint with its own config.json, downloaded whole"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Part = tuple[str, tuple[int, ...]]
 

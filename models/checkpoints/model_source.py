@@ -13,7 +13,7 @@ import torch
 
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.checkpoints.loading import load_model
+from models.checkpoints.loading import CONVERT, load_model
 from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
@@ -21,9 +21,7 @@ from models.llama import Transformer
 from models.presets import preset_config, preset_name
 from models.tensor_parallel import Exchange
 
-# What downloads have their weights in.
-UNCONVERTED = (".gguf", ".safetensors", ".bin")
-CONVERT = "convert_hf_checkpoint.py"
+UNCONVERTED = (".gguf", ".safetensors", ".bin")  # what downloads have their weights in
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,7 @@ class ModelSource:
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
-    """The model that `where` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are
-    there, and whole.
+    """The model that `where` names. Reads no weights, but sees whether they are there, and whole.
 
     A path to random weights need not exist: its folder's name is then that of a published configuration.
     Errors: CheckpointError, ConfigError.
@@ -88,12 +85,9 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
         return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
     if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
-        what, required = (
-            "a download is no converted checkpoint",
-            f"the {WEIGHTS} that {CONVERT} makes of it, or its folder",
-        )
+        required = f"the {WEIGHTS} that {CONVERT} makes of it, or its folder"
         fix = f"run: python {CONVERT} --checkpoint_dir {folder}, then use {where} {folder / WEIGHTS}"
-        raise CheckpointError(what, where, path, required, fix)
+        raise CheckpointError("a download is no converted checkpoint", where, path, required, fix)
     if is_default and not (folder / WEIGHTS).exists():
         what = "the built-in default model has not been fetched and converted"
         fix = f"run `python download.py` and `python {CONVERT}`, or `make demo`"
@@ -120,10 +114,9 @@ def _require_weights(path: Path) -> None:
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
-    """Compare what every token id means to both models; returns a remark where one of them has more ids.
+    """Compare what every token id means to both models; returns a remark where one of them has more, which come last.
 
-    Ids that only one of them has must come last: a padded tail. Models without text are compared by size.
-    Errors: ConfigError naming the first id that differs.
+    Models without text are compared by size. Errors: ConfigError naming the first id that differs.
     """
     pieces = None
     if target.has_text and draft.has_text:
