@@ -62,22 +62,15 @@ class Flavour:
         return None
 
 
-class Finding(NamedTuple):
-    """The best flavour that a device has; None, and why, if it has none."""
-
-    flavour: Flavour | None
-    why: str
-
-
-def find_flavour(device: torch.device | str) -> Finding:
-    """Import the best package for `device`: FlashAttention-3 on Hopper, in either packaging, FlashAttention-2 else."""
+def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
+    """The best package for `device` and its name, or None and why: FlashAttention-3 on Hopper, in either packaging,
+    FlashAttention-2 else."""
     device = torch.device(device)
     if device.type != "cuda":
-        return Finding(None, f"the flash kernels need a CUDA device, not {device.type}")
+        return None, f"the flash kernels need a CUDA device, not {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        why = f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}"
-        return Finding(None, why)
+        return None, f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}"
     failures = []
     for package in (FA3, FA3_FWD, FA2) if major == 9 else (FA2,):
         try:
@@ -86,8 +79,8 @@ def find_flavour(device: torch.device | str) -> Finding:
             failures.append(f"{package.title} ({package.module}): {error}")
         else:
             n_processor = torch.cuda.get_device_properties(device).multi_processor_count
-            return Finding(Flavour(package, kernel, n_processor), f"{package.title} ({package.module})")
-    return Finding(None, "no flash package could be imported: " + "; ".join(failures))
+            return Flavour(package, kernel, n_processor), f"{package.title} ({package.module})"
+    return None, "no flash package could be imported: " + "; ".join(failures)
 
 
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
@@ -149,8 +142,7 @@ class FlashAttention:
     name = "flash"
 
     def __init__(self, flavour: Flavour, fallback: AttentionBackend) -> None:
-        self.flavour = flavour
-        self.fallback = fallback
+        self.flavour, self.fallback = flavour, fallback
 
     def dequantizes(self, n_token: int) -> bool:
         return self.fallback.dequantizes(n_token)

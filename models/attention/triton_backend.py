@@ -108,15 +108,13 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
     wave = PROGRAMS_PER_WAVE * sm_count
     fewer, more = max(1, WAVES * wave // n_program), triton.cdiv(WAVES * wave, n_program)
     chunks = [max(triton.cdiv(n_slot, n_chunk), min_chunk) for n_chunk in (fewer, more)]
-    return max(
-        (triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks),
-        key=lambda chunk: filled(n_program * triton.cdiv(n_slot, chunk) / wave),
-    )
 
+    def filled(chunk: int) -> float:
+        """The share of the time of its waves in which there are programs to run."""
+        n_wave = n_program * triton.cdiv(n_slot, chunk) / wave
+        return n_wave / math.ceil(n_wave)
 
-def filled(n_wave: float) -> float:
-    """The share of the time of that many waves in which there are programs to run."""
-    return n_wave / math.ceil(n_wave)
+    return max((triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks), key=filled)
 
 
 class Launch(NamedTuple):
@@ -220,9 +218,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, sm_count: int | None = None, min_chunk: int | None = None) -> None:
-        self.torch = TorchAttention()
-        self.sm_count = sm_count
-        self.min_chunk = min_chunk
+        self.torch, self.sm_count, self.min_chunk = TorchAttention(), sm_count, min_chunk
 
     def dequantizes(self, n_token: int) -> bool:
         return n_token > MAX_BLOCK
