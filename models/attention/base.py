@@ -60,8 +60,7 @@ class AttentionBackend(Protocol):
 
 
 class ObservingAttention:
-    """Attends as `backend` does, for cache policies that select by attention; `queries` are those of each layer in
-    order, `[B, T, H, D]`, rotated."""
+    """As `backend`, for policies that select by attention; `queries`: each layer's `[B, T, H, D]` in order, rotated."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ PART = 1024
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
-    """The compiled kernel, built first where it has to be. Errors: BuildError."""
     return load_library(Path(__file__).with_name("cpp_kernel.cpp"), "attention")
 
 
@@ -38,20 +37,15 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`."""
-
-    newest: Tensor
-    oldest: Tensor
-    slots: Tensor
+class Prepared(NamedTuple):
+    newest: Tensor  # position that each packed row sees, `[B, T * G]`
+    oldest: Tensor  # as `newest`
+    slots: Tensor  # their positions `[B, C]`
 
 
 class CppAttention:
-    """Blocks of any length over entries of any kind in ENTRIES.
-
-    A row's result does not depend, to the last bit, on the other rows, on the other tokens of the block, or on
-    the capacity. Errors: BuildError if the kernel cannot be built here.
+    """Blocks of any length over entries of any kind in ENTRIES. A row's result does not depend, to the last bit, on
+    the other rows, the other tokens of the block, or the capacity. Errors: BuildError if it cannot be built here.
     """
 
     name = "cpp"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,9 @@ from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Sl
 LARGEST_HEAD_DIM = 256
 # Head dims that are no multiple of it are padded by the kernels: they would copy the whole cache in every call.
 HEAD_DIM_STEP = 8
-
-# Rows (token times query head of a group) that one multiprocessor takes at once.
-TILE_ROWS = 128
-# Fewer keys than this are not worth a split of their own, and more splits are not worth combining.
-SMALLEST_SPLIT = 256
-MOST_SPLITS = 128
+TILE_ROWS = 128  # (token times query head of a group) that one multiprocessor takes at once
+# Fewer keys are not worth a split of their own, and more splits are not worth combining.
+SMALLEST_SPLIT, MOST_SPLITS = 256, 128
 
 
 class Package(NamedTuple):
@@ -117,18 +115,14 @@ class Plan(NamedTuple):
     """How a block goes through the kernels: their arguments, and what they leave out."""
 
     options: dict[str, Any]
-    tail: Tail | None
+    tail: Tail | None = None
 
 
-@dataclass
-class Prepared:
-    """One forward's block: its plan, or what the fallback derives once some layer turns out to need it."""
+class Prepared(NamedTuple):
+    """One forward's block: its plan, if it has one, and what the fallback derives once some layer needs it."""
 
-    spec: AttentionSpec
-    queries: Tensor
-    slots: Slots
     plan: Plan | None
-    for_fallback: Any = None
+    for_fallback: Callable[[], Any]
 
 
 class FlashAttention:
@@ -161,14 +155,12 @@ class FlashAttention:
                 plan = self._plan_causal(spec, queries, slots)
             else:
                 plan = _plan_packed(spec, queries, slots)
-        return Prepared(spec, queries, slots, plan)
+        return Prepared(plan, cache(lambda: self.fallback.prepare(spec, queries, slots)))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         plan = prepared.plan
         if plan is None or kv.keys.dtype != q.dtype:
-            if prepared.for_fallback is None:
-                prepared.for_fallback = self.fallback.prepare(prepared.spec, prepared.queries, prepared.slots)
-            return self.fallback.attend(q, kv, prepared.for_fallback)
+            return self.fallback.attend(q, kv, prepared.for_fallback())
         if plan.tail is None:
             return self.flavour.kernel(q, kv.keys, kv.values, **plan.options)
         rows = pack(q, kv.keys.shape[2])
@@ -187,7 +179,7 @@ class FlashAttention:
             n_tile = batch * spec.n_kv_head * -(-n_token * spec.group_size // TILE_ROWS)
             options["num_splits"] = split_count(n_tile, n_slot, self.flavour.n_processor)
             options["pack_gqa"] = spec.group_size > 1
-        return Plan(options, None)
+        return Plan(options)
 
 
 def _plan_packed(spec: AttentionSpec, queries: Tensor, slots: Slots) -> Plan:

@@ -22,16 +22,12 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Programs that a multiprocessor usually runs at once, and about how many waves of them a launch over full rows takes.
 PROGRAMS_PER_WAVE, WAVES = 2, 4
-# Slots: a shorter chunk would spend its time filling its pipeline.
-MIN_CHUNK = 256
+MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipeline
 # Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of the KV.
 SLOTS_PER_ROW = 16
-# What an H100 or H200 has, for a device that cannot be asked.
-DEFAULT_SM_COUNT = 132
-# Chunks that one step of `combine` merges, and its warps.
-COMBINE_CHUNKS, COMBINE_WARPS = 16, 4
-# The tensor cores' smallest tile, and the largest whose accumulator stays in registers.
-MIN_ROWS, MAX_ROWS = 16, 64
+DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
+COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
+MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -54,8 +50,7 @@ def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtyp
 def missing_launcher() -> str | None:
     """Why Triton cannot start kernels here, in one line; None if it can.
 
-    Its driver has the launcher of all kernels in one C module, which is built here, or loaded from Triton's cache:
-    once that is there, no kernel of Triton 3.7 needs a compiler.
+    Its driver has the launcher of all kernels in one C module, built or loaded from Triton's cache here.
     """
     if triton.knobs.runtime.interpret:
         return None
@@ -211,8 +206,7 @@ def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
 class TritonAttention:
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
 
-    `sm_count` is the number of multiprocessors to fill, that of the device by default; `min_chunk` the
-    fewest slots of a chunk, `min_chunk_length` by default.
+    `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default.
     """
 
     name = "triton"
@@ -224,13 +218,12 @@ class TritonAttention:
         return n_token > MAX_BLOCK
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
-        """The block itself, or what torch makes of it. The kernel looks up positions and lengths on its own."""
+        """The block itself, or what torch makes of it."""
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
             return self.torch.prepare(spec, queries, slots)
         return Block(spec, queries.contiguous(), slots)
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        """`q [B, T, H, D]` over entries of C slots -> contiguous `[B, T, H, D]` in `q`'s dtype."""
         if not isinstance(prepared, Block):
             return self.torch.attend(q, kv, prepared)
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):

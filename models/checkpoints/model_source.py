@@ -26,7 +26,7 @@ UNCONVERTED = (".gguf", ".safetensors", ".bin")  # what downloads have their wei
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded: its checkpoint (or what names its shape), its configuration, a name for records."""
+    """A model that can be loaded: its checkpoint, or what names its shape; its configuration, a name for records."""
 
     path: str
     load_format: str
@@ -48,10 +48,7 @@ class ModelSource:
         return load_tokenizer(_folder(self.path))
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Errors: CheckpointError if its tokenizer made ids that the model does not have.
-
-        A tokenizer may have more ids than the model, such as a padding token that no text contains.
-        """
+        """Errors: CheckpointError if its tokenizer made ids that the model does not have. It may have some unused."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
             what, where = "the tokenizer is not this model's", find_tokenizer(_folder(self.path))
@@ -96,21 +93,19 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
         fix = f"download it (download.py), then convert it ({CONVERT} --checkpoint_dir FOLDER)"
         raise CheckpointError("there is no such checkpoint", where, path, f"a {WEIGHTS}, or its folder", fix)
     config = ModelConfig.from_json(folder / CONFIG)
+    weights = Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS
     if load_format != "dummy":
-        _require_weights(Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS)
+        if weights.is_file():
+            check_files(folder, (weights.name, CONFIG), sizes_only=True)
+        if not zipfile.is_zipfile(weights):
+            seen = "no zip archive, or not to its end" if weights.is_file() else "no such file"
+            fix, required = (
+                f"run: python {CONVERT} --force --checkpoint_dir {folder}",
+                f"a {WEIGHTS} written by {CONVERT}",
+            )
+            raise CheckpointError("the weights cannot be read", weights, seen, required, fix)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify)
-
-
-def _require_weights(path: Path) -> None:
-    """Errors: CheckpointError if they are missing, not of the size in the manifest, or end early."""
-    seen = "no such file"
-    if path.is_file():
-        check_files(path.parent, (path.name, CONFIG), sizes_only=True)
-        seen = "no zip archive, or not to its end"
-    if not zipfile.is_zipfile(path):
-        fix = f"run: python {CONVERT} --force --checkpoint_dir {path.parent}"
-        raise CheckpointError("the weights cannot be read", path, seen, f"a {WEIGHTS} written by {CONVERT}", fix)
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
