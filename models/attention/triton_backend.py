@@ -159,31 +159,16 @@ def plan(
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions, window = block.slots.positions, block.spec.sliding_window
+    entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
+    others = {"q": q, "queries": block.queries, "positions": positions, "out": partial, "log_sums": log_sums}
+    strides = _strides(q=q) | _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
+    sizes = {"n_token": n_token, "n_kv_head": n_kv_head, "n_slot": n_slot, "chunk": chunk, "n_chunk": n_chunk}
+    shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK, "ROWS": tile.rows, "SLOTS": tile.slots}
     arguments: dict[str, Any] = {
-        "q": q,
-        "keys": kv.keys,
-        "values": kv.values,
-        "key_scales": key_scales,
-        "value_scales": value_scales,
-        "queries": block.queries,
-        "positions": positions,
-        "out": partial,
-        "log_sums": log_sums,
-        **_strides(q=q),
-        **_strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales),
+        **entries | others | strides | sizes | shape,
         "positions_row": positions.stride(0),
-        "n_token": n_token,
-        "n_kv_head": n_kv_head,
-        "n_slot": n_slot,
-        "chunk": chunk,
-        "n_chunk": n_chunk,
         "window": window or 0,
         "scale": head_dim**-0.5 * math.log2(math.e),
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "MAX_TOKENS": MAX_BLOCK,
-        "ROWS": tile.rows,
-        "SLOTS": tile.slots,
         "QUANTIZED": kv.key_scales is not None,
         "IN_ORDER": block.slots.in_order,
         "WINDOWED": window is not None,
