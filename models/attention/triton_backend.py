@@ -214,15 +214,10 @@ class TritonAttention:
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
             return self.torch.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        launches, out = plan(q, kv, prepared, self.sm_count or _sm_count(q.device), self.min_chunk)
+        on_device = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
+        launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
         # Triton launches on the current device, wherever the tensors are.
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
             for launch in launches:
                 launch()
         return out
-
-
-def _sm_count(device: torch.device) -> int:
-    if device.type != "cuda":
-        return DEFAULT_SM_COUNT
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
-from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
@@ -63,12 +61,16 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     if not names:
         what, seen = "the repository holds no weights", ", ".join(sorted(siblings)[:6]) or "no files"
         required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
-        raise CheckpointError(
-            what, repo_id, seen, required, "name a repository of model weights in Hugging Face layout"
-        )
+        fix = "name a repository of model weights in Hugging Face layout"
+        raise CheckpointError(what, repo_id, seen, required, fix)
     entries = describe(out_dir, names)
     for name, entry in entries.items():
-        _compare(out_dir / name, entry, siblings[name])
+        stated, size, sha256 = siblings[name], entry["size"], entry["sha256"]
+        stated_sha256 = stated.lfs.sha256 if stated.lfs else sha256
+        if stated.size not in (None, size) or stated_sha256 != sha256:
+            seen, required = f"{size} bytes, sha256 {sha256}", f"{stated.size} bytes, sha256 {stated_sha256}"
+            what, fix = "a downloaded file is damaged", "delete that file and run download.py again"
+            raise CheckpointError(what, out_dir / name, seen, required, fix)
     update_manifest(out_dir, entries)
 
 
@@ -91,16 +93,6 @@ def _refuse_mixing(repo_id: str, out_dir: Path, names: Sequence[str]) -> None:
         what, seen = "the folder holds another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
         required, fix = "a folder of its own for each checkpoint", "choose another one with --out_dir"
         raise CheckpointError(what, out_dir, seen, required, fix)
-
-
-def _compare(path: Path, entry: Mapping[str, Any], stated: RepoSibling) -> None:
-    """Check what arrived against the size and the LFS hash that the Hub states."""
-    size, sha256 = entry["size"], entry["sha256"]
-    required_sha256 = stated.lfs.sha256 if stated.lfs else sha256
-    if stated.size not in (None, size) or required_sha256 != sha256:
-        seen, required = f"{size} bytes, sha256 {sha256}", f"{stated.size} bytes, sha256 {required_sha256}"
-        fix = "delete that file and run download.py again"
-        raise CheckpointError("a downloaded file is damaged", path, seen, required, fix)
 
 
 def _explain(repo_id: str, error: Exception) -> CheckpointError:

@@ -27,7 +27,6 @@ from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, sh
 
 CONVERT = "convert_hf_checkpoint.py"
 CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
-DUMMY_STD = 0.02
 
 Value = TypeVar("Value")
 
@@ -38,10 +37,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `wqkv` stacks the rows of q, k and v (rotary pairs in half-split layout), `w13` those of gate and up.
     A tied head is not stored.
     """
-    return {
-        name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:])
-        for name, stacked in source_parts(config).items()
-    }
+    parts = source_parts(config).items()
+    return {name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:]) for name, stacked in parts}
 
 
 def drop_layers(
@@ -89,8 +86,7 @@ def read_checkpoint(
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
     if not path.is_file():
-        fix = "run download.py, then convert_hf_checkpoint.py --checkpoint_dir FOLDER"
-        required = f"a {WEIGHTS}, or a folder with one"
+        required, fix = f"a {WEIGHTS}, or a folder with one", f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
         raise CheckpointError("the weights are missing", path, "no such file", required, fix)
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
@@ -104,29 +100,24 @@ def read_checkpoint(
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
     if stored != expected:
         ours, theirs = stored.to_dict(), expected.to_dict()
-        seen, required = (
-            ", ".join(f"{name} {values[name]}" for name in ours if ours[name] != theirs[name])
-            for values in (ours, theirs)
-        )
+        other = [name for name in ours if ours[name] != theirs[name]]
+        seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
         what = "the weights belong to another config"
         raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
     _check_tensors(path, state_dict, expected_shapes(expected))
     return expected, state_dict
 
 
-def dummy_state_dict(
-    config: ModelConfig, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> dict[str, Tensor]:
-    """Random weights of the right names and shapes: norms one, the rest normal with deviation 0.02."""
-    generator = torch.Generator(device).manual_seed(seed)
-    state_dict = {}
-    for name, shape in expected_shapes(config).items():
-        tensor = torch.empty(shape, device=device, dtype=dtype)
+def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Norms of ones, the rest normal with deviation 0.02, the same each time."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {name: torch.empty(shape, device=device, dtype=dtype) for name, shape in expected_shapes(config).items()}
+    for name, tensor in weights.items():
         if name.endswith("norm.weight"):
-            state_dict[name] = tensor.fill_(1)
+            tensor.fill_(1)
         else:
-            state_dict[name] = tensor.normal_(0, DUMMY_STD, generator=generator)
-    return state_dict
+            tensor.normal_(0, 0.02, generator=generator)
+    return weights
 
 
 def load_model(
@@ -174,7 +165,7 @@ def load_model(
         model = Transformer(own).eval().requires_grad_(False)
     model.backend = backend
     if load_format == "dummy":
-        state_dict = dummy_state_dict(own, device=device, dtype=dtype)
+        state_dict = _dummy_weights(own, device, dtype)
     # One block after the other, so that no more than a block is held twice.
     blocks = dict(model.named_children()) | {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     del blocks["layers"]
