@@ -14,20 +14,8 @@ from tyro.conf import arg
 
 from common import cli
 from common.errors import CheckpointError, ConfigError, flag
+from models.checkpoints import manifest as files
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.manifest import (
-    CONFIG,
-    MANIFEST,
-    SIDE_FILES,
-    WEIGHTS,
-    atomic_path,
-    check_files,
-    describe,
-    read_manifest,
-    remembered_sha256,
-    update_manifest,
-    write_text,
-)
 from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 from models.names import parse_layers
 
@@ -71,7 +59,7 @@ def convert(
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
-    in_place = out_dir.resolve() == checkpoint_dir.resolve()
+    in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
     if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
         raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
@@ -86,28 +74,29 @@ def convert(
     if isinstance(kinds := hf_config.get("layer_types"), list):
         hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
     recipe = {
-        "files": {path.name: remembered_sha256(path) for path in source.files},
-        "side_files": {name: remembered_sha256(checkpoint_dir / name) for name in source.side_files},
+        "files": {path.name: files.remembered_sha256(path) for path in source.files},
+        "side_files": {name: files.remembered_sha256(checkpoint_dir / name) for name in source.side_files},
         "config": json.loads(json.dumps(config.to_dict())),
         "dtype": dtype,
         "dropped_layers": list(layers_to_drop),
     }
     if not force and _is_converted(out_dir, recipe):
-        print(f"{out_dir / WEIGHTS} is up to date (--force converts again)")
-        return out_dir / WEIGHTS
+        print(f"{weights} is up to date (--force converts again)")
+        return weights
     target = getattr(torch, dtype) if dtype else None
     _require_space(out_dir, output_bytes(matched.values(), target))
 
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
-    save_checkpoint(out_dir / WEIGHTS, config, state_dict)
+    save_checkpoint(weights, config, state_dict)
     generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
-    entries = describe(out_dir, [WEIGHTS, *(name for name in SIDE_FILES if (out_dir / name).is_file())])
+    written = [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
+    entries = files.describe(out_dir, written)
     for name in generated:
         entries[name]["generated"] = True
-    update_manifest(out_dir, entries, converted_from=recipe)
-    print(f"wrote {out_dir / WEIGHTS}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
-    return out_dir / WEIGHTS
+    files.update_manifest(out_dir, entries, converted_from=recipe)
+    print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
+    return weights
 
 
 def _require_no_source(out_dir: Path) -> None:
@@ -115,11 +104,11 @@ def _require_no_source(out_dir: Path) -> None:
 
     A model.pth is a conversion's, also where its manifest was lost.
     """
-    manifest = read_manifest(out_dir)
+    manifest = files.read_manifest(out_dir)
     suffixes = (".safetensors", ".bin", ".gguf")
     found = [path.name for path in out_dir.glob("*") if path.suffix in suffixes]
-    if "converted_from" not in manifest and not (out_dir / WEIGHTS).is_file():
-        found += [name for name in SIDE_FILES if (out_dir / name).is_file()]
+    if "converted_from" not in manifest and not (out_dir / files.WEIGHTS).is_file():
+        found += [name for name in files.SIDE_FILES if (out_dir / name).is_file()]
     if found:
         where, seen = f"{flag('out_dir')} {out_dir}", ", ".join(sorted(found)[:4])
         required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
@@ -129,11 +118,11 @@ def _require_no_source(out_dir: Path) -> None:
 def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Whether `out_dir` holds this very conversion, undamaged."""
     try:
-        manifest = read_manifest(out_dir)
-        check_files(out_dir, (WEIGHTS, CONFIG, *TOKENIZER_FILES))
+        manifest = files.read_manifest(out_dir)
+        files.check_files(out_dir, (files.WEIGHTS, files.CONFIG, *TOKENIZER_FILES))
     except CheckpointError:
         return False
-    whole = {WEIGHTS, CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
+    whole = {files.WEIGHTS, files.CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
     return whole and manifest.get("converted_from") == recipe
 
 
@@ -148,23 +137,23 @@ def _require_space(out_dir: Path, n_bytes: int) -> None:
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
-    texts = {CONFIG: config} | ({"tokenizer.json": source.tokenizer_json} if source.tokenizer_json else {})
+    texts = {files.CONFIG: config} | ({"tokenizer.json": source.tokenizer_json} if source.tokenizer_json else {})
     made = [name for name in texts if name not in source.side_files]
-    written = {*read_manifest(out_dir)["files"], CONFIG, *TOKENIZER_FILES}
-    for name in written.intersection(SIDE_FILES).difference(source.side_files):
+    written = {*files.read_manifest(out_dir)["files"], files.CONFIG, *TOKENIZER_FILES}
+    for name in written.intersection(files.SIDE_FILES).difference(source.side_files):
         (out_dir / name).unlink(missing_ok=True)
     # What follows, if it is interrupted, contradicts no entry.
     in_place = out_dir.resolve() == checkpoint_dir.resolve()
     if in_place:
-        update_manifest(out_dir, {})
+        files.update_manifest(out_dir, {})
     else:
-        (out_dir / MANIFEST).unlink(missing_ok=True)
-        update_manifest(out_dir, {}, converted_from={})
+        (out_dir / files.MANIFEST).unlink(missing_ok=True)
+        files.update_manifest(out_dir, {}, converted_from={})
         for name in set(source.side_files).difference(texts):
-            with atomic_path(out_dir / name) as partial:
+            with files.atomic_path(out_dir / name) as partial:
                 shutil.copyfile(checkpoint_dir / name, partial)
     for name in made if in_place else texts:
-        write_text(out_dir / name, texts[name])
+        files.write_text(out_dir / name, texts[name])
     return made
 
 
