@@ -8,7 +8,9 @@ vocabulary. Nothing has to divide evenly: sizes of parts differ by one head, uni
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -105,15 +107,15 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
 
 
-class RowParallelLinear(nn.Module):
-    """A linear layer over this rank's inputs, summed over ranks."""
+class Joined(nn.Module):
+    """What this rank's part of a layer gives, joined to what the other ranks' parts do."""
 
-    def __init__(self, inner: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, inner: nn.Module, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner, self._exchange = inner, exchange
+        self.inner, self._join = inner, join
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._exchange.all_reduce(self.inner(x))
+        return self._join(self.inner(x))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -130,17 +132,6 @@ class VocabParallelEmbedding(Embedding):
         return self._exchange.all_reduce(embedded.masked_fill(elsewhere[..., None], 0))
 
 
-class VocabParallelHead(nn.Module):
-    """Logits of this rank's token ids, gathered on the rank that decides; empty on the others."""
-
-    def __init__(self, inner: nn.Module, widths: list[int], exchange: Exchange) -> None:
-        super().__init__()
-        self.inner, self._widths, self._exchange = inner, widths, exchange
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self._exchange.gather(self.inner(hidden), self._widths)
-
-
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
     """Join a Transformer that holds one part of `config`'s model to the other ranks' parts.
 
@@ -149,12 +140,12 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)
-        layer.attention.wo = RowParallelLinear(layer.attention.wo, exchange)
-        layer.feed_forward.w2 = RowParallelLinear(layer.feed_forward.w2, exchange)
+        layer.attention.wo = Joined(layer.attention.wo, exchange.all_reduce)
+        layer.feed_forward.w2 = Joined(layer.feed_forward.w2, exchange.all_reduce)
     weight = model.tok_embeddings.weight
     if (head := model.output) is None:
         head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(weight, requires_grad=False)
-    model.output = VocabParallelHead(head, vocab_widths(config.vocab_size, shard.count), exchange)
+    model.output = Joined(head, partial(exchange.gather, widths=vocab_widths(config.vocab_size, shard.count)))
     model.tok_embeddings = VocabParallelEmbedding(weight, shard.span(config.vocab_size), exchange)
     model.config = replace(model.config, vocab_size=config.vocab_size, eos_tokens=config.eos_tokens)
