@@ -14,20 +14,8 @@ from tyro.conf import arg
 
 from common import cli
 from common.errors import CheckpointError, ConfigError, flag
+from models.checkpoints import manifest as files
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.manifest import (
-    CONFIG,
-    MANIFEST,
-    SIDE_FILES,
-    WEIGHTS,
-    atomic_path,
-    check_files,
-    describe,
-    read_manifest,
-    remembered_sha256,
-    update_manifest,
-    write_text,
-)
 from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 from models.names import parse_layers
 
@@ -59,10 +47,10 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, the tokenizer and manifest.json to `out_dir`; return the model.pth.
 
-    `dtype` None keeps that of the source (float32 for GGUF). Everything is checked before anything is
-    written: raises CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which
-    also takes config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights
-    nothing stays; what no conversion wrote is never touched.
+    `dtype` None keeps the source's (float32 for GGUF). Everything is checked before anything is written: raises
+    CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which also takes
+    config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights nothing
+    stays; what no conversion wrote is never touched.
     """
     import torch
     from tqdm import tqdm
@@ -71,40 +59,44 @@ def convert(
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
-    if layers_to_drop and out_dir.resolve() == checkpoint_dir.resolve():
+    in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
+    if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
         raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
-    if out_dir.resolve() != checkpoint_dir.resolve():
+    if not in_place:
         _require_no_source(out_dir)
     source = open_source(checkpoint_dir, side_files_are_theirs=force)
-    matched, config = drop_layers(
-        match_tensors(checkpoint_dir, source.tensors, source.config), source.config, layers_to_drop
-    )
+    matched = match_tensors(checkpoint_dir, source.tensors, source.config)
+    matched, config = drop_layers(matched, source.config, layers_to_drop)
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)
-    hf_config = _shallower(source.hf_config, config.n_layer, layers_to_drop)
+    hf_config = source.hf_config | {"num_hidden_layers": config.n_layer}
+    if isinstance(kinds := hf_config.get("layer_types"), list):
+        hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
     recipe = {
-        "files": {path.name: remembered_sha256(path) for path in source.files},
-        "side_files": {name: remembered_sha256(checkpoint_dir / name) for name in source.side_files},
+        "files": {path.name: files.remembered_sha256(path) for path in source.files},
+        "side_files": {name: files.remembered_sha256(checkpoint_dir / name) for name in source.side_files},
         "config": json.loads(json.dumps(config.to_dict())),
         "dtype": dtype,
         "dropped_layers": list(layers_to_drop),
     }
     if not force and _is_converted(out_dir, recipe):
-        print(f"{out_dir / WEIGHTS} is up to date (--force converts again)")
-        return out_dir / WEIGHTS
+        print(f"{weights} is up to date (--force converts again)")
+        return weights
     target = getattr(torch, dtype) if dtype else None
     _require_space(out_dir, output_bytes(matched.values(), target))
 
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
-    save_checkpoint(out_dir / WEIGHTS, config, state_dict)
-    generated = _write_side_files(checkpoint_dir, out_dir, source, hf_config)
-    entries = describe(out_dir, [WEIGHTS, *(name for name in SIDE_FILES if (out_dir / name).is_file())])
-    entries = {name: entry | {"generated": True} if name in generated else entry for name, entry in entries.items()}
-    update_manifest(out_dir, entries, converted_from=recipe)
-    print(f"wrote {out_dir / WEIGHTS}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
-    return out_dir / WEIGHTS
+    save_checkpoint(weights, config, state_dict)
+    generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
+    written = [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
+    entries = files.describe(out_dir, written)
+    for name in generated:
+        entries[name]["generated"] = True
+    files.update_manifest(out_dir, entries, converted_from=recipe)
+    print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
+    return weights
 
 
 def _require_no_source(out_dir: Path) -> None:
@@ -112,70 +104,57 @@ def _require_no_source(out_dir: Path) -> None:
 
     A model.pth is a conversion's, also where its manifest was lost.
     """
-    manifest = read_manifest(out_dir)
+    manifest = files.read_manifest(out_dir)
     suffixes = (".safetensors", ".bin", ".gguf")
     found = [path.name for path in out_dir.glob("*") if path.suffix in suffixes]
-    if "converted_from" not in manifest and not (out_dir / WEIGHTS).is_file():
-        found += [name for name in SIDE_FILES if (out_dir / name).is_file()]
+    if "converted_from" not in manifest and not (out_dir / files.WEIGHTS).is_file():
+        found += [name for name in files.SIDE_FILES if (out_dir / name).is_file()]
     if found:
         where, seen = f"{flag('out_dir')} {out_dir}", ", ".join(sorted(found)[:4])
         required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
         raise CheckpointError("the folder holds another checkpoint", where, seen, required, fix)
 
 
-def _shallower(hf_config: dict[str, Any], n_layer: int, dropped: tuple[int, ...]) -> dict[str, Any]:
-    """The config.json of the model without the dropped layers."""
-    changed = {**hf_config, "num_hidden_layers": n_layer}
-    if "layer_types" in changed:
-        changed["layer_types"] = [kind for i, kind in enumerate(changed["layer_types"]) if i not in dropped]
-    return changed
-
-
 def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Whether `out_dir` holds this very conversion, undamaged."""
     try:
-        manifest = read_manifest(out_dir)
-        names = [WEIGHTS, CONFIG, *(name for name in TOKENIZER_FILES if name in manifest["files"])]
-        check_files(out_dir, names)
+        manifest = files.read_manifest(out_dir)
+        files.check_files(out_dir, (files.WEIGHTS, files.CONFIG, *TOKENIZER_FILES))
     except CheckpointError:
         return False
-    whole = {WEIGHTS, CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
+    whole = {files.WEIGHTS, files.CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
     return whole and manifest.get("converted_from") == recipe
 
 
 def _require_space(out_dir: Path, n_bytes: int) -> None:
     existing = next(folder for folder in (out_dir, *out_dir.resolve().parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    needed = int(n_bytes * 1.01) + (32 << 20)
+    free, needed = shutil.disk_usage(existing).free, int(n_bytes * 1.01) + (32 << 20)
     if free < needed:
         what, seen = "not enough disk space for the converted model", f"{free / 2**20:.0f} MiB free"
         fix = f"free some space, or convert to another disk with {flag('out_dir')}"
         raise CheckpointError(what, out_dir, seen, f"{needed / 2**20:.0f} MiB", fix)
 
 
-def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, hf_config: dict[str, Any]) -> list[str]:
+def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
-    made = {} if CONFIG in source.side_files else {CONFIG: json.dumps(hf_config, indent=2) + "\n"}
-    if source.tokenizer_json is not None:
-        made["tokenizer.json"] = source.tokenizer_json
-    written = {*read_manifest(out_dir)["files"], CONFIG, *TOKENIZER_FILES}
-    for name in written.intersection(SIDE_FILES).difference(source.side_files):
+    texts = {files.CONFIG: config} | ({"tokenizer.json": source.tokenizer_json} if source.tokenizer_json else {})
+    made = [name for name in texts if name not in source.side_files]
+    written = {*files.read_manifest(out_dir)["files"], files.CONFIG, *TOKENIZER_FILES}
+    for name in written.intersection(files.SIDE_FILES).difference(source.side_files):
         (out_dir / name).unlink(missing_ok=True)
     # What follows, if it is interrupted, contradicts no entry.
-    if out_dir.resolve() == checkpoint_dir.resolve():
-        update_manifest(out_dir, {})
+    in_place = out_dir.resolve() == checkpoint_dir.resolve()
+    if in_place:
+        files.update_manifest(out_dir, {})
     else:
-        (out_dir / MANIFEST).unlink(missing_ok=True)
-        update_manifest(out_dir, {}, converted_from={})
-        for name in source.side_files:
-            if name == CONFIG:
-                write_text(out_dir / name, json.dumps(hf_config, indent=2) + "\n")
-                continue
-            with atomic_path(out_dir / name) as partial:
+        (out_dir / files.MANIFEST).unlink(missing_ok=True)
+        files.update_manifest(out_dir, {}, converted_from={})
+        for name in set(source.side_files).difference(texts):
+            with files.atomic_path(out_dir / name) as partial:
                 shutil.copyfile(checkpoint_dir / name, partial)
-    for name, text in made.items():
-        write_text(out_dir / name, text)
-    return list(made)
+    for name in made if in_place else texts:
+        files.write_text(out_dir / name, texts[name])
+    return made
 
 
 def main(flags: Flags) -> None:

@@ -35,9 +35,9 @@ class Flags:
             required, fix = f"a repository of the Hub, {flag('repo_id')}", f"name one, or leave out {flag('hf_token')}"
             raise ConfigError(what, flag("hf_token"), seen, required, fix)
         if not re.fullmatch("[!-~]+", self.hf_token):
-            seen = "nothing, or blanks or characters outside ASCII in it"
-            required = "the token as its page on the Hub shows it"
-            raise ConfigError("the token cannot be sent", flag("hf_token"), seen, required, "copy it again")
+            what, seen = "the token cannot be sent", "nothing, or blanks or characters outside ASCII in it"
+            required, fix = "the token as its page on the Hub shows it", "copy it again"
+            raise ConfigError(what, flag("hf_token"), seen, required, fix)
 
 
 def main(flags: Flags) -> None:

@@ -55,13 +55,8 @@ class KVCache(ABC):
         dtype = dtype or torch.float32
         for name, value in (("max_batch", max_batch), ("capacity", capacity)):
             if value < 1:
-                raise ConfigError(
-                    f"a cache needs a positive {name}",
-                    where=type(self).__name__,
-                    seen=value,
-                    required=">= 1",
-                    fix=f"raise {name}",
-                )
+                what, where = f"a cache needs a positive {name}", type(self).__name__
+                raise ConfigError(what, where, value, ">= 1", f"raise {name}")
         self.capacity = capacity
         shape = (config.n_layer, 2, max_batch, config.n_kv_head, capacity, config.head_dim)
         # Zeros, not empty, for the same reason that `pack` leaves only what is finite.

@@ -14,20 +14,18 @@ from kv_cache.policy import Policy
 class FullKVCache(KVCache):
     """A cache of `max_len` tokens a row. Errors: ConfigError if `max_batch` or `max_len` is below 1."""
 
+    in_order = True
+
     def __init__(
         self, config: KVShape, max_batch: int, max_len: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
 
-    in_order = True
-
     @property
     def max_block(self) -> int:
         return self.capacity
 
-    @property
-    def max_length(self) -> int:
-        return self.capacity
+    max_length = max_block
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         return positions
@@ -45,7 +43,5 @@ class Full(Policy):
     def entries(self, length: int) -> int:
         return length
 
-    def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
-    ) -> FullKVCache:
+    def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return FullKVCache(config, max_batch, length, device, dtype)

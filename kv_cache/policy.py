@@ -19,7 +19,7 @@ Kind = TypeVar("Kind", bound=type)
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Options of a policy, whose fields are its flags; a file in this folder that defines one is all that it takes."""
+    """Options of a policy, whose fields are its flags."""
 
     name: ClassVar[str]
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from common.errors import ConfigError, flag
-from kv_cache.base import Device, KVShape, NewTensor
+from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
 
@@ -18,9 +18,8 @@ class SnapKVCache(StreamingKVCache):
     last `window` tokens (Li et al., "SnapKV", arXiv 2404.14469).
 
     The queries of the prompt's last `window` tokens vote: an entry's score is the attention that they pay to it,
-    averaged over neighbours (`pool` of them, odd), so that what surrounds a hit is kept with it. A prompt within the
-    budget is kept whole. Then, as the text goes on, the window moves with it and what was selected stays, until
-    the row is filled anew.
+    averaged over `pool` neighbours, so that what surrounds a hit is kept with it. A prompt within the budget is kept
+    whole. As the text goes on, the window moves with it and what was selected stays, until the row is filled anew.
 
     Heads keep different tokens in one slot. `positions` holds 0, 1, ... for what was selected: no token of it
     lies beyond any later query, so who sees it does not depend on which token it is. Keys keep the rotation of
@@ -49,13 +48,10 @@ class SnapKVCache(StreamingKVCache):
         if length <= self.capacity:
             return kept
         if queries is None:
-            raise ConfigError(
-                "SnapKV selects by the attention of the prompt's last queries, and has not got them",
-                where="SnapKVCache.fill_row: queries",
-                seen=None,
-                required=f"the last {self.window} queries of every layer",
-                fix="pass ModelRunner.last_queries(row, prompt, cache.n_observed)",
-            )
+            what = "SnapKV selects by the attention of the prompt's last queries, and has not got them"
+            required = f"the last {self.window} queries of every layer"
+            fix = "pass ModelRunner.last_queries(row, prompt, cache.n_observed)"
+            raise ConfigError(what, "SnapKVCache.fill_row: queries", None, required, fix)
         votes = attention_received(queries(), keys())[:, : length - self.window]
         pooled = torch.nn.functional.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
         chosen = pooled.topk(self.n_sink, dim=1).indices.sort(dim=1).values
@@ -64,12 +60,9 @@ class SnapKVCache(StreamingKVCache):
 
 
 def attention_received(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What each entry gets of the attention of a text's last queries, summed over them and averaged over heads.
+    """What each entry gets of the attention of a text's last n queries, summed over them and averaged over heads.
 
-    Args:
-        queries: `[n_head, n, D]`, of the last n tokens, rotated. keys: `[n_kv_head, C, D]`, of all C tokens, rotated.
-
-    Returns: `[n_kv_head, C]` float32; it sums to n over the entries of a head.
+    `queries [n_head, n, D]` and `keys [n_kv_head, C, D]`, rotated -> `[n_kv_head, C]` float32; a head's sum is n.
     """
     n_kv_head, n_token, head_dim = keys.shape
     n_query = queries.shape[1]
@@ -84,21 +77,13 @@ def attention_received(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
 def check_snapkv(budget: int, window: int, pool: int = 5) -> None:
     """Raise ConfigError unless the budget has room for selected entries beside the window, and `pool` is odd."""
     if window < 1 or budget < window + 1:
-        raise ConfigError(
-            "the draft's KV budget has no room for selected entries beside its window",
-            where=f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})",
-            seen=f"budget {budget}, window {window}",
-            required="window >= 1 and budget >= window + 1",
-            fix=f"raise the budget to {max(window, 1) + 1} or more, or lower the window",
-        )
+        what = "the draft's KV budget has no room for selected entries beside its window"
+        where = f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})"
+        fix = f"raise the budget to {max(window, 1) + 1} or more, or lower the window"
+        raise ConfigError(what, where, f"budget {budget}, window {window}", "window >= 1 and budget >= window + 1", fix)
     if pool < 1 or pool % 2 == 0:
-        raise ConfigError(
-            "neighbours are pooled around an entry",
-            where="SnapKVCache: pool",
-            seen=pool,
-            required="an odd number >= 1",
-            fix="use 5",
-        )
+        what = "neighbours are pooled around an entry"
+        raise ConfigError(what, "SnapKVCache: pool", pool, "an odd number >= 1", "use 5")
 
 
 @dataclass(frozen=True)
@@ -113,13 +98,7 @@ class SnapKV(BudgetedPolicy):
     def reserved(self) -> int:
         return self.snapkv_window
 
-    @property
-    def room(self) -> int:
-        return self.snapkv_window
-
-    @property
-    def n_observed(self) -> int:
-        return self.snapkv_window
+    room = n_observed = reserved
 
     def check(self) -> None:
         check_snapkv(self.budget, self.snapkv_window)
@@ -127,7 +106,5 @@ class SnapKV(BudgetedPolicy):
     def holds_all(self, length: int) -> bool:
         return self.budget >= length
 
-    def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
-    ) -> SnapKVCache:
+    def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return SnapKVCache(config, max_batch, self.budget, self.snapkv_window, device, dtype)

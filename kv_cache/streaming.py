@@ -37,9 +37,7 @@ class StreamingKVCache(KVCache):
     ) -> None:
         check_budget(budget, n_sink)
         super().__init__(config, max_batch, budget, device, dtype)
-        self.n_sink = n_sink
-        self.rotate_on_read = rotate_on_read
-        self.window = budget - n_sink
+        self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read
 
     @property
     def max_block(self) -> int:
@@ -75,13 +73,10 @@ class StreamingKVCache(KVCache):
 def check_budget(budget: int, n_sink: int) -> None:
     """Raise ConfigError unless the budget leaves room for a window behind the sinks."""
     if n_sink < 0 or budget < n_sink + 1:
-        raise ConfigError(
-            "the draft's KV budget has no room for a window behind its attention sinks",
-            where=f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})",
-            seen=f"budget {budget}, n_sink {n_sink}",
-            required="n_sink >= 0 and budget >= n_sink + 1",
-            fix=f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink",
-        )
+        what = "the draft's KV budget has no room for a window behind its attention sinks"
+        where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
+        fix = f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink"
+        raise ConfigError(what, where, f"budget {budget}, n_sink {n_sink}", "n_sink >= 0 and budget >= n_sink + 1", fix)
 
 
 @dataclass(frozen=True)
@@ -110,15 +105,13 @@ class Streaming(BudgetedPolicy):
     def check(self) -> None:
         check_budget(self.budget, self.n_sink)
 
-    def holds_all(self, length: int) -> bool:
-        return self.budget >= length
-
     def for_context(self, trained: int, length: int) -> Streaming:
         if self.draft_positions != "auto":
             return self
         return replace(self, draft_positions="cache" if trained < length else "absolute")
 
-    def new_cache(
-        self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype
-    ) -> StreamingKVCache:
+    def holds_all(self, length: int) -> bool:
+        return self.budget >= length
+
+    def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return StreamingKVCache(config, max_batch, self.budget, self.n_sink, device, dtype, self.in_cache_positions)

@@ -104,8 +104,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
         """Translate the keys of a Hugging Face Llama, Mistral or Qwen2 configuration."""
-        architectures = values.get("architectures")
-        architecture = architectures[0] if isinstance(architectures, list) and architectures else "(none given)"
+        given = values.get("architectures")
+        architecture = given[0] if isinstance(given, list) and given else "(none given)"
         if architecture not in ARCHITECTURES:
             raise _refuse("unsupported architecture", where, architecture, f"one of {', '.join(ARCHITECTURES)}")
         if values.get("hidden_act", "silu") != "silu":
@@ -153,11 +153,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        required, fix = (
-            "the config.json that belongs to the checkpoint",
-            f"{fix}, or copy config.json beside the weights",
-        )
-        raise ConfigError("the model's config.json is missing", path, "no such file", required, fix) from None
+        what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
+        fix += ", or copy config.json beside the weights"
+        raise ConfigError(what, path, "no such file", required, fix) from None
     except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
         raise ConfigError("the model's config.json is not JSON", path, error, required, fix) from None
     if not isinstance(values, dict):

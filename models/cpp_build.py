@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
@@ -27,10 +28,7 @@ def cache_folder() -> Path:
 
 
 def load_library(source: Path, name: str) -> ctypes.CDLL:
-    """The library of one C++ file, called `name` in the cache folder and built first where it has to be.
-
-    Errors: BuildError.
-    """
+    """The library of one C++ file, `name` in the cache folder, built first where it has to be. Errors: BuildError."""
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
     if not compiler[0]:
         raise BuildError("no C++ compiler (g++) was found; CXX names another one")
@@ -43,9 +41,8 @@ def load_library(source: Path, name: str) -> ctypes.CDLL:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
         raise BuildError(f"{shlex.join(compiler)} cannot build it: {lines[0][:200]}") from None
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
-        raise BuildError(
-            f"it cannot be built or loaded (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
-        ) from None
+        why = f"it cannot be built or loaded (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
+        raise BuildError(why) from None
 
 
 def _build(compiler: list[str], source: Path, library: Path) -> None:
@@ -66,8 +63,7 @@ def _key(compiler: list[str], source: Path) -> str:
     """Of everything that the machine code depends on: a home folder may be shared by different processors."""
     digest = hashlib.sha256(source.read_bytes())
     digest.update(" ".join((*compiler, *COMPILE, platform.machine())).encode())
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        text = cpuinfo.read_text(errors="replace").splitlines()
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         digest.update("".join(line for line in text if line.startswith(("model name", "flags")))[:10_000].encode())
     return digest.hexdigest()[:16]

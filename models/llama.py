@@ -50,8 +50,7 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The layer behind the last hidden state. Logits of 16 bits would tie, so they are left in float32 where a device's
-    matrix product can."""
+    """The layer behind the last hidden state. Logits of 16 bits would tie: float32 where a device's product can."""
 
     def forward(self, x: Tensor) -> Tensor:
         return to_logits(x, self.weight)
@@ -197,8 +196,7 @@ def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
 def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
     """A shallower Transformer of some of a model's layers, in the order given; weights are shared."""
     shallower = copy.copy(model)
-    # A module's plain copy shares the dictionary of its submodules.
-    shallower._modules = dict(model._modules)
+    shallower._modules = dict(model._modules)  # which a plain copy shares
     shallower.layers = nn.ModuleList(model.layers[layer] for layer in layers)
     shallower.config = replace(model.config, n_layer=len(layers))
     return shallower

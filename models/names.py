@@ -23,11 +23,7 @@ def parse_layers(text: str, flag: str = "--drop_layers") -> list[int]:
         bounds = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
         first, last = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
         if first > last:
-            what, required, fix = (
-                "the list of layers is not readable",
-                "indices and ascending ranges",
-                "write it like 3,7,13-15",
-            )
-            raise ConfigError(what, flag, repr(text), required, fix)
+            what, fix = "the list of layers is not readable", "write it like 3,7,13-15"
+            raise ConfigError(what, flag, repr(text), "indices and ascending ranges", fix)
         layers.update(range(first, last + 1))
     return sorted(layers)

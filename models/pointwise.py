@@ -19,9 +19,7 @@ from common.errors import ConfigError
 from kv_cache.entries import pack
 from models.rope import Rotation, rotate
 
-# Distinct shapes per function and dtype stay few (the number of tokens becomes a variable with the second one), but
-# PyTorch's own limit, 8, counts all models of the process together.
-MOST_VARIANTS = 64
+MOST_VARIANTS = 64  # of a function: few per model and dtype, but PyTorch's own limit, 8, counts all models together
 
 
 def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,8 +62,7 @@ EAGER = Pointwise()
 
 
 def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ()) -> Pointwise:
-    """All of them compiled, by any of torch.compile's backends, for models of those `sizes`, which only keep models
-    apart. Nothing is compiled before it first runs.
+    """All of them compiled when they first run, by any of torch.compile's backends, for models of those `sizes`.
 
     A dimension that is another one in a second model would become a variable in the kernels of both. What PyTorch has
     seen of a function's shapes it remembers by the function's code and name, so each kind of model gets its own.

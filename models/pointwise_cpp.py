@@ -37,11 +37,9 @@ ARGUMENTS = {
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
-    """The compiled kernel, built first where it has to be. Errors: BuildError."""
     kernel = load_library(Path(__file__).with_name("pointwise_kernel.cpp"), "pointwise")
     for name, types in ARGUMENTS.items():
-        getattr(kernel, name).argtypes = types
-        getattr(kernel, name).restype = None
+        getattr(kernel, name).argtypes, getattr(kernel, name).restype = types, None
     return kernel
 
 

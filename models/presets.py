@@ -13,19 +13,10 @@ def _llama(
     dim: int, ffn_dim: int, n_layer: int, n_head: int, n_kv_head: int, vocab_size: int, context: int, **others: Any
 ) -> dict[str, Any]:
     """The keys of a config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": dim,
-        "intermediate_size": ffn_dim,
-        "num_hidden_layers": n_layer,
-        "num_attention_heads": n_head,
-        "num_key_value_heads": n_kv_head,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "eos_token_id": 2,
-    } | others
+    sizes = {"hidden_size": dim, "intermediate_size": ffn_dim, "num_hidden_layers": n_layer, "vocab_size": vocab_size}
+    sizes |= {"num_attention_heads": n_head, "num_key_value_heads": n_kv_head, "max_position_embeddings": context}
+    usual = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 2}
+    return {"architectures": ["LlamaForCausalLM"]} | sizes | usual | others
 
 
 def _rope(factor: float) -> dict[str, Any]:

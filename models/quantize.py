@@ -12,6 +12,8 @@ it gets its own grouping and 4 bits back; only the scales are rounded, to the ke
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,84 +31,81 @@ INNER_K_TILES = (8, 4, 2)
 # That kernel dequantises all weights once per 16 rows. Beyond so many rows it costs more than to dequantise them in
 # memory and multiply plainly, by the table of both in torchao's prototype/hqq (A6000, 4096 x 4096); see gpu.py, part b.
 MOST_TINYGEMM_ROWS = 128
-# Bytes for each weight that dequantising in memory holds at once.
-DEQUANTIZING_BYTES = 3
-# Bytes for each number that a layer in 8 bits gives, which it holds on its way: sums and their float32 products.
-INT8_OUTPUT_BYTES = 8
-# The fewest rows that cuBLAS multiplies in 8 bits.
-FEWEST_CUDA_ROWS = 17
+DEQUANTIZING_BYTES = 3  # for each weight, that dequantising in memory holds at once
+INT8_OUTPUT_BYTES = 8  # for each number that a layer in 8 bits gives: its sum and the float32 product
+FEWEST_CUDA_ROWS = 17  # that cuBLAS multiplies in 8 bits
 
 
-class Int8Linear(nn.Module):
-    """`y = x W^T + b` with `W [d_out, d_in]` in int8 and x rounded to 8 bits, a scale per row of each."""
+class QuantizedLinear(nn.Module):
+    """`y = x W^T + b` for `W [d_out, d_in]` as `multiply` knows it; a head gives logits, see `llama.logits_dtype`."""
 
     weight: Tensor
-    scale: Tensor
-    zero: Tensor
     bias: Tensor | None
-
-    # A head gives logits, see `models.llama.logits_dtype`.
     is_head = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        q, scale = quantize_rows(weight)
-        self.pointwise: Pointwise = EAGER
-        self.out_features = len(q)
         self._on_cpu = runs_on_cpu(weight)
-        self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        q, row_scale = self.pointwise.round_to_uint8(rows)
-        y = self._multiply(q) * row_scale
-        dtype = logits_dtype(x.dtype, x.device) if self.is_head else x.dtype
-        y = y.to(dtype) if self.bias is None else y.to(dtype) + self.bias
-        return y.view(*x.shape[:-1], self.out_features)
+        y = self.multiply(x.reshape(-1, x.shape[-1]))
+        y = y.to(logits_dtype(x.dtype, x.device) if self.is_head else x.dtype)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], y.shape[-1])
 
-    def _multiply(self, q: Tensor) -> Tensor:
-        """`(q - 128) W^T` times the weights' scales, `[N, d_out]` float32."""
-        if self._on_cpu:
-            return torch.ops.onednn.qlinear_pointwise(
-                q, 1.0, 128, self.weight, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
-            )
-        signed = (q.to(torch.int16) - 128).to(torch.int8)
-        padded = F.pad(signed, (0, 0, 0, max(0, FEWEST_CUDA_ROWS - len(q))))
-        return torch._int_mm(padded, self.weight)[: len(q)] * self.scale
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """`x W^T` for `x [N, d_in]`."""
 
 
-class Int4Linear(nn.Module):
-    """`y = x W^T + b` with `W [d_out, d_in]` in 4 bits, d_in a multiple of GROUP, and x in bfloat16."""
+class Int8Linear(QuantizedLinear):
+    """W in int8, and x rounded to 8 bits: a scale per row of each, products `[N, d_out]` float32."""
 
-    weight: Tensor
-    scale_and_zero: Tensor
-    bias: Tensor | None
+    scale: Tensor
+    zero: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
+        super().__init__(weight, bias)
+        q, scale = quantize_rows(weight)
+        self.pointwise: Pointwise = EAGER
+        self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        q, row_scale = self.pointwise.round_to_uint8(x)
+        if self._on_cpu:
+            weights = self.weight, self.scale, self.zero
+            qlinear = torch.ops.onednn.qlinear_pointwise
+            return qlinear(q, 1.0, 128, *weights, None, 1.0, 0, torch.float32, "none", [], "") * row_scale
+        signed = (q.to(torch.int16) - 128).to(torch.int8)
+        padded = F.pad(signed, (0, 0, 0, max(0, FEWEST_CUDA_ROWS - len(q))))
+        return torch._int_mm(padded, self.weight)[: len(q)] * self.scale * row_scale
+
+
+class Int4Linear(QuantizedLinear):
+    """W in 4 bits, d_in a multiple of GROUP; x and the products in bfloat16."""
+
+    scale_and_zero: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
         q, scale, low = quantize_groups(weight)
-        self._on_cpu = runs_on_cpu(weight)
-        self.register_buffer("weight", pack_for_cpu(q) if self._on_cpu else pack_for_cuda(q))
+        for_cpu = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        self.register_buffer("weight", for_cpu(q, 1) if self._on_cpu else pack_for_cuda(q))
         # The layout is no part of PyTorch's interface: where it is another one, the kernel alone knows the weights.
         self.unpacks = not self._on_cpu and bool((unpack_from_cuda(self.weight) == q).all())
         # The kernels' own form: weight = (q - 8) * scale + zero.
         scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
         self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-        if self.unpacks and len(rows) > MOST_TINYGEMM_ROWS:
-            y = F.linear(rows, dequantize(self.weight, self.scale_and_zero))
-        else:
-            aten = torch.ops.aten
-            multiply = aten._weight_int4pack_mm_for_cpu if self._on_cpu else aten._weight_int4pack_mm
-            y = multiply(rows, self.weight, GROUP, self.scale_and_zero)
-        y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
-        return y.view(*x.shape[:-1], y.shape[-1])
+    def multiply(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16).contiguous()
+        if self.unpacks and len(x) > MOST_TINYGEMM_ROWS:
+            return F.linear(x, dequantize(self.weight, self.scale_and_zero))
+        aten = torch.ops.aten
+        tinygemm = aten._weight_int4pack_mm_for_cpu if self._on_cpu else aten._weight_int4pack_mm
+        return tinygemm(x, self.weight, GROUP, self.scale_and_zero)
 
 
 def runs_on_cpu(weight: Tensor) -> bool:
@@ -114,13 +113,8 @@ def runs_on_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu"
 
 
-def pack_for_cpu(q: Tensor) -> Tensor:
-    """`[d_out, d_in]` int32 of 0..15, in the layout of tinygemm's kernel for CPUs."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-
-
 def pack_for_cuda(q: Tensor) -> Tensor:
-    """The same for GPUs, which takes pairs as bytes, the first of a pair in the upper half."""
+    """`[d_out, d_in]` int32 of 0..15, in the layout of tinygemm's kernel for GPUs, by way of bytes that hold two."""
     pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
     tiles = next(tiles for tiles in INNER_K_TILES if q.shape[1] % (16 * tiles) == 0)
     return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
@@ -195,9 +189,9 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
         if layer is None:
             steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
             where = f"--quantize or --draft_weights {scheme}: {name}, as this rank holds it"
-            what, seen = (
-                "a layer's shape has no quantised kernel",
+            seen, what = (
                 f"{child.in_features} inputs, {child.out_features} outputs",
+                "a layer's shape has no quantised kernel",
             )
             raise ConfigError(what, where, seen, steps, "leave these weights as they are")
         setattr(module, name, layer)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig, RopeScaling
+from models.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """What turns heads to their positions: `cos` and `signed_sin [..., 1, head_dim]`, the first half negated."""
+    """What turns heads to their positions: `cos` and `signed_sin [..., 1, head_dim]`, the first half negated, so that
+    `rotate` swaps halves instead of negating one."""
 
     cos: Tensor
     signed_sin: Tensor
@@ -27,11 +28,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    return _llama3_frequencies(frequencies, scaling)
-
-
-def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow down wavelengths beyond the original context; ramp between the two corner wavelengths."""
+    # Llama 3: slow down wavelengths beyond the original context; ramp between the two corner wavelengths.
     turns = scaling.original_context * frequencies / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = ramp.clamp(0.0, 1.0)
@@ -39,16 +36,11 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation in `dtype` that belongs to `positions [...]`.
-
-    Angles are taken in float32 or better. The negated half of the sine lets `rotate` swap the halves
-    instead of negating one.
-    """
+    """The rotation in `dtype` that belongs to `positions [...]`, of angles in float32 or better."""
     angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return Rotation(
-        torch.cat([cos, cos], -1)[..., None, :].to(dtype), torch.cat([-sin, sin], -1)[..., None, :].to(dtype)
-    )
+    halves = ([cos, cos], [-sin, sin])
+    return Rotation(*(torch.cat(pair, -1)[..., None, :].to(dtype) for pair in halves))
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:

@@ -8,7 +8,9 @@ vocabulary. Nothing has to divide evenly: sizes of parts differ by one head, uni
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -39,18 +41,16 @@ WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
-    """What the ranks that hold one model do together (engine/parallel/ranks.py)."""
+    """What the ranks that hold one model do together (engine/parallel/ranks.py).
+
+    `all_reduce`: the sum of every rank's `x`, in place or not. `gather`: the ranks' `x [..., widths[shard]]` side by
+    side in shard order, on the rank that decides; an empty `[..., 0]` on the others.
+    """
 
     @property
     def shard(self) -> Shard: ...
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, in place or not."""
-        ...
-
-    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        """The ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides;
-        an empty `[..., 0]` on the others."""
-        ...
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor: ...
 
 
 def spans(n: int, count: int) -> list[Span]:
@@ -79,16 +79,9 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     end tokens, which are ids of the whole."""
     if shard.count == 1:
         return config
-    first, end = shard.span(config.n_kv_head)
-    units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
-    return replace(
-        config,
-        n_head=(end - first) * config.group_size,
-        n_kv_head=end - first,
-        ffn_dim=units[1] - units[0],
-        vocab_size=ids[1] - ids[0],
-        eos_tokens=(),
-    )
+    n_kv, units, ids = (len(range(*shard.span(n))) for n in (config.n_kv_head, config.ffn_dim, config.vocab_size))
+    n_head = n_kv * config.group_size
+    return replace(config, n_head=n_head, n_kv_head=n_kv, ffn_dim=units, vocab_size=ids, eos_tokens=())
 
 
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
@@ -99,9 +92,8 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
     first, end = shard.span(n_kv)
     q = (first * group * head_dim, end * group * head_dim)
-    k, v = (
-        ((skipped + first) * head_dim, (skipped + end) * head_dim) for skipped in (group * n_kv, group * n_kv + n_kv)
-    )
+    befores = group * n_kv, group * n_kv + n_kv  # heads ahead of the keys, and of the values
+    k, v = (((before + first) * head_dim, (before + end) * head_dim) for before in befores)
     units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
     up = (config.ffn_dim + units[0], config.ffn_dim + units[1])
     by_rows = {"wqkv": [q, k, v], "w13": [units, up], "tok_embeddings": [ids], "output": [ids]}
@@ -115,15 +107,15 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
 
 
-class RowParallelLinear(nn.Module):
-    """A linear layer over this rank's inputs, summed over ranks."""
+class Joined(nn.Module):
+    """What this rank's part of a layer gives, joined to what the other ranks' parts do."""
 
-    def __init__(self, inner: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, inner: nn.Module, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner, self._exchange = inner, exchange
+        self.inner, self._join = inner, join
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._exchange.all_reduce(self.inner(x))
+        return self._join(self.inner(x))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -140,17 +132,6 @@ class VocabParallelEmbedding(Embedding):
         return self._exchange.all_reduce(embedded.masked_fill(elsewhere[..., None], 0))
 
 
-class VocabParallelHead(nn.Module):
-    """Logits of this rank's token ids, gathered on the rank that decides; empty on the others."""
-
-    def __init__(self, inner: nn.Module, widths: list[int], exchange: Exchange) -> None:
-        super().__init__()
-        self.inner, self._widths, self._exchange = inner, widths, exchange
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self._exchange.gather(self.inner(hidden), self._widths)
-
-
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
     """Join a Transformer that holds one part of `config`'s model to the other ranks' parts.
 
@@ -159,16 +140,12 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)
-        layer.attention.wo = RowParallelLinear(layer.attention.wo, exchange)
-        layer.feed_forward.w2 = RowParallelLinear(layer.feed_forward.w2, exchange)
+        layer.attention.wo = Joined(layer.attention.wo, exchange.all_reduce)
+        layer.feed_forward.w2 = Joined(layer.feed_forward.w2, exchange.all_reduce)
     weight = model.tok_embeddings.weight
-    head = model.output or _tied_head(weight)
-    model.output = VocabParallelHead(head, vocab_widths(config.vocab_size, shard.count), exchange)
+    if (head := model.output) is None:
+        head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        head.weight = nn.Parameter(weight, requires_grad=False)
+    model.output = Joined(head, partial(exchange.gather, widths=vocab_widths(config.vocab_size, shard.count)))
     model.tok_embeddings = VocabParallelEmbedding(weight, shard.span(config.vocab_size), exchange)
     model.config = replace(model.config, vocab_size=config.vocab_size, eos_tokens=config.eos_tokens)
-
-
-def _tied_head(weight: Tensor) -> nn.Module:
-    head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    head.weight = nn.Parameter(weight, requires_grad=False)
-    return head

@@ -73,6 +73,13 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], layout: str) -
     return files
 
 
+def write_source(
+    folder: Path, hf_config: dict[str, Any] = HF_CONFIG, layout: str = "safetensors", **weights: torch.Tensor
+) -> list[Path]:
+    """The weight files of a folder with config.json and tokenizer; `weights` are others than random ones."""
+    return write_weights(folder, hf_weights(write_side_files(folder, hf_config)) | weights, layout)
+
+
 def make_folders(folder: Path, hf_config: dict[str, Any]) -> None:
     """One folder per format, and one with the model.pth of a conversion; each with the manifest of a download."""
     config = ModelConfig.from_hf(hf_config)

@@ -57,8 +57,7 @@ class FakeCuda:
 
 class FakeGraph:
     def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-        self.recorder = Recorder()
+        self._cuda, self.recorder = cuda, Recorder()
         self.pool: object = None
         self.stream: object = None
         self.workspace: object = None

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Quantization
 from tokenizers import pre_tokenizers
 
+from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
 from models.checkpoints.gguf_source import NAMES
 from models.config import ModelConfig
@@ -20,20 +21,9 @@ WORDS = ["Ġthe", "th", "he", "12", "<|im_start|>", "<|im_end|>", "<extra>"]
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "the", *WORDS]
 MERGES = ["t h", "h e", "1 2", "th e", "Ġ the"]
 KINDS = {"<|im_start|>": 3, "<|im_end|>": 3, "<extra>": 4}
-TINY = ModelConfig(
-    vocab_size=len(TOKENS),
-    n_layer=2,
-    dim=64,
-    n_head=4,
-    n_kv_head=2,
-    head_dim=16,
-    ffn_dim=96,
-    norm_eps=1e-5,
-    rope_theta=50000.0,
-    max_context=512,
-    tie_embeddings=True,
-    eos_tokens=(TOKENS.index("<|im_end|>"),),
-)
+SIZES = {"vocab_size": len(TOKENS), "n_layer": 2, "dim": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "ffn_dim": 96}
+STOPS = (TOKENS.index("<|im_end|>"),)
+TINY = ModelConfig(**SIZES, rope_theta=50000.0, max_context=512, tie_embeddings=True, eos_tokens=STOPS)
 
 
 def gguf_name(hf_name: str) -> str:
@@ -61,13 +51,8 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
     }
-    of_tokenizer = {
-        "model": "gpt2",
-        "tokens": tokens,
-        "token_type": [KINDS.get(token, 1) for token in tokens],
-        "merges": merges,
-        "eos_token_id": config.eos_tokens[0],
-    }
+    of_tokenizer = {"model": "gpt2", "tokens": tokens, "merges": merges, "eos_token_id": config.eos_tokens[0]}
+    of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
     named = {f"{arch}.{key}": value for key, value in of_model.items()}
     return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
 
@@ -140,4 +125,11 @@ def write_tiny_gguf(
     own = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
     own = metadata_of(config, arch, tokens, MERGES) | own | (metadata or {})
     write_gguf(folder / "tiny.gguf", config, weights, own, arch, **options)
+    return weights
+
+
+def convert_tiny_gguf(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """In its folder."""
+    weights = write_tiny_gguf(folder, **options)
+    convert(folder, folder)
     return weights

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
+from checkpoint_folders import HF_CONFIG, write_side_files, write_source
 
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
@@ -18,14 +18,12 @@ from models.checkpoints.loading import load_model, read_checkpoint, save_checkpo
 from models.config import ModelConfig
 
 Damage = dict[str, tuple[Callable[[Path], object], str]]
-CONFIG = ModelConfig.from_hf(HF_CONFIG)
 SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    write_side_files(tmp_path, HF_CONFIG)
-    write_weights(tmp_path, hf_weights(CONFIG), "sharded safetensors")
+    write_source(tmp_path, layout="sharded safetensors")
     return tmp_path
 
 
@@ -53,9 +51,8 @@ def edit_header(path: Path, old: bytes, new: bytes) -> None:
 
 
 def edit_index(folder: Path, **entries: str) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"].update(entries)
-    (folder / INDEX).write_text(json.dumps(index))
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | entries}))
 
 
 def with_layers(folder: Path, n: int) -> None:
@@ -115,7 +112,7 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
     ],
 )
 def test_tensor_unlike_the_config(tmp_path: Path, layout: str, name: str, tensor: torch.Tensor, said: str) -> None:
-    write_weights(tmp_path, hf_weights(write_side_files(tmp_path, HF_CONFIG)) | {name: tensor}, layout)
+    write_source(tmp_path, layout=layout, **{name: tensor})
     with pytest.raises(CheckpointError, match=said) as refusal:
         convert(tmp_path, tmp_path)
     assert name in str(refusal.value)
@@ -173,10 +170,7 @@ MODEL_DAMAGE: Damage = {
     "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "config gone": (lambda d: (d / "config.json").unlink(), "config.json"),
     "another config beside it": (of_another_config, "rope_theta 500000.0"),
-    "a tensor of integers": (
-        lambda d: rewrite(d, **{"norm.weight": torch.ones(16).int()}),
-        r"norm.weight \(16,\) torch.int32",
-    ),
+    "integers": (lambda d: rewrite(d, **{"norm.weight": torch.ones(16).int()}), r"norm.weight \(16,\) torch.int32"),
     "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight \(15,\)"),
     "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
     "a tensor too many": (lambda d: rewrite(d, **{"q_norm.weight": torch.ones(4)}), "q_norm.weight"),

@@ -6,10 +6,11 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
+from checkpoint_folders import hf_weights, write_source
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
@@ -37,10 +38,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, read: list[str]) -> Path:
-    source = tmp_path / "model"
-    write_weights(source, hf_weights(write_side_files(source, HF_CONFIG)), "safetensors")
-    convert(source, source)
-    return source
+    write_source(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "model")
+    return tmp_path / "model"
 
 
 def zero(path: Path, n_bytes: int = 64) -> None:
@@ -85,13 +85,9 @@ def test_what_is_remembered_never_condemns_a_whole_file(folder: Path, tmp_path: 
         load_model(folder)
 
 
-def no_home() -> Path:
-    raise RuntimeError("Could not determine home directory.")
-
-
-@pytest.mark.parametrize("cache", [lambda: Path("/dev/null/cache"), no_home], ids=["unwritable", "no home"])
+@pytest.mark.parametrize("cache", [{"return_value": Path("/dev/null/cache")}, {"side_effect": RuntimeError("no home")}])
 def test_a_cache_that_cannot_be_had_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch, cache) -> None:
-    monkeypatch.setattr(manifest, "cache_folder", cache)
+    monkeypatch.setattr(manifest, "cache_folder", Mock(**cache))
     load_model(folder)
     zero(folder / "model.pth")
     with pytest.raises(CheckpointError, match="manifest"):
@@ -120,8 +116,7 @@ def test_weights_that_are_not_finite_are_refused(folder: Path, tmp_path: Path, v
     config, state_dict = read_checkpoint(folder)
     weights = hf_weights(config)
     weights["model.layers.1.self_attn.k_proj.weight"][3, 2] = value
-    write_side_files(tmp_path / "bad", HF_CONFIG)
-    (path,) = write_weights(tmp_path / "bad", weights, "safetensors")
+    (path,) = write_source(tmp_path / "bad", **weights)
     with pytest.raises(CheckpointError, match=rf"NaN or inf.*\n.*{path.name}\n.*layers\.1\.attention\.wqkv\.weight"):
         convert(path.parent, path.parent)
     assert not (path.parent / "model.pth").exists()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
-from gguf_files import TINY, TOKENS, finish, write_tiny_gguf
+from gguf_files import TINY, TOKENS, convert_tiny_gguf, finish, write_tiny_gguf
 
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
-from models.checkpoints.gguf_reader import read_gguf
+from models.checkpoints.gguf_source import read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import RopeScaling
@@ -31,8 +31,7 @@ TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
 )
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quantization, tolerance: float) -> None:
-    weights = write_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
-    convert(tmp_path, tmp_path)
+    weights = convert_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
     config, state_dict = read_checkpoint(tmp_path, verify=True)
     assert config == replace(TINY, qkv_bias=arch == "qwen2")
     for name, stacked in source_parts(config).items():
@@ -44,8 +43,7 @@ def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quan
 
 def test_untied_head_and_linear_rope_scaling(tmp_path: Path) -> None:
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    weights = write_tiny_gguf(tmp_path, tied=False, metadata=scaling)
-    convert(tmp_path, tmp_path)
+    weights = convert_tiny_gguf(tmp_path, tied=False, metadata=scaling)
     config, state_dict = read_checkpoint(tmp_path)
     assert config.rope_scaling == RopeScaling("linear", 4.0)
     assert torch.equal(state_dict["output.weight"], weights["lm_head.weight"])
@@ -67,9 +65,8 @@ def test_untied_head_and_linear_rope_scaling(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_is_refused_by_name(tmp_path, changes, error, named):
-    write_tiny_gguf(tmp_path, **changes)
     with pytest.raises(error, match=named):
-        convert(tmp_path, tmp_path)
+        convert_tiny_gguf(tmp_path, **changes)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
@@ -82,8 +79,7 @@ def test_undecodable_quantisation_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_beside_the_gguf_is_used(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path / "known")
-    convert(tmp_path / "known", tmp_path / "known")
+    convert_tiny_gguf(tmp_path / "known")
     write_tiny_gguf(tmp_path / "unknown", pre="deepseek-coder")
     beside = tmp_path / "unknown" / "tokenizer.json"
     beside.write_bytes((tmp_path / "known" / "tokenizer.json").read_bytes())
@@ -92,16 +88,10 @@ def test_a_tokenizer_beside_the_gguf_is_used(tmp_path: Path) -> None:
 
 
 def test_llama3_rope_from_the_config_beside_the_gguf(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path / "plain")
-    convert(tmp_path / "plain", tmp_path / "plain")
+    convert_tiny_gguf(tmp_path / "plain")
     hf_config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    hf_config["rope_scaling"] = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    }
+    corners = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    hf_config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0} | corners
     folder = tmp_path / "llama3"
     write_tiny_gguf(folder, extra_tensor="rope_freqs.weight")
     (folder / "config.json").write_text(json.dumps(hf_config))
@@ -146,15 +136,13 @@ def test_an_endless_array_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_metadata_of_another_type_or_range_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
-    write_tiny_gguf(tmp_path, metadata={key: value, "tokenizer.ggml.add_bos_token": True})
     with pytest.raises(UserError, match=said):
-        convert(tmp_path, tmp_path)
+        convert_tiny_gguf(tmp_path, metadata={key: value, "tokenizer.ggml.add_bos_token": True})
 
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2", "default"])
 def test_rebuilt_tokenizer(tmp_path: Path, pre: str) -> None:
-    write_tiny_gguf(tmp_path, pre=pre)
-    convert(tmp_path, tmp_path)
+    convert_tiny_gguf(tmp_path, pre=pre)
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(TEXT, add_bos=False)
     assert len(tokenizer.pieces()) == len(TOKENS)
@@ -170,6 +158,5 @@ def test_rebuilt_tokenizer(tmp_path: Path, pre: str) -> None:
 
 
 def test_bos_as_the_metadata_says(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path, metadata={"tokenizer.ggml.add_bos_token": True})
-    convert(tmp_path, tmp_path)
+    convert_tiny_gguf(tmp_path, metadata={"tokenizer.ggml.add_bos_token": True})
     assert load_tokenizer(tmp_path).encode("a") == [BOS, TOKENS.index("a")]

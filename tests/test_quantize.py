@@ -8,21 +8,11 @@ from fake_cuda_linear import cuda_linears
 from machine import needs_vnni
 
 from kv_cache import FullKVCache
-from models import load_model
+from models import load_model, quantize
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.loading import read_checkpoint
 from models.config import ModelConfig
-from models.quantize import (
-    GROUP,
-    MOST_TINYGEMM_ROWS,
-    Int4Linear,
-    Int8Linear,
-    dequantize,
-    pack_for_cuda,
-    quantize_groups,
-    quantize_rows,
-    quantized_linear,
-)
+from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups, quantize_rows
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +95,7 @@ def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
 
 def test_packing_for_a_gpu_gives_its_kernel_bytes():
     """The shape rules of the CUDA operator, which its meta kernel checks without a GPU."""
-    packed = pack_for_cuda(torch.zeros(128, 192, dtype=torch.int32, device="meta"))
+    packed = quantize.pack_for_cuda(torch.zeros(128, 192, dtype=torch.int32, device="meta"))
     assert packed.dtype == torch.int32 and packed.numel() * 8 == 128 * 192
 
 
@@ -133,7 +123,7 @@ def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
         identity = torch.eye(d_in, dtype=torch.bfloat16)
         by_kernel = torch.ops.aten._weight_int4pack_mm(identity, layer.weight, GROUP, layer.scale_and_zero)
     assert kernel_rows == [MOST_TINYGEMM_ROWS, d_in]
-    assert torch.equal(by_kernel.T, dequantize(layer.weight, layer.scale_and_zero))
+    assert torch.equal(by_kernel.T, quantize.dequantize(layer.weight, layer.scale_and_zero))
     torch.testing.assert_close(many[:-1], few, rtol=1e-2, atol=1e-2)
     for wanted in (x.double() @ grid_of(weight)[0].double().T + bias, Int4Linear(weight, bias)(x)):
         assert relative_error(many, wanted) < 1e-2
@@ -188,8 +178,8 @@ def test_a_quantised_model_is_close(scheme, dtype):
 
 
 def test_shapes_that_the_kernels_do_not_take_stay_as_they_are():
-    assert quantized_linear(torch.ones(64, 40), None, "int4") is None
-    assert quantized_linear(torch.ones(63, 64), None, "int8") is None
+    assert quantize.quantized_linear(torch.ones(64, 40), None, "int4") is None
+    assert quantize.quantized_linear(torch.ones(63, 64), None, "int8") is None
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from common.errors import ConfigError
 from models.attention import AttentionSpec, TorchAttention, flash_backend, select_backend
-from models.attention.flash_backend import FA2, FA3, Finding, Flavour
+from models.attention.flash_backend import FA2, FA3, Flavour
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
@@ -120,7 +120,7 @@ def test_the_interpreter_needs_no_launcher(no_launcher, monkeypatch):
 
 
 def with_flash(monkeypatch, package):
-    found = Finding(Flavour(package, lambda *args, **kwargs: None, 132), package.title)
+    found = Flavour(package, lambda *args, **kwargs: None, 132), package.title
     monkeypatch.setattr(flash_backend, "find_flavour", lambda device: found)
 
 

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
-from gguf_files import write_tiny_gguf
+from checkpoint_folders import hf_weights, write_source, write_weights
+from gguf_files import convert_tiny_gguf, write_tiny_gguf
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
@@ -20,11 +20,6 @@ from models.checkpoints.tokenizer import load_tokenizer
 
 TEXT = "the 1234"
 SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-
-
-def write_source(folder: Path) -> Path:
-    """The weights of a folder with its config.json and tokenizer."""
-    return write_weights(folder, hf_weights(write_side_files(folder, HF_CONFIG)), "safetensors")[0]
 
 
 def contents(folder: Path) -> tuple[object, ...]:
@@ -39,8 +34,7 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
     write_tiny_gguf(folder)
     convert(folder, out)
     first = contents(out)
-    write_tiny_gguf(fresh, pre="gpt-2", tied=False, metadata=SCALED)
-    convert(fresh, fresh)
+    convert_tiny_gguf(fresh, pre="gpt-2", tied=False, metadata=SCALED)
     assert first[0] != contents(fresh)[0] and first[2] != contents(fresh)[2]
     (folder / "tiny.gguf").unlink()
     shutil.copyfile(fresh / "tiny.gguf", folder / ("other.gguf" if how == "under another name" else "tiny.gguf"))
@@ -49,8 +43,7 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
 
 
 def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path / "plain", pre="gpt-2")
-    convert(tmp_path / "plain", tmp_path / "plain")
+    convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "own"
     write_tiny_gguf(folder)
     own = json.loads((tmp_path / "plain" / "config.json").read_text()) | {"rope_theta": 777.0}
@@ -67,8 +60,7 @@ def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> Non
 
 
 def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path)
-    convert(tmp_path, tmp_path)
+    convert_tiny_gguf(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("50000.0", "60000.0"))
     with pytest.raises(CheckpointError, match=r"config\.json[\s\S]*folder of its own"):
@@ -100,8 +92,7 @@ def test_weights_under_the_config_of_others_are_refused(tmp_path: Path, layout: 
 
 
 def test_safetensors_beside_what_was_made_from_a_gguf_are_refused(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path)
-    convert(tmp_path, tmp_path)
+    convert_tiny_gguf(tmp_path)
     config = read_checkpoint(tmp_path)[0]
     (tmp_path / "tiny.gguf").unlink()
     write_weights(tmp_path, hf_weights(config), "safetensors")
@@ -130,7 +121,7 @@ def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str
 
 
 def test_another_time_of_change_is_no_other_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_source(tmp_path)
+    (path,) = write_source(tmp_path)
     convert(tmp_path, tmp_path)
     os.utime(path)
     convert(tmp_path, tmp_path)

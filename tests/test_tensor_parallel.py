@@ -24,13 +24,9 @@ from models.tensor_parallel import Shard, shard_config, shard_tensor, spans
 
 def torchrun(n_ranks: int, *arguments: object) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command += map(str, arguments)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
 
 
@@ -58,9 +54,8 @@ def test_tokens_and_counts_are_those_of_one_process(n_ranks, every, checkpoints,
     for name, by_rank in together.items():
         assert by_rank == [alone[name]] * n_ranks, f"{name} on {n_ranks} ranks"
     rows = [row for case in alone.values() for row in case["counts"] if row["drafted"]]
-    assert any(0 < sum(row["accepted_at"]) < sum(row["verified_at"]) for row in rows), (
-        "some drafts are right, some wrong"
-    )
+    some_are_wrong = any(0 < sum(row["accepted_at"]) < sum(row["verified_at"]) for row in rows)
+    assert some_are_wrong, "some drafts are right, some wrong"
     for chosen in results["all_reduce"]:
         assert chosen == {"": "symmetric memory"} | dict.fromkeys(STEPS, "gloo"), "all ranks agree, none waits"
     for group_size, logits in results["logits"].items():
@@ -82,12 +77,9 @@ def test_shards_put_together_are_the_model(count, tie, bias):
         if "norm" in name:
             together = parts[0]
         elif "wqkv" in name or "w13" in name:
-            heads = [(own.n_head, own.n_kv_head, own.n_kv_head) for own in configs]
-            rows = [
-                (own.ffn_dim,) * 2 if "w13" in name else [n * own.head_dim for n in kinds]
-                for own, kinds in zip(configs, heads, strict=True)
-            ]
-            split = [part.split(list(sizes)) for part, sizes in zip(parts, rows, strict=True)]
+            rows = [[own.head_dim * n for n in (own.n_head, own.n_kv_head, own.n_kv_head)] for own in configs]
+            rows = [[own.ffn_dim] * 2 for own in configs] if "w13" in name else rows
+            split = [part.split(sizes) for part, sizes in zip(parts, rows, strict=True)]
             together = torch.cat([torch.cat(kind) for kind in zip(*split, strict=True)])
         else:
             together = torch.cat(parts, dim=1 if "wo" in name or "w2" in name else 0)

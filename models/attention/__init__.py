@@ -3,15 +3,3 @@
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, ObservingAttention, Slots
 from models.attention.select import BACKENDS, Selection, select_backend
 from models.attention.torch_backend import TorchAttention
-
-__all__ = [
-    "BACKENDS",
-    "MAX_BLOCK",
-    "AttentionBackend",
-    "AttentionSpec",
-    "ObservingAttention",
-    "Selection",
-    "Slots",
-    "TorchAttention",
-    "select_backend",
-]

@@ -42,31 +42,25 @@ class Slots(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Two calls of the model, `prepare` once per forward and `attend` once per layer; and one of who plans memory.
+    """A query at position p sees a slot iff `0 <= slot position <= p`, and with a sliding window w only those beyond
+    `p - w`.
 
-    A query at position p sees a slot iff `0 <= slot position <= p`, and with a sliding window w only
-    those beyond `p - w`. Neither call of the model reads a tensor's content on the host, so both can be captured in a
-    CUDA graph that stays valid whatever the rows' lengths become.
+    `prepare`, once per forward: whatever the backend derives from the queries' positions `[B, T]` int64 and the slots
+    of a cache. `attend`, once per layer: `q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by
+    `D ** -0.5`. Neither reads a tensor's content on the host, so both can be captured in a CUDA graph that stays valid
+    whatever the rows' lengths become. `dequantizes`: whether blocks of that length turn 8-bit entries that the backend
+    was selected for into the model's dtype first.
     """
 
     name: str
 
-    def dequantizes(self, n_token: int) -> bool:
-        """Whether blocks of that length turn 8-bit entries that it was selected for into the model's dtype first."""
-        ...
-
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
-        """Whatever the backend derives from the queries' positions `[B, T]` int64 and the slots of a cache."""
-        ...
-
-    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        """`q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by `D ** -0.5`."""
-        ...
+    def dequantizes(self, n_token: int) -> bool: ...
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any: ...
+    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor: ...
 
 
 class ObservingAttention:
-    """Attends as `backend` does, for cache policies that select by attention; `queries` are those of each layer in
-    order, `[B, T, H, D]`, rotated."""
+    """As `backend`, for policies that select by attention; `queries`: each layer's `[B, T, H, D]` in order, rotated."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

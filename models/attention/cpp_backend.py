@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ PART = 1024
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
-    """The compiled kernel, built first where it has to be. Errors: BuildError."""
     return load_library(Path(__file__).with_name("cpp_kernel.cpp"), "attention")
 
 
@@ -38,20 +37,15 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Per packed row `[B, T * G]` the newest and the oldest position that it sees; the slots' positions `[B, C]`."""
-
-    newest: Tensor
-    oldest: Tensor
-    slots: Tensor
+class Prepared(NamedTuple):
+    newest: Tensor  # position that each packed row sees, `[B, T * G]`
+    oldest: Tensor  # as `newest`
+    slots: Tensor  # their positions `[B, C]`
 
 
 class CppAttention:
-    """Blocks of any length over entries of any kind in ENTRIES.
-
-    A row's result does not depend, to the last bit, on the other rows, on the other tokens of the block, or on
-    the capacity. Errors: BuildError if the kernel cannot be built here.
+    """Blocks of any length over entries of any kind in ENTRIES. A row's result does not depend, to the last bit, on
+    the other rows, the other tokens of the block, or the capacity. Errors: BuildError if it cannot be built here.
     """
 
     name = "cpp"
@@ -78,9 +72,14 @@ class CppAttention:
         n_row, n_part = n_token * group, -(-n_slot // PART)
         out = torch.empty_like(packed)
         partials = packed.new_empty(batch * n_kv_head * n_part, n_row, head_dim + 2)
+        # The kernel's `Layout`: sizes, then strides by row, head and slot.
+        scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
+        strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
+        sizes = [batch, n_kv_head, n_slot, n_row, *strides, PART]
+        layout = (ctypes.c_int64 * len(sizes))(*sizes)
         assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         failed = self._kernel.foretoken_attend(
-            _layout(kv, n_row),
+            layout,
             ctypes.c_int64(head_dim),
             ctypes.c_int64(ENTRIES.index(kv.keys.dtype)),
             *map(_pointer, (packed, kv.keys, kv.values, kv.key_scales, kv.value_scales)),
@@ -89,15 +88,6 @@ class CppAttention:
         )
         assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
         return out.transpose(1, 2).reshape(batch, n_token, n_head, head_dim).to(q.dtype)
-
-
-def _layout(kv: KV, n_row: int) -> ctypes.Array[ctypes.c_int64]:
-    """The kernel's `Layout`: sizes, then strides by row, head and slot."""
-    batch, n_slot, n_kv_head, _ = kv.keys.shape
-    scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
-    strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
-    sizes = [batch, n_kv_head, n_slot, n_row, *strides, PART]
-    return (ctypes.c_int64 * len(sizes))(*sizes)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,9 @@ from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Sl
 LARGEST_HEAD_DIM = 256
 # Head dims that are no multiple of it are padded by the kernels: they would copy the whole cache in every call.
 HEAD_DIM_STEP = 8
-
-# Rows (token times query head of a group) that one multiprocessor takes at once.
-TILE_ROWS = 128
-# Fewer keys than this are not worth a split of their own, and more splits are not worth combining.
-SMALLEST_SPLIT = 256
-MOST_SPLITS = 128
+TILE_ROWS = 128  # (token times query head of a group) that one multiprocessor takes at once
+# Fewer keys are not worth a split of their own, and more splits are not worth combining.
+SMALLEST_SPLIT, MOST_SPLITS = 256, 128
 
 
 class Package(NamedTuple):
@@ -62,22 +60,15 @@ class Flavour:
         return None
 
 
-class Finding(NamedTuple):
-    """The best flavour that a device has; None, and why, if it has none."""
-
-    flavour: Flavour | None
-    why: str
-
-
-def find_flavour(device: torch.device | str) -> Finding:
-    """Import the best package for `device`: FlashAttention-3 on Hopper, in either packaging, FlashAttention-2 else."""
+def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
+    """The best package for `device` and its name, or None and why: FlashAttention-3 on Hopper, in either packaging,
+    FlashAttention-2 else."""
     device = torch.device(device)
     if device.type != "cuda":
-        return Finding(None, f"the flash kernels need a CUDA device, not {device.type}")
+        return None, f"the flash kernels need a CUDA device, not {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        why = f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}"
-        return Finding(None, why)
+        return None, f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}"
     failures = []
     for package in (FA3, FA3_FWD, FA2) if major == 9 else (FA2,):
         try:
@@ -86,8 +77,8 @@ def find_flavour(device: torch.device | str) -> Finding:
             failures.append(f"{package.title} ({package.module}): {error}")
         else:
             n_processor = torch.cuda.get_device_properties(device).multi_processor_count
-            return Finding(Flavour(package, kernel, n_processor), f"{package.title} ({package.module})")
-    return Finding(None, "no flash package could be imported: " + "; ".join(failures))
+            return Flavour(package, kernel, n_processor), f"{package.title} ({package.module})"
+    return None, "no flash package could be imported: " + "; ".join(failures)
 
 
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
@@ -124,18 +115,14 @@ class Plan(NamedTuple):
     """How a block goes through the kernels: their arguments, and what they leave out."""
 
     options: dict[str, Any]
-    tail: Tail | None
+    tail: Tail | None = None
 
 
-@dataclass
-class Prepared:
-    """One forward's block: its plan, or what the fallback derives once some layer turns out to need it."""
+class Prepared(NamedTuple):
+    """One forward's block: its plan, if it has one, and what the fallback derives once some layer needs it."""
 
-    spec: AttentionSpec
-    queries: Tensor
-    slots: Slots
     plan: Plan | None
-    for_fallback: Any = None
+    for_fallback: Callable[[], Any]
 
 
 class FlashAttention:
@@ -149,8 +136,7 @@ class FlashAttention:
     name = "flash"
 
     def __init__(self, flavour: Flavour, fallback: AttentionBackend) -> None:
-        self.flavour = flavour
-        self.fallback = fallback
+        self.flavour, self.fallback = flavour, fallback
 
     def dequantizes(self, n_token: int) -> bool:
         return self.fallback.dequantizes(n_token)
@@ -169,14 +155,12 @@ class FlashAttention:
                 plan = self._plan_causal(spec, queries, slots)
             else:
                 plan = _plan_packed(spec, queries, slots)
-        return Prepared(spec, queries, slots, plan)
+        return Prepared(plan, cache(lambda: self.fallback.prepare(spec, queries, slots)))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         plan = prepared.plan
         if plan is None or kv.keys.dtype != q.dtype:
-            if prepared.for_fallback is None:
-                prepared.for_fallback = self.fallback.prepare(prepared.spec, prepared.queries, prepared.slots)
-            return self.fallback.attend(q, kv, prepared.for_fallback)
+            return self.fallback.attend(q, kv, prepared.for_fallback())
         if plan.tail is None:
             return self.flavour.kernel(q, kv.keys, kv.values, **plan.options)
         rows = pack(q, kv.keys.shape[2])
@@ -195,7 +179,7 @@ class FlashAttention:
             n_tile = batch * spec.n_kv_head * -(-n_token * spec.group_size // TILE_ROWS)
             options["num_splits"] = split_count(n_tile, n_slot, self.flavour.n_processor)
             options["pack_gqa"] = spec.group_size > 1
-        return Plan(options, None)
+        return Plan(options)
 
 
 def _plan_packed(spec: AttentionSpec, queries: Tensor, slots: Slots) -> Plan:

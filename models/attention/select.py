@@ -13,10 +13,8 @@ from models.names import BACKENDS
 
 
 class Selection(NamedTuple):
-    """`why`: for people, what speaks for the backend or against the others."""
-
     backend: AttentionBackend
-    why: str
+    why: str  # for people, what speaks for the backend or against the others
 
 
 class _Unavailable(Exception):
@@ -75,8 +73,9 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
     if reason := triton_backend.unsupported(spec):
         return Selection(TorchAttention(), reason)
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
-        why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
-        return Selection(TorchAttention(), why)
+        return Selection(
+            TorchAttention(), f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
+        )
     if reason := triton_backend.missing_launcher():
         raise _Unavailable(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")

@@ -12,11 +12,8 @@ from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 
 
 def visibility(query_positions: Tensor, slot_positions: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Who sees what: bool `[B, T, C]`, true where `0 <= slot position <= query position`.
-
-    A model trained with a sliding window (Mistral 7B v0.1) also forgets what lies `sliding_window`
-    or more tokens back.
-    """
+    """Who sees what: bool `[B, T, C]`, true where `0 <= slot position <= query position`, and where that is less than
+    `sliding_window` back, for models that were trained with one (Mistral 7B v0.1)."""
     slots, queries = slot_positions[:, None, :], query_positions[:, :, None]
     visible = (slots >= 0) & (slots <= queries)
     if sliding_window is not None:
@@ -52,8 +49,7 @@ class TorchAttention:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=prepared, enable_gqa=True)
             return out.transpose(1, 2)
         batch, n_token, n_head, head_dim = q.shape
-        n_kv_head = k.shape[1]
-        group = n_head // n_kv_head
+        n_kv_head, group = k.shape[1], n_head // k.shape[1]
         packed = q.view(batch, n_token, n_kv_head, group, head_dim).permute(0, 2, 3, 1, 4)
         packed = packed.reshape(batch, n_kv_head, group * n_token, head_dim)
         out = F.scaled_dot_product_attention(packed, k, v, attn_mask=prepared)

@@ -22,16 +22,12 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Programs that a multiprocessor usually runs at once, and about how many waves of them a launch over full rows takes.
 PROGRAMS_PER_WAVE, WAVES = 2, 4
-# Slots: a shorter chunk would spend its time filling its pipeline.
-MIN_CHUNK = 256
+MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipeline
 # Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of the KV.
 SLOTS_PER_ROW = 16
-# What an H100 or H200 has, for a device that cannot be asked.
-DEFAULT_SM_COUNT = 132
-# Chunks that one step of `combine` merges, and its warps.
-COMBINE_CHUNKS, COMBINE_WARPS = 16, 4
-# The tensor cores' smallest tile, and the largest whose accumulator stays in registers.
-MIN_ROWS, MAX_ROWS = 16, 64
+DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
+COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
+MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -54,8 +50,7 @@ def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtyp
 def missing_launcher() -> str | None:
     """Why Triton cannot start kernels here, in one line; None if it can.
 
-    Its driver has the launcher of all kernels in one C module, which is built here, or loaded from Triton's cache:
-    once that is there, no kernel of Triton 3.7 needs a compiler.
+    Its driver has the launcher of all kernels in one C module, built or loaded from Triton's cache here.
     """
     if triton.knobs.runtime.interpret:
         return None
@@ -108,15 +103,13 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
     wave = PROGRAMS_PER_WAVE * sm_count
     fewer, more = max(1, WAVES * wave // n_program), triton.cdiv(WAVES * wave, n_program)
     chunks = [max(triton.cdiv(n_slot, n_chunk), min_chunk) for n_chunk in (fewer, more)]
-    return max(
-        (triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks),
-        key=lambda chunk: filled(n_program * triton.cdiv(n_slot, chunk) / wave),
-    )
 
+    def filled(chunk: int) -> float:
+        """The share of the time of its waves in which there are programs to run."""
+        n_wave = n_program * triton.cdiv(n_slot, chunk) / wave
+        return n_wave / math.ceil(n_wave)
 
-def filled(n_wave: float) -> float:
-    """The share of the time of that many waves in which there are programs to run."""
-    return n_wave / math.ceil(n_wave)
+    return max((triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks), key=filled)
 
 
 class Launch(NamedTuple):
@@ -166,31 +159,16 @@ def plan(
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions, window = block.slots.positions, block.spec.sliding_window
+    entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
+    others = {"q": q, "queries": block.queries, "positions": positions, "out": partial, "log_sums": log_sums}
+    strides = _strides(q=q) | _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
+    sizes = {"n_token": n_token, "n_kv_head": n_kv_head, "n_slot": n_slot, "chunk": chunk, "n_chunk": n_chunk}
+    shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK, "ROWS": tile.rows, "SLOTS": tile.slots}
     arguments: dict[str, Any] = {
-        "q": q,
-        "keys": kv.keys,
-        "values": kv.values,
-        "key_scales": key_scales,
-        "value_scales": value_scales,
-        "queries": block.queries,
-        "positions": positions,
-        "out": partial,
-        "log_sums": log_sums,
-        **_strides(q=q),
-        **_strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales),
+        **entries | others | strides | sizes | shape,
         "positions_row": positions.stride(0),
-        "n_token": n_token,
-        "n_kv_head": n_kv_head,
-        "n_slot": n_slot,
-        "chunk": chunk,
-        "n_chunk": n_chunk,
         "window": window or 0,
         "scale": head_dim**-0.5 * math.log2(math.e),
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "MAX_TOKENS": MAX_BLOCK,
-        "ROWS": tile.rows,
-        "SLOTS": tile.slots,
         "QUANTIZED": kv.key_scales is not None,
         "IN_ORDER": block.slots.in_order,
         "WINDOWED": window is not None,
@@ -213,42 +191,33 @@ def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
 class TritonAttention:
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
 
-    `sm_count` is the number of multiprocessors to fill, that of the device by default; `min_chunk` the
-    fewest slots of a chunk, `min_chunk_length` by default.
+    `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default.
     """
 
     name = "triton"
 
     def __init__(self, sm_count: int | None = None, min_chunk: int | None = None) -> None:
-        self.torch = TorchAttention()
-        self.sm_count = sm_count
-        self.min_chunk = min_chunk
+        self.torch, self.sm_count, self.min_chunk = TorchAttention(), sm_count, min_chunk
 
     def dequantizes(self, n_token: int) -> bool:
         return n_token > MAX_BLOCK
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
-        """The block itself, or what torch makes of it. The kernel looks up positions and lengths on its own."""
+        """The block itself, or what torch makes of it."""
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
             return self.torch.prepare(spec, queries, slots)
         return Block(spec, queries.contiguous(), slots)
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        """`q [B, T, H, D]` over entries of C slots -> contiguous `[B, T, H, D]` in `q`'s dtype."""
         if not isinstance(prepared, Block):
             return self.torch.attend(q, kv, prepared)
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
             return self.torch.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        launches, out = plan(q, kv, prepared, self.sm_count or _sm_count(q.device), self.min_chunk)
+        on_device = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
+        launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
         # Triton launches on the current device, wherever the tensors are.
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
             for launch in launches:
                 launch()
         return out
-
-
-def _sm_count(device: torch.device) -> int:
-    if device.type != "cuda":
-        return DEFAULT_SM_COUNT
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,22 +11,10 @@ UNSEEN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _attend_tile(
-    state,
-    slot,
-    q,
-    query,
-    stop,
-    pointers,
-    strides,
-    scale,
-    window,
-    HEAD_DIM: tl.constexpr,
-    SLOTS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    state, slot, q, query, stop, pointers, strides, scale, window,
+    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr,
+    IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
 
     `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in
@@ -88,48 +76,13 @@ def _attend_tile(
 # What changes from call to call must not compile another variant in the middle of a run.
 @triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "window"])
 def split_kv(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    queries,
-    positions,
-    out,
-    log_sums,
-    q_row,
-    q_token,
-    q_head,
-    k_row,
-    k_slot,
-    k_head,
-    v_row,
-    v_slot,
-    v_head,
-    ks_row,
-    ks_slot,
-    ks_head,
-    vs_row,
-    vs_slot,
-    vs_head,
-    positions_row,
-    n_token,
-    n_kv_head,
-    n_slot,
-    chunk,
-    n_chunk,
-    window,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    q, keys, values, key_scales, value_scales, queries, positions, out, log_sums,
+    q_row, q_token, q_head, k_row, k_slot, k_head, v_row, v_slot, v_head,
+    ks_row, ks_slot, ks_head, vs_row, vs_slot, vs_head, positions_row,
+    n_token, n_kv_head, n_slot, chunk, n_chunk, window, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_TOKENS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    QUANTIZED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """One program: ROWS of the `n_token * GROUP` rows of one row and KV head, over one chunk of its slots.
 
     Grid `[row blocks, chunks, B * n_kv_head]`. Softmax is that of Milakov and Gimelshein (2018), the chunks

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.fixes import USE_PLAIN
 from models.config import ModelConfig
 
+USE_PLAIN = "use a plain Llama, Mistral or Qwen2 checkpoint with its own config.json, downloaded whole"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Part = tuple[str, tuple[int, ...]]
 
@@ -33,8 +33,8 @@ class SourceTensor:
 class Source:
     """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config.
 
-    `side_files` are the config.json, tokenizer and the like that the folder has for these weights. What is not among
-    them is made from the weight file's metadata: `hf_config`, and `tokenizer_json` if the file carries one.
+    `side_files`: the config.json, tokenizer and the like that the folder has for these weights. What is not among them
+    is made from a GGUF's metadata: `hf_config` and `tokenizer_json`.
     """
 
     files: tuple[Path, ...]
@@ -47,25 +47,25 @@ class Source:
 
 def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     """For each tensor of `loading.expected_shapes`, the source tensors stacked on dim 0, with shapes."""
-    dim, ffn_dim = config.dim, config.ffn_dim
+    dim, ffn_dim, embedding = config.dim, config.ffn_dim, (config.vocab_size, config.dim)
     n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    embedding = (config.vocab_size, dim)
-    qkv = {"self_attn.q_proj": n_q, "self_attn.k_proj": n_kv, "self_attn.v_proj": n_kv}
+    qkv = {"q": n_q, "k": n_kv, "v": n_kv}
     of_layer: dict[str, dict[str, tuple[int, ...]]] = {
         "attention_norm.weight": {"input_layernorm.weight": (dim,)},
-        "attention.wqkv.weight": {f"{name}.weight": (rows, dim) for name, rows in qkv.items()},
-        "attention.wqkv.bias": {f"{name}.bias": (rows,) for name, rows in qkv.items() if config.qkv_bias},
+        "attention.wqkv.weight": {f"self_attn.{name}_proj.weight": (rows, dim) for name, rows in qkv.items()},
+        "attention.wqkv.bias": {f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv.items()},
         "attention.wo.weight": {"self_attn.o_proj.weight": (dim, n_q)},
         "ffn_norm.weight": {"post_attention_layernorm.weight": (dim,)},
         "feed_forward.w13.weight": {f"mlp.{name}_proj.weight": (ffn_dim, dim) for name in ("gate", "up")},
         "feed_forward.w2.weight": {"mlp.down_proj.weight": (dim, ffn_dim)},
     }
+    if not config.qkv_bias:
+        del of_layer["attention.wqkv.bias"]
     parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": (("model.embed_tokens.weight", embedding),)}
     for layer in range(config.n_layer):
         for ours, theirs in of_layer.items():
-            if theirs:
-                stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
-                parts[f"layers.{layer}.{ours}"] = tuple(stacked)
+            stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
+            parts[f"layers.{layer}.{ours}"] = tuple(stacked)
     parts["norm.weight"] = (("model.norm.weight", (dim,)),)
     if not config.tie_embeddings:
         parts["output.weight"] = (("lm_head.weight", embedding),)
@@ -99,8 +99,7 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
 
     Raises CheckpointError for one that cannot be read, or is not finite in that dtype.
     """
-    target = dtype or stacked[0].dtype
-    tensors = []
+    target, tensors = dtype or stacked[0].dtype, []
     for source in stacked:
         try:
             tensors.append(source.read().to(target))

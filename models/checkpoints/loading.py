@@ -13,7 +13,6 @@ from torch import Tensor
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
 from models.checkpoints.convert import DTYPES, is_finite, source_parts
-from models.checkpoints.fixes import CONVERT_AGAIN
 from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files, read_manifest
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.checkpoints.torch_files import check_archive, copy_out
@@ -22,11 +21,12 @@ from models.llama import Transformer, attention_spec
 from models.packed_linear import pack_linears, pack_model
 from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
+from models.presets import preset_config
 from models.quantize import check_scheme, quantize_head, quantize_linears
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
-LOAD_FORMATS = ("pth", "dummy")
-DUMMY_STD = 0.02
+CONVERT = "convert_hf_checkpoint.py"
+CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
 
 Value = TypeVar("Value")
 
@@ -37,10 +37,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `wqkv` stacks the rows of q, k and v (rotary pairs in half-split layout), `w13` those of gate and up.
     A tied head is not stored.
     """
-    return {
-        name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:])
-        for name, stacked in source_parts(config).items()
-    }
+    parts = source_parts(config).items()
+    return {name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:]) for name, stacked in parts}
 
 
 def drop_layers(
@@ -53,11 +51,9 @@ def drop_layers(
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
     if not dropped <= set(range(config.n_layer)) or not kept:
-        required, fix = (
-            f"some, not all, of layers 0 to {config.n_layer - 1}",
-            "name layers of this model, and keep at least one",
-        )
-        raise ConfigError("these layers cannot be dropped", "layers to drop", sorted(dropped), required, fix)
+        what, required = "these layers cannot be dropped", f"some, not all, of layers 0 to {config.n_layer - 1}"
+        fix = "name layers of this model, and keep at least one"
+        raise ConfigError(what, "layers to drop", sorted(dropped), required, fix)
     shallower: dict[str, Value] = {}
     for name, value in state_dict.items():
         head, *rest = name.split(".", 2)
@@ -83,19 +79,14 @@ def read_checkpoint(
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Map a model.pth (or the one in a folder) into memory and check it against its config and manifest.
 
-    `config` stands in for the config.json beside the weights. Returns the config and CPU tensors in the
-    stored dtypes, backed by the file. SHA-256 sums are compared with the manifest; that of the weights is computed
-    once for each version of the file on this machine (`file_sums`), and again with `verify`. Without a manifest the
-    weights are compared with the check sums in the file itself. Raises CheckpointError, or ConfigError for the
-    config.json.
+    `config` stands in for the config.json beside the weights. Returns the config and CPU tensors in the stored
+    dtypes, backed by the file. Files are compared with the manifest, see `check_files` for `verify`; weights without
+    one with the check sums in the file itself. Raises CheckpointError, or ConfigError for the config.json.
     """
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
     if not path.is_file():
-        required, fix = (
-            f"a {WEIGHTS}, or a folder with one",
-            "run download.py, then convert_hf_checkpoint.py --checkpoint_dir FOLDER",
-        )
+        required, fix = f"a {WEIGHTS}, or a folder with one", f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
         raise CheckpointError("the weights are missing", path, "no such file", required, fix)
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
@@ -105,36 +96,28 @@ def read_checkpoint(
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen, required = (
-            f"{type(error).__name__}: {str(error)[:200]}",
-            f"a {WEIGHTS} written by convert_hf_checkpoint.py",
-        )
+        seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
     if stored != expected:
         ours, theirs = stored.to_dict(), expected.to_dict()
-        seen, required = (
-            ", ".join(f"{name} {values[name]}" for name in ours if ours[name] != theirs[name])
-            for values in (ours, theirs)
-        )
+        other = [name for name in ours if ours[name] != theirs[name]]
+        seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
         what = "the weights belong to another config"
         raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
     _check_tensors(path, state_dict, expected_shapes(expected))
     return expected, state_dict
 
 
-def dummy_state_dict(
-    config: ModelConfig, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> dict[str, Tensor]:
-    """Random weights of the right names and shapes: norms one, the rest normal with deviation 0.02."""
-    generator = torch.Generator(device).manual_seed(seed)
-    state_dict = {}
-    for name, shape in expected_shapes(config).items():
-        tensor = torch.empty(shape, device=device, dtype=dtype)
+def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Norms of ones, the rest normal with deviation 0.02, the same each time."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {name: torch.empty(shape, device=device, dtype=dtype) for name, shape in expected_shapes(config).items()}
+    for name, tensor in weights.items():
         if name.endswith("norm.weight"):
-            state_dict[name] = tensor.fill_(1)
+            tensor.fill_(1)
         else:
-            state_dict[name] = tensor.normal_(0, DUMMY_STD, generator=generator)
-    return state_dict
+            tensor.normal_(0, 0.02, generator=generator)
+    return weights
 
 
 def load_model(
@@ -157,25 +140,21 @@ def load_model(
     comes from `config`, else from a config.json at `path`, else from the preset named `path`.
     `prepack` repacks linear layers for the CPU, where it can: faster, but their weights no longer show up in
     the state dict. `layers` loads only those. With an `exchange`, only this rank's shard is read from the file
-    and joined to those of the other ranks; ConfigError if the model has fewer KV heads than there are shards.
-    `attention` names the backend, see `select_backend`; `quantize` ("int8", "int4") the scheme of the linear
-    layers, see `models.quantize`.
+    and joined to those of the other ranks. `attention` names the backend (`select_backend`), `quantize` ("int8",
+    "int4") the scheme of the linear layers (`models.quantize`).
     Every check of `read_checkpoint`, which `verify` is handed to, runs before a parameter exists. Raises
     CheckpointError, also for weights that are not finite in `dtype`, or ConfigError.
     """
+    state_dict: dict[str, Tensor] = {}
     if load_format == "pth":
         config, state_dict = read_checkpoint(path, config=config, verify=verify)
-        if layers is not None:
-            dropped = set(range(config.n_layer)) - set(layers)
-            state_dict, config = drop_layers(state_dict, config, dropped)
     elif load_format == "dummy":
         config = config or _dummy_config(Path(path))
-        if layers is not None:
-            config = replace(config, n_layer=len(layers))
-        state_dict = {}
     else:
-        required, fix = " or ".join(LOAD_FORMATS), "use pth to read a checkpoint, dummy for random weights"
+        required, fix = "pth or dummy", "use pth to read a checkpoint, dummy for random weights"
         raise ConfigError("unknown load format", "load_format", load_format, required, fix)
+    if layers is not None:
+        state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:
         check_scheme(quantize, device)
     shard = exchange.shard if exchange else WHOLE
@@ -186,19 +165,21 @@ def load_model(
         model = Transformer(own).eval().requires_grad_(False)
     model.backend = backend
     if load_format == "dummy":
-        state_dict = dummy_state_dict(own, device=device, dtype=dtype)
+        state_dict = _dummy_weights(own, device, dtype)
     # One block after the other, so that no more than a block is held twice.
-    for module, names in _blocks(state_dict):
-        block = model.get_submodule(module)
+    blocks = dict(model.named_children()) | {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
+    del blocks["layers"]
+    for module, block in blocks.items():
         weights = {}
-        for name in names:
+        for own_name, _ in block.named_parameters():
+            name = f"{module}.{own_name}"
             tensor = state_dict.pop(name)
             if load_format == "pth":
                 tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
                 if not is_finite(tensor):
                     seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
                     raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
-            weights[name.removeprefix(f"{module}.")] = tensor
+            weights[own_name] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):
             quantize_linears(block, quantize)
@@ -214,23 +195,10 @@ def load_model(
     return model
 
 
-def _blocks(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """The names of a state dict by the part of the model that they belong to: a whole layer, or what is not in one."""
-    blocks: dict[str, list[str]] = {}
-    for name in names:
-        parts = name.split(".")
-        module = ".".join(parts[:2] if parts[0] == "layers" else parts[:-1])
-        blocks.setdefault(module, []).append(name)
-    return list(blocks.items())
-
-
 def _dummy_config(path: Path) -> ModelConfig:
-    folder = path.parent if path.suffix == ".pth" else path
-    if path.name == CONFIG or (folder / CONFIG).is_file():
-        return ModelConfig.from_json(path if path.name == CONFIG else folder / CONFIG)
-    from models.presets import preset_config
-
-    return preset_config(str(path))
+    given = path.name == CONFIG
+    file = path if given else (path.parent if path.suffix == ".pth" else path) / CONFIG
+    return ModelConfig.from_json(file) if given or file.is_file() else preset_config(str(path))
 
 
 def _check_tensors(path: Path, state_dict: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

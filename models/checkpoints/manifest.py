@@ -25,8 +25,7 @@ SETTLED_NS = 20_000_000
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it is flushed to disk and renamed. Raises CheckpointError
-    if it cannot be written."""
+    """Yield a temporary path in the same folder; on success it is flushed and renamed. Errors: CheckpointError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,14 +57,12 @@ def sha256_of(path: Path) -> str:
 def remembered_sha256(path: Path) -> str:
     """Hex SHA-256 of a file, from the cache folder if this version of the file was read before.
 
-    A version is a device, an inode, a size, and the times at which content and inode last changed: what any program
-    writes is another one. What a disk changes by itself is not; `sha256_of` finds that. The cache folder is that of
-    `cpp_build`; where it cannot be written, every call reads the file. Ranks that start together each read it once.
+    What any program writes is another version (`version_of`). What a disk changes by itself is not; `sha256_of` finds
+    that. The cache folder is that of `cpp_build`; where it cannot be written, every call reads the file.
     """
-    stat = path.stat()
+    stat, version = path.stat(), version_of(path)
     if stat.st_size < REMEMBERED_FROM:
         return sha256_of(path)
-    version = version_of(path)
     with suppress(OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: a user without a home folder
         known = (cache_folder() / "sha256" / version).read_text(encoding="utf-8")
         if re.fullmatch("[0-9a-f]{64}", known):
@@ -82,17 +79,16 @@ def remembered_sha256(path: Path) -> str:
 
 
 def version_of(path: Path) -> str:
-    """What tells one version of a file from another."""
+    """What tells one version of a file from another: where it is, its size, when its content and inode changed."""
     stat = path.stat()
     return "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`, or an empty one if there is none.
+    """The manifest of `folder`: {"files": {name: {"size": bytes, "sha256": hex}}, "sha256": hex of all else, ...}.
 
-    Returns {"files": {name: {"size": bytes, "sha256": hex}}, "sha256": hex of all else, ...}. An entry with
-    "generated" is of a file that a conversion made from a GGUF's metadata; "converted_from" holds the SHA-256 of
-    the weights that the last one read. Raises CheckpointError if it is garbled.
+    No files if there is none. An entry with "generated" is of a file that a conversion made from a GGUF's metadata;
+    "converted_from" is the recipe of the last one. Raises CheckpointError if it is garbled.
     """
     path = folder / MANIFEST
     try:
@@ -135,13 +131,11 @@ def _text(manifest: dict[str, Any]) -> str:
 def check_files(folder: Path, names: Iterable[str], *, verify: bool = False, sizes_only: bool = False) -> None:
     """Compare files with the manifest: size, and unless `sizes_only` SHA-256; names that it does not list pass.
 
-    The sum of a large file is one that this machine remembers for this version of it (`remembered_sha256`);
-    `verify` reads it again. Raises CheckpointError naming the file that is missing or differs.
+    The sum of a large file may be one that this machine remembers (`remembered_sha256`); `verify` reads it again.
+    Raises CheckpointError naming the file that is missing or differs.
     """
     entries = read_manifest(folder)["files"]
-    for name in names:
-        if name not in entries:
-            continue
+    for name in (name for name in names if name in entries):
         path, entry = folder / name, entries[name]
         seen: object = path.stat().st_size if path.is_file() else "no such file"
         required: object = entry["size"]
@@ -175,12 +169,9 @@ def own_side_files(folder: Path, weights: Sequence[Path], are_theirs: bool = Fal
     # Only a GGUF has what it takes to generate them again; beside other weights they are left from a GGUF.
     foreign = (set() if all(known) else others) | (set() if weights[0].suffix == ".gguf" else generated - gone)
     if foreign and not are_theirs:
-        raise CheckpointError(
-            "the weights were put beside files of another checkpoint",
-            folder,
-            seen=f"{weights[0].name} with the {' and '.join(sorted(foreign))} of other weights",
-            required="weights with their own config.json and tokenizer",
-            fix="move the weights, with the files that belong to them, into a folder of their own; or add --force "
-            "if the files that are here do",
-        )
+        what = "the weights were put beside files of another checkpoint"
+        seen = f"{weights[0].name} with the {' and '.join(sorted(foreign))} of other weights"
+        fix = "move the weights, with the files that belong to them, into a folder of their own; or add --force if "
+        fix += "the files that are here do"
+        raise CheckpointError(what, folder, seen, "weights with their own config.json and tokenizer", fix)
     return tuple(name for name in SIDE_FILES if (folder / name).is_file() and name not in generated)

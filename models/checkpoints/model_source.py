@@ -13,7 +13,7 @@ import torch
 
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.checkpoints.loading import load_model
+from models.checkpoints.loading import CONVERT, load_model
 from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
@@ -21,14 +21,12 @@ from models.llama import Transformer
 from models.presets import preset_config, preset_name
 from models.tensor_parallel import Exchange
 
-# What downloads have their weights in.
-UNCONVERTED = (".gguf", ".safetensors", ".bin")
-CONVERT = "convert_hf_checkpoint.py"
+UNCONVERTED = (".gguf", ".safetensors", ".bin")  # what downloads have their weights in
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded: its checkpoint (or what names its shape), its configuration, a name for records."""
+    """A model that can be loaded: its checkpoint, or what names its shape; its configuration, a name for records."""
 
     path: str
     load_format: str
@@ -50,10 +48,7 @@ class ModelSource:
         return load_tokenizer(_folder(self.path))
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Errors: CheckpointError if its tokenizer made ids that the model does not have.
-
-        A tokenizer may have more ids than the model, such as a padding token that no text contains.
-        """
+        """Errors: CheckpointError if its tokenizer made ids that the model does not have. It may have some unused."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
             what, where = "the tokenizer is not this model's", find_tokenizer(_folder(self.path))
@@ -77,8 +72,7 @@ class ModelSource:
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
-    """The model that `where` names; `verify` is for when it is loaded. Reads no weights, but sees whether they are
-    there, and whole.
+    """The model that `where` names. Reads no weights, but sees whether they are there, and whole.
 
     A path to random weights need not exist: its folder's name is then that of a published configuration.
     Errors: CheckpointError, ConfigError.
@@ -88,12 +82,9 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
         return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
     if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
-        what, required = (
-            "a download is no converted checkpoint",
-            f"the {WEIGHTS} that {CONVERT} makes of it, or its folder",
-        )
+        required = f"the {WEIGHTS} that {CONVERT} makes of it, or its folder"
         fix = f"run: python {CONVERT} --checkpoint_dir {folder}, then use {where} {folder / WEIGHTS}"
-        raise CheckpointError(what, where, path, required, fix)
+        raise CheckpointError("a download is no converted checkpoint", where, path, required, fix)
     if is_default and not (folder / WEIGHTS).exists():
         what = "the built-in default model has not been fetched and converted"
         fix = f"run `python download.py` and `python {CONVERT}`, or `make demo`"
@@ -102,28 +93,25 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
         fix = f"download it (download.py), then convert it ({CONVERT} --checkpoint_dir FOLDER)"
         raise CheckpointError("there is no such checkpoint", where, path, f"a {WEIGHTS}, or its folder", fix)
     config = ModelConfig.from_json(folder / CONFIG)
+    weights = Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS
     if load_format != "dummy":
-        _require_weights(Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS)
+        if weights.is_file():
+            check_files(folder, (weights.name, CONFIG), sizes_only=True)
+        if not zipfile.is_zipfile(weights):
+            seen = "no zip archive, or not to its end" if weights.is_file() else "no such file"
+            fix, required = (
+                f"run: python {CONVERT} --force --checkpoint_dir {folder}",
+                f"a {WEIGHTS} written by {CONVERT}",
+            )
+            raise CheckpointError("the weights cannot be read", weights, seen, required, fix)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify)
 
 
-def _require_weights(path: Path) -> None:
-    """Errors: CheckpointError if they are missing, not of the size in the manifest, or end early."""
-    seen = "no such file"
-    if path.is_file():
-        check_files(path.parent, (path.name, CONFIG), sizes_only=True)
-        seen = "no zip archive, or not to its end"
-    if not zipfile.is_zipfile(path):
-        fix = f"run: python {CONVERT} --force --checkpoint_dir {path.parent}"
-        raise CheckpointError("the weights cannot be read", path, seen, f"a {WEIGHTS} written by {CONVERT}", fix)
-
-
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
-    """Compare what every token id means to both models; returns a remark where one of them has more ids.
+    """Compare what every token id means to both models; returns a remark where one of them has more, which come last.
 
-    Ids that only one of them has must come last: a padded tail. Models without text are compared by size.
-    Errors: ConfigError naming the first id that differs.
+    Models without text are compared by size. Errors: ConfigError naming the first id that differs.
     """
     pieces = None
     if target.has_text and draft.has_text:

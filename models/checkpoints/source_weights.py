@@ -13,12 +13,12 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from models.checkpoints.convert import DTYPES, Source, SourceTensor
-from models.checkpoints.fixes import DOWNLOAD_AGAIN
 from models.checkpoints.gguf_source import open_gguf
 from models.checkpoints.manifest import CONFIG, own_side_files
 from models.checkpoints.torch_files import check_archive
 from models.config import ModelConfig, read_config
 
+DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 # By name: shape, dtype (or what there is in its place), and what reads it.
 Stored = dict[str, tuple[Sequence[int], Any, Any]]
@@ -28,8 +28,8 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
     """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order.
 
-    Reads headers, and what it takes to compare the files with the folder's manifest. Raises CheckpointError naming
-    the file that is missing, truncated, garbled, or of another model.
+    Reads headers, and what it takes to compare the files with the folder's manifest; `side_files_are_theirs` as for
+    `own_side_files`. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model.
     """
     if not folder.is_dir():
         missing, required = "the checkpoint folder is missing", "a downloaded checkpoint"
@@ -38,16 +38,15 @@ def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
         files, weight_map = _find_shards(folder, stem, suffix)
         if files:
             side_files = own_side_files(folder, files, side_files_are_theirs)
-            tensors = _merge(files, weight_map)
-            hf_config = read_config(folder / CONFIG)
+            tensors, hf_config = _merge(files, weight_map), read_config(folder / CONFIG)
             config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
             return Source(files, tensors, hf_config, config, side_files)
     ggufs = sorted(folder.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return open_gguf(ggufs[0], side_files_are_theirs)
-    seen = ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf"
-    required = "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf"
-    raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
+    if len(ggufs) != 1:
+        seen = ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf"
+        required = "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf"
+        raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
+    return open_gguf(ggufs[0], own_side_files(folder, ggufs, side_files_are_theirs))
 
 
 def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...], dict[str, str]]:
@@ -75,16 +74,14 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...]
 def _merge(files: tuple[Path, ...], weight_map: dict[str, str]) -> dict[str, SourceTensor]:
     """The tensors of all files, or those that the index names."""
     shards = {file.name: _open_shard(file) for file in files}
-    for name, shard in weight_map.items():
-        if name not in shards[shard] and not name.endswith(IGNORED_SUFFIXES):
+    if not weight_map:
+        return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+    named = {name: shard for name, shard in weight_map.items() if not name.endswith(IGNORED_SUFFIXES)}
+    for name, shard in named.items():
+        if name not in shards[shard]:
             what, where = "the index names a tensor that its shard lacks", files[0].with_name(shard)
             raise CheckpointError(what, where, f"no {name}", f"{name} in it", DOWNLOAD_AGAIN)
-    return {
-        name: tensor
-        for file, shard in shards.items()
-        for name, tensor in shard.items()
-        if not weight_map or weight_map.get(name) == file
-    }
+    return {name: shards[shard][name] for name, shard in named.items()}
 
 
 def _open_shard(path: Path) -> dict[str, SourceTensor]:
@@ -110,7 +107,7 @@ def _read_safetensors(path: Path) -> Stored:
     from safetensors import safe_open
 
     shard = safe_open(str(path), framework="pt", device="cpu")
-    stored = {}
+    stored: Stored = {}
     for name in shard.keys():  # noqa: SIM118 (not a dict)
         view = shard.get_slice(name)
         dtype = SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
@@ -119,16 +116,9 @@ def _read_safetensors(path: Path) -> Stored:
 
 
 def _read_bin(path: Path) -> Stored:
-    check_archive(path)
-    try:
-        shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError as error:
-        if "mmap can only be used" not in str(error):
-            raise
-        shard = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
-    return {
-        str(name): (tensor.shape, tensor.dtype, tensor.detach)
-        if isinstance(tensor, Tensor)
-        else ((), type(tensor).__name__, None)
-        for name, tensor in shard.items()
-    }
+    in_zip = check_archive(path)  # not in the format before torch 1.6, which cannot be mapped
+    stored: Stored = {}
+    for name, value in torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True).items():
+        is_tensor = isinstance(value, Tensor)
+        stored[name] = (value.shape, value.dtype, value.detach) if is_tensor else ((), type(value).__name__, None)
+    return stored

@@ -12,16 +12,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 class Tokenizer(Protocol):
-    """What the data loader and the benchmarks need of a tokenizer."""
+    """`encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves control
+    tokens out. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an id without a token.
+    """
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of `text`; `add_bos` prepends BOS only where the model's own tokenizer does."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens left out."""
-
-    def pieces(self) -> list[str | None]:
-        """What each id stands for, as the tokenizer's file writes it; None for an id without a token."""
+    def encode(self, text: str, add_bos: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def pieces(self) -> list[str | None]: ...
 
 
 class JsonTokenizer:
@@ -77,9 +74,9 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     """Load the tokenizer of a checkpoint folder, one of `names`. Raises CheckpointError if it is missing or damaged."""
     path = find_tokenizer(checkpoint_dir, names)
     if path is None:
+        what, required = "the tokenizer is missing", " or ".join(TOKENIZER_FILES)
         fix = "download the checkpoint again (download.py), or copy its tokenizer into this folder"
-        required = " or ".join(TOKENIZER_FILES)
-        raise CheckpointError("the tokenizer is missing", checkpoint_dir, "neither file", required, fix)
+        raise CheckpointError(what, checkpoint_dir, "neither file", required, fix)
     backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
     try:
         return backend(path)

@@ -13,13 +13,13 @@ from torch import Tensor
 END, END_BYTES = b"PK\x05\x06", 22  # how the record begins that closes a zip archive, and its size without a comment
 
 
-def check_archive(path: Path) -> None:
-    """Compare a zip archive with the check sums in it. Raises ValueError or zipfile.BadZipFile if it is damaged.
+def check_archive(path: Path) -> bool:
+    """Compare a zip archive with the check sums in it, if it has any; False for what is no archive.
 
-    What is no archive passes: it may be of torch's older format. So does one that was saved without check sums.
+    Raises ValueError or zipfile.BadZipFile if it is damaged.
     """
     if not zipfile.is_zipfile(path):
-        return
+        return False
     with zipfile.ZipFile(path) as archive:
         if any(record.CRC for record in archive.infolist()) and (damaged := archive.testzip()):
             raise ValueError(f"{damaged} is damaged")
@@ -27,13 +27,13 @@ def check_archive(path: Path) -> None:
         file.seek(-END_BYTES, 2)
         if not file.read().startswith(END):
             raise ValueError("bytes follow the archive")
+    return True
 
 
 def copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
     """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back.
 
-    Without that, the resident set grows by the whole file, of which a shard may need a fraction. A page that is read
-    again comes from the file again.
+    Without that, the resident set grows by the whole file, of which a shard may need a fraction.
     """
     # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
     storage = mapped.untyped_storage()

@@ -1,4 +1,4 @@
-"""WriteThroughKVCache: one forward that reads the target's cache and stores its KV in the draft's too."""
+"""What a forward takes in place of a cache: one that holds its tokens already, or two that it writes to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from kv_cache.base import KVCache
-from kv_cache.entries import KV
+
+
+class ReadOnlyKVCache:
+    """Over a cache that holds the forward's tokens: they are run again, and stored entries keep their bits."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.positions, self.in_order, self.block_ends_view = cache.positions, cache.in_order, cache.block_ends_view
+        self.rotary_positions, self.read = cache.rotary_positions, cache.read
+
+    def begin(self, positions: torch.Tensor) -> None:
+        return None
+
+    def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
+        return None
 
 
 class WriteThroughKVCache:
@@ -20,22 +33,17 @@ class WriteThroughKVCache:
     def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
         self.target, self.draft, self.layers = target, draft, layers
         self.positions, self.in_order, self.block_ends_view = target.positions, target.in_order, target.block_ends_view
+        self.rotary_positions, self.read = target.rotary_positions, target.read
         own = range(len(draft.entries))
         self._draft_layer = dict(zip(layers or own, own, strict=True))
 
     def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)
 
-    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.target.rotary_positions(positions)
-
     def write(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
         self.target.write(layer, slots[0], new)
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], new)
-
-    def read(self, layer: int) -> KV:
-        return self.target.read(layer)
 
     def view(self, rows: slice = slice(None), extent: int | None = None) -> WriteThroughKVCache:
         return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)
