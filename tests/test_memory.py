@@ -21,7 +21,7 @@ from engine.bench.config import RunConfig, Target
 from engine.bench.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
-    DraftFootprint,
+    Footprint,
     MemoryPlan,
     available_bytes,
     plan_memory,
@@ -47,10 +47,16 @@ CONFIGS = {
 }
 
 
+def self_draft(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Footprint:
+    """A draft that is the target over a small cache."""
+    return Footprint(config, dtype, (BUDGET,), **{"shares_weights": True, "prefills": False} | changes)
+
+
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
-    sizes = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8} | changes
-    draft = DraftFootprint(config, dtype, (sizes.pop("draft_capacity", BUDGET),), shares_weights=True)
-    return plan_memory(config, dtype=dtype, **{"draft": draft, "device": "cpu"} | sizes)
+    """Of that target; changes: of its footprint, or of the run."""
+    stored = {name: changes.pop(name) for name in ("quantize", "kv_dtype", "dequantizes") if name in changes}
+    run = {"draft": self_draft(config, dtype), "device": "cpu", "block": BLOCK, "prefill_chunk": 8} | changes
+    return plan_memory(Footprint(config, dtype, (CAPACITY,), **stored), **run)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
@@ -75,7 +81,7 @@ def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
-    plan = plan_of(TINY, kv_dtype=dtype, draft=DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype))
+    plan = plan_of(TINY, kv_dtype=dtype, draft=self_draft(TINY, kv_dtype=dtype))
     assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
     assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
 
@@ -179,7 +185,7 @@ def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_r
 
 def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
-    own = DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=torch.int8, dequantizes=always)
+    own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
     chunks_only = replace(own, dequantizes=longer_blocks)
     prefills = replace(chunks_only, prefills=True)
     read, of_target = (plan_of(TINY, dequantizes=dequantizes, draft=None) for dequantizes in (None, always))
@@ -221,7 +227,7 @@ def test_dequantising_a_layer_in_4_bits_is_planned_for_on_a_gpu() -> None:
     with LiveBytes() as live:
         dequantize(packed, scales)
     assert live.peak == DEQUANTIZING_BYTES * 64 * 128
-    draft = DraftFootprint(TINY, torch.bfloat16, (BUDGET,), shares_weights=False, quantize="int4")
+    draft = self_draft(TINY, torch.bfloat16, shares_weights=False, quantize="int4")
     plain = plan_of(TINY, device="cuda").activations
     for quantised in (plan_of(TINY, device="cuda", quantize="int4"), plan_of(TINY, device="cuda", draft=draft)):
         assert quantised.activations - plain == DEQUANTIZING_BYTES * largest
@@ -244,7 +250,7 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
 def test_selecting_entries_is_planned_for() -> None:
     """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
     plain = plan_of(TINY).activations
-    of_target = DraftFootprint(TINY, torch.float32, (BUDGET,), shares_weights=True, observed=6)
+    of_target = self_draft(TINY, observed=6)
     own = replace(of_target, shares_weights=False, prefills=True)
     scores = 4 * 6 * TINY.n_head * CAPACITY
     keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
