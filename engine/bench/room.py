@@ -60,7 +60,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         target,
         drafting,
         device=plan.device,
-        block=draft.gamma + 1 if draft else 1,
+        block=plan.gamma + 1,
         prefill_chunk=min(prefill_chunk_of(torch.device(plan.device)), plan.capacity),
         sampling=plan.sampling.params,
         vocab_size=plan.target.config.vocab_size,
