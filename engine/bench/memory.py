@@ -35,40 +35,20 @@ DRAFT_BLOCK = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run needs. Cache and logits bytes grow with the batch, weights and activations do not.
+    """Bytes that a run needs, by what needs them: whatever the batch, and of each row."""
 
-    dequantized_per_row: what attention holds, for one layer at a time, where it cannot read 8-bit entries.
-    captured_per_row: logits and distributions that graphs of other rounds than the one that runs keep.
-    libraries: what no tensor holds.
-    """
-
-    weights: int
-    target_kv_per_row: int
-    draft_kv_per_row: int
-    activations: int
-    logits_per_row: int
-    dequantized_per_row: int = 0
-    captured_per_row: int = 0
-    libraries: int = 0
+    fixed: dict[str, int]
+    per_row: dict[str, int]
 
     def items(self, batch: int) -> dict[str, int]:
-        return {
-            "weights": self.weights,
-            "target KV": batch * self.target_kv_per_row,
-            "draft KV": batch * self.draft_kv_per_row,
-            "dequantised KV": batch * self.dequantized_per_row,
-            "logits": batch * self.logits_per_row,
-            "outputs of captured rounds": batch * self.captured_per_row,
-            "activations": self.activations,
-            "CUDA and NCCL": self.libraries,
-        }
+        return self.fixed | {name: batch * size for name, size in self.per_row.items()}
 
     def total(self, batch: int) -> int:
         return sum(self.items(batch).values())
 
     def largest_batch(self, available: int) -> int:
         """The largest batch whose total is within `available` bytes; 0 if none is."""
-        return max(0, (available - self.total(0)) // (self.total(1) - self.total(0)))
+        return max(0, (available - self.total(0)) // sum(self.per_row.values()))
 
 
 @dataclass(frozen=True)
@@ -171,16 +151,19 @@ def plan_memory(
     activations += max(0, max(chunks) - dequantized)
     if on_cuda:
         activations += max(one.largest_dequantized_layer for one in models)
-    return MemoryPlan(
-        weights=sum(one.weights(device) for one in models if not one.shares_weights),
-        target_kv_per_row=capacity * target.kv_per_token,
-        draft_kv_per_row=sum(draft.capacities) * draft.kv_per_token if draft else 0,
-        activations=activations,
-        logits_per_row=block * n_logits * per_logit,
-        dequantized_per_row=dequantized,
-        captured_per_row=captured_rows * n_logits * logit_size,
-        libraries=CUDA_BYTES + n_communicator * NCCL_BYTES if on_cuda else 0,
-    )
+    fixed = {
+        "weights": sum(one.weights(device) for one in models if not one.shares_weights),
+        "activations": activations,
+        "CUDA and NCCL": CUDA_BYTES + n_communicator * NCCL_BYTES if on_cuda else 0,
+    }
+    per_row = {
+        "target KV": capacity * target.kv_per_token,
+        "draft KV": sum(draft.capacities) * draft.kv_per_token if draft else 0,
+        "dequantised KV": dequantized,
+        "logits": block * n_logits * per_logit,
+        "outputs of captured rounds": captured_rows * n_logits * logit_size,
+    }
+    return MemoryPlan(fixed, per_row)
 
 
 def available_bytes(device: str) -> int:
@@ -207,7 +190,7 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
     elif plan.total(0) > available:
         fix = "use a narrower --dtype, --quantize, more ranks or a smaller model"
     else:
-        smaller = f", or a smaller draft budget ({flag('draft_budget')})" if plan.draft_kv_per_row else ""
+        smaller = f", or a smaller draft budget ({flag('draft_budget')})" if plan.per_row["draft KV"] else ""
         fix = f"use a shorter {flag('prefix_len')}{smaller}"
     listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in plan.items(batch).items() if size)
     what, seen = "the run does not fit into memory", f"{needed / GIB:.2f} GiB for a batch of {batch}"

@@ -14,7 +14,6 @@ from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtyp
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.self_speculation import SelfConfig
-from engine.drafters.standalone import StandaloneConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
 from kv_cache.policy import BudgetedPolicy, Policy, policies
@@ -77,9 +76,8 @@ class ResolvedDraft:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What drafts of the same form share: the model."""
-        own = self.config.draft_model if isinstance(self.config, StandaloneConfig) else None
-        return own, self.dtype, self.quantize, self.layers
+        """What drafts of a session with the same model share."""
+        return self.config.name, self.dtype, self.quantize, self.layers
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -133,33 +131,27 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
 
     Errors: ConfigError.
     """
-    policy = draft.policy if isinstance(draft, ModelDrafterConfig) else None
+    draft.check()
+    auto_gamma = draft.gamma == AUTO
+    if not isinstance(draft, ModelDrafterConfig):
+        return ResolvedDraft(draft, AUTO_GAMMA if auto_gamma else int(draft.gamma), auto_gamma)
+    is_target = isinstance(draft, SelfConfig)
     budgets: tuple[int, ...] = ()
+    policy = smallest = draft.policy
     if isinstance(policy, BudgetedPolicy) and policy.draft_budget == AUTO:
-        if isinstance(draft, StandaloneConfig):
+        if not is_target:
             what = "a standalone draft cannot change its budget: its cache would have to be prefilled again"
             fix = "compare budgets with reproduce/acceptance.py --draft_model D --budgets 64 256, and name one"
             raise ConfigError(what, flag("draft_budget"), AUTO, "a number of entries", fix)
         budgets = policy.budgets(prefix_len)
-        policy = policy.of_budget(budgets[0])
-    if policy:
-        policy.check()
-    room, auto_gamma = policy.room if policy else None, draft.gamma == AUTO
-    gamma = min(AUTO_GAMMA, AUTO_GAMMA if room is None else max(0, room - 1)) if auto_gamma else int(draft.gamma)
-    if room is not None:
-        check_gamma(gamma, room)
-    if not isinstance(draft, ModelDrafterConfig) or policy is None:
-        draft.check()
-        return ResolvedDraft(draft, gamma, auto_gamma)
-    if isinstance(policy, BudgetedPolicy) and budgets:
-        policy = policy.of_budget(budgets[-1])
-    config = replace(draft, policy=policy)
-    config.check()
+        smallest, policy = policy.of_budget(budgets[0]), policy.of_budget(budgets[-1])
+        smallest.check()
+    gamma = min(AUTO_GAMMA, smallest.room - 1) if auto_gamma else int(draft.gamma)
+    check_gamma(gamma, smallest.room)
+    dtype, weights, entries = _draft_dtype(target, draft.draft_dtype), draft.draft_weights, draft.draft_kv_dtype
     # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
-    is_target, dtype = isinstance(draft, SelfConfig), _draft_dtype(target, draft.draft_dtype)
-    weights, entries = draft.draft_weights, draft.draft_kv_dtype
     return ResolvedDraft(
-        config,
+        replace(draft, policy=policy),
         gamma,
         auto_gamma,
         capacity=policy.entries(prefix_len + gen_len + gamma + 1),
