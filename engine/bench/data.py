@@ -129,14 +129,10 @@ def _download_pg19(split: str) -> list[Path]:
             return files
     except Exception as error:  # the hub, its transport and its cache each raise their own families
         seen = f"{type(error).__name__}: {error}"
-    where, required = (
-        f"Hugging Face dataset {PG19_REPOSITORY}",
-        f"its files {pattern}, from the network or the local hub cache",
-    )
-    fix = (
-        f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in "
-        "book; or download those files on a connected machine and name their folder"
-    )
+    where = f"Hugging Face dataset {PG19_REPOSITORY}"
+    required = f"its files {pattern}, from the network or the local hub cache"
+    fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in book"
+    fix += "; or download those files on a connected machine and name their folder"
     raise DataError("PG-19 could not be fetched", where, seen, required, fix)
 
 

@@ -11,9 +11,8 @@ from engine.bench.plan import Plan
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import ModelRanks
 from models import Transformer
-from models.attention import select_backend
 from models.checkpoints.model_source import ModelSource
-from models.llama import attention_spec, select_layers
+from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
 
@@ -67,9 +66,7 @@ def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, whose
     """With attention chosen now that its cache's entries are known, and what it holds of its heads, and with what lies
     between attention and its matrix products: compiled for its sizes, or what goes with the backend."""
     own = model.config
-    model.backend, why = select_backend(
-        plan.config.target.attention, plan.device, attention_spec(own, model.dtype), entries
-    )
+    model.backend, why = plan.attention(own, model.dtype, entries)
     say(f"{whose}: {model.backend.name} ({why})")
     sizes = (own.dim, own.ffn_dim, own.n_head, own.n_kv_head, own.head_dim)
     compiles = plan.config.target.compile

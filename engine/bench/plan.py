@@ -18,7 +18,8 @@ from engine.bench.text import own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
-from models.attention import select_backend
+from models import ModelConfig
+from models.attention import Selection, select_backend
 from models.checkpoints.model_source import ModelSource, check_vocabulary, find_model
 from models.llama import attention_spec
 from models.pointwise import check_compiler
@@ -74,6 +75,10 @@ class Plan:
         own = self.dtype, self.config.target.quantize
         return self.draft is not None and (self.draft.dtype, self.draft.quantize) == own
 
+    def attention(self, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None = None) -> Selection:
+        """The backend for a model, or a shard, of that shape over such entries, and why it is that one."""
+        return select_backend(self.config.target.attention, self.device, attention_spec(config, dtype), entries)
+
 
 def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them.
@@ -82,10 +87,9 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     """
     stored, sizes = config.target, config.sizes
     sampling = resolve_sampling(config.sampling)
-    for field in ("B", "gen_len"):
-        require_at_least(field, getattr(sizes, field), 1)
-    if sizes.prefix_len is not None:
-        require_at_least("prefix_len", sizes.prefix_len, 1)
+    for field, size in vars(sizes).items():
+        if size is not None:
+            require_at_least(field, size, 1)
     _check_files(config)
     _check_oracle(config, sampling)
     device = resolve_device(stored.device)
@@ -107,10 +111,10 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
         check_compiler(device)
     groups = _rank_groups(config, target, source)
     dtype = resolve_dtype(stored.dtype, device)
-    if stored.attention != AUTO:  # refused now, where this machine does not have it
-        select_backend(stored.attention, device, attention_spec(target.config, dtype))
     dtypes, lengths = (dtype, KV_DTYPES.get(stored.kv_dtype, dtype)), (n_rows, n_prompts, prefix_len)
     plan = Plan(config, sampling, None, device, *dtypes, target, source, dataset, own, *lengths, 0, *groups)
+    if stored.attention != AUTO:  # refused now, where this machine does not have it
+        plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
     _check_context(plan)
     return replace(plan, capacity=plan.length)
@@ -165,18 +169,13 @@ def _check_files(config: RunConfig) -> None:
     require_appendable(output, "output")
     require_appendable(rows, "save_rows")
     if rows and output and os.path.realpath(rows) == os.path.realpath(output):
-        where = f"{flag('save_rows')} and {flag('output')}"
-        raise ConfigError(
-            "rows and records would be mixed", where, output, "two files", "name another file for the rows"
-        )
+        where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
+        raise ConfigError("rows and records would be mixed", where, output, "two files", fix)
     shortest, longest = RANK_TIMEOUTS
     if config.ranks and not shortest <= config.ranks.rank_timeout <= longest:
-        what, seen, required = (
-            "no rank can be waited for that long",
-            config.ranks.rank_timeout,
-            f"{shortest} to {longest} seconds",
-        )
-        raise ConfigError(what, flag("rank_timeout"), seen, required, "leave it out")
+        where, required = flag("rank_timeout"), f"{shortest} to {longest} seconds"
+        seen = config.ranks.rank_timeout
+        raise ConfigError("no rank can be waited for that long", where, seen, required, "leave it out")
 
 
 def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
@@ -203,11 +202,8 @@ def _check_context(plan: Plan) -> None:
         fix = f"shorten the longest prompt to {room - plan.gen_len} tokens"
     else:
         fix = f"use {flag('prefix_len')} {room - plan.gen_len} or less"
-    what, prompts = (
-        "prompt + new tokens + gamma + 1 exceeds the model's context",
-        flag("prompts" if is_own else "prefix_len"),
-    )
-    where = f"{prompts}, {flag('gen_len')} and {flag('gamma')} on {plan.target.name}"
+    what, prompts = "prompt + new tokens + gamma + 1 exceeds the model's context", "prompts" if is_own else "prefix_len"
+    where = f"{flag(prompts)}, {flag('gen_len')} and {flag('gamma')} on {plan.target.name}"
     seen = f"{plan.prefix_len} + {plan.gen_len} + {plan.gamma} + 1 = {plan.length} tokens"
     raise ConfigError(what, where, seen, f"<= {context}", fix)
 
@@ -238,8 +234,7 @@ def remarks(plan: Plan) -> list[str]:
     if draft and draft.layers is not None:
         said.append(f"the draft runs {len(draft.layers)} of {plan.target.config.n_layer} layers: {draft.layers}")
     if draft and draft.policy and source:
-        tail = check_vocabulary(plan.target, source)
-        if tail:
+        if tail := check_vocabulary(plan.target, source):
             said.append(tail)
         context, longest = source.config.max_context, plan.prefix_len + plan.gen_len + draft.gamma
         in_cache = draft.policy.in_cache_positions

@@ -14,8 +14,6 @@ from engine.bench.plan import Plan
 from engine.runner import prefill_chunk_of
 from kv_cache.entries import largest
 from models import ModelConfig
-from models.attention import select_backend
-from models.llama import attention_spec
 from models.tensor_parallel import Shard, shard_config
 
 # They are lists of Python's numbers, some 40 bytes each.
@@ -92,8 +90,7 @@ def _dequantizes(
         return None
     if rotates_keys:
         return lambda n_token: True
-    spec = attention_spec(config, dtype)
-    return select_backend(plan.config.target.attention, plan.device, spec, entries).backend.dequantizes
+    return plan.attention(config, dtype, entries).backend.dequantizes
 
 
 def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:

@@ -68,7 +68,9 @@ class Session:
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
-        ranks = _join_ranks(plan)
+        options, ranks = plan.config.ranks, Ranks(device=torch.device(plan.device))
+        if options and len(plan.group) > 1:
+            ranks = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
         startup_bytes = used_bytes(plan.device)
@@ -188,12 +190,9 @@ class Session:
         if draft is not None:
             return self.variant(draft=draft).drafter(texts=texts)
         if self.draft is None or self.draft.automatic or (self.draft.config.needs_baseline and texts is None):
-            what, required = (
-                "there is no one drafter to make",
-                "a draft of one gamma and one budget, and texts for an oracle",
-            )
+            required = "a draft of one gamma and one budget, and texts for an oracle"
             fix = "name numbers, or use drafters() with passes.make_pacing()"
-            raise ConfigError(what, "Session.drafter", self.config.draft, required, fix)
+            raise ConfigError("there is no one drafter to make", "Session.drafter", self.config.draft, required, fix)
         return self._build(self.draft, texts)
 
     def _build(self, draft: ResolvedDraft, texts: Sequence[Sequence[int]] | None) -> Drafter:
@@ -218,13 +217,6 @@ class Session:
             "stop_tokens": self.target.config.eos_tokens if self.config.rows.stop_at_eos else (),
         }
         return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
-
-
-def _join_ranks(plan: Plan) -> Ranks:
-    options = plan.config.ranks
-    if options is None or len(plan.group) == 1:
-        return Ranks(device=torch.device(plan.device))
-    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:

@@ -65,10 +65,8 @@ def read_prompts(name: str) -> list[str]:
     if not files:
         is_folder = bool(name) and os.path.isdir(path)
         seen = f"{name[:80]}: a folder without .txt files" if is_folder else name[:80] or "an empty name"
-        required, fix = (
-            "a .txt file, a folder of them, or a .jsonl file",
-            "check the spelling and the working directory",
-        )
+        required = "a .txt file, a folder of them, or a .jsonl file"
+        fix = "check the spelling and the working directory"
         raise DataError("there are no prompts", flag("prompts"), seen, required, fix)
     prompts = [prompt for file in files for prompt in READERS[file.suffix.lower()](file)]
     if not prompts:
