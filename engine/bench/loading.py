@@ -8,7 +8,6 @@ import torch
 
 from common.say import say
 from engine.bench.plan import Plan
-from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import ModelRanks
 from models import Transformer
 from models.checkpoints.model_source import ModelSource
@@ -36,11 +35,10 @@ def load_draft(
     draft = plan.draft
     if draft is None or draft.dtype is None or draft.form in models:
         return
-    if isinstance(draft.config, StandaloneConfig):
-        assert plan.draft_source is not None and draft_ranks is not None
-        if not draft_ranks.holds:
+    if draft.source is not None:
+        if draft_ranks is None or not draft_ranks.holds:
             return
-        model = _load(plan, plan.draft_source, draft.dtype, draft_ranks, draft.quantize)
+        model = _load(plan, draft.source, draft.dtype, draft_ranks, draft.quantize)
     elif not plan.shares_weights:
         model = _load(plan, plan.target, draft.dtype, target_ranks, draft.quantize, draft.layers)
     elif draft.layers is not None:

@@ -72,8 +72,8 @@ class Plan:
     @property
     def shares_weights(self) -> bool:
         """Whether the draft runs the target's own weights."""
-        own = self.dtype, self.config.target.quantize
-        return self.draft is not None and (self.draft.dtype, self.draft.quantize) == own
+        own = None, self.dtype, self.config.target.quantize
+        return self.draft is not None and (self.draft.source, self.draft.dtype, self.draft.quantize) == own
 
     def attention(self, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None = None) -> Selection:
         """The backend for a model, or a shard, of that shape over such entries, and why it is that one."""
@@ -133,7 +133,7 @@ def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
             what, fix = "a session holds one draft model", "open a session with that draft"
             raise ConfigError(what, flag("draft_model"), config.draft_model, held, fix)
         drafting, length = source, max(plan.capacity, plan.length + draft.gamma)
-        draft = draft.of_policy(config.policy.for_context(source.config.max_context, length))
+        draft = replace(draft.of_policy(config.policy.for_context(source.config.max_context, length)), source=source)
     if draft.layers is not None and max(draft.layers) >= n_layer:
         what, seen = "the draft's layers are not all layers of the model", f"layer {max(draft.layers)}"
         fix = f"name layers below {n_layer}, such as 0-{n_layer - 1}"
@@ -227,7 +227,7 @@ def _rank_groups(
 
 def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
-    draft, source = plan.draft, plan.draft_source
+    draft, source = plan.draft, plan.draft.source if plan.draft else None
     said = []
     if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")

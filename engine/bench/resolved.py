@@ -17,6 +17,7 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
 from kv_cache.policy import BudgetedPolicy, Policy, policies
+from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
 
 # The most that `--gamma auto` drafts.
@@ -44,7 +45,7 @@ class ResolvedDraft:
 
     gamma: what every round drafts, or with `auto_gamma` the most that one may. budgets: what `--draft_budget auto`
     chooses among, each in a cache of its own; `capacity` is then the largest. quantize: the scheme of the linear
-    layers; kv_dtype: of the cache's entries.
+    layers; kv_dtype: of the cache's entries. source: of a model that is not the target.
     """
 
     config: DrafterConfig
@@ -55,6 +56,7 @@ class ResolvedDraft:
     dtype: torch.dtype | None = None
     quantize: str | None = None
     kv_dtype: torch.dtype | None = None
+    source: ModelSource | None = None
 
     @property
     def kind(self) -> str:
@@ -77,7 +79,7 @@ class ResolvedDraft:
     @property
     def form(self) -> tuple[object, ...]:
         """What drafts of a session with the same model share."""
-        return self.config.name, self.dtype, self.quantize, self.layers
+        return self.source, self.dtype, self.quantize, self.layers
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -148,7 +150,11 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
         smallest.check()
     gamma = min(AUTO_GAMMA, smallest.room - 1) if auto_gamma else int(draft.gamma)
     check_gamma(gamma, smallest.room)
-    dtype, weights, entries = _draft_dtype(target, draft.draft_dtype), draft.draft_weights, draft.draft_kv_dtype
+    device, wanted = resolve_device(target.device), draft.draft_dtype
+    dtype = resolve_dtype(target.dtype, device) if wanted in (AUTO, "same") else DTYPES[wanted]
+    if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
+        dtype = torch.bfloat16
+    weights, entries = draft.draft_weights, draft.draft_kv_dtype
     # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
     return ResolvedDraft(
         replace(draft, policy=policy),
@@ -173,12 +179,3 @@ def largest_draft(drafts: Sequence[DrafterConfig], target: Target, sizes: Sizes)
         return (resolved.policy.n_observed if resolved.policy else 0), sum(resolved.capacities)
 
     return max(drafts, key=needs)
-
-
-def _draft_dtype(target: Target, wanted: str) -> torch.dtype:
-    """The dtype of a draft's weights and cache that `wanted` means beside the target's."""
-    device = resolve_device(target.device)
-    dtype = resolve_dtype(target.dtype, device)
-    if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
-        return torch.bfloat16
-    return dtype if wanted in (AUTO, "same") else DTYPES[wanted]

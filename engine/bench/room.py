@@ -37,23 +37,19 @@ def room(plan: Plan) -> int:
 
 def memory_plan(plan: Plan) -> MemoryPlan:
     """What the rank with the largest shard needs."""
-    draft, stored, drafting = plan.draft, plan.config.target, None
+    draft, quantize, drafting = plan.draft, plan.config.target.quantize, None
     config = _largest_shard(plan.target.config, plan.group)
     dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
-    target = Footprint(config, plan.dtype, (plan.capacity,), stored.quantize, plan.kv_dtype, dequantizes)
+    target = Footprint(config, plan.dtype, (plan.capacity,), quantize, plan.kv_dtype, dequantizes)
     if draft and draft.policy and draft.dtype is not None:
-        source, in_cache = plan.draft_source, draft.policy.in_cache_positions
-        if source:
-            config = _largest_shard(source.config, plan.draft_group)
+        if draft.source:
+            config = _largest_shard(draft.source.config, plan.draft_group)
         if draft.layers is not None:
             config = replace(config, n_layer=len(draft.layers))
-        dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, in_cache)
-        drafting = Footprint(
-            *(config, draft.dtype, draft.capacities, draft.quantize, draft.kv_dtype, dequantizes),
-            shares_weights=source is None and plan.shares_weights,
-            prefills=source is not None,
-            observed=draft.policy.n_observed,
-        )
+        dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
+        stored = (config, draft.dtype, draft.capacities, draft.quantize, draft.kv_dtype, dequantizes)
+        prefills, observed = draft.source is not None, draft.policy.n_observed
+        drafting = Footprint(*stored, shares_weights=plan.shares_weights, prefills=prefills, observed=observed)
     return plan_memory(
         target,
         drafting,

@@ -22,7 +22,6 @@ from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
-from engine.drafters.standalone import StandaloneConfig
 from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
@@ -68,9 +67,7 @@ class Session:
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
-        options, ranks = plan.config.ranks, Ranks(device=torch.device(plan.device))
-        if options and len(plan.group) > 1:
-            ranks = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
+        ranks = _join_ranks(plan)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
         startup_bytes = used_bytes(plan.device)
@@ -121,8 +118,7 @@ class Session:
     @property
     def draft_source(self) -> ModelSource | None:
         """Of a draft model of its own, where that is what drafts."""
-        is_standalone = self.draft is not None and isinstance(self.draft.config, StandaloneConfig)
-        return self.plan.draft_source if is_standalone else None
+        return self.draft.source if self.draft else None
 
     @property
     def sampling(self) -> ResolvedSampling:
@@ -202,9 +198,8 @@ class Session:
             return draft.policy.new_cache(config, rows, self.plan.capacity, device, draft.kv_dtype)
 
         def remote() -> RemoteRunner:
-            source, ranks = self.draft_source, self.draft_ranks
-            assert draft.dtype is not None and source is not None and ranks is not None
-            return RemoteRunner(source.config, draft.dtype, self.runner.max_batch, self.ranks, ranks)
+            assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
+            return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
         return draft.config.build(Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts))
 
@@ -217,6 +212,13 @@ class Session:
             "stop_tokens": self.target.config.eos_tokens if self.config.rows.stop_at_eos else (),
         }
         return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
+
+
+def _join_ranks(plan: Plan) -> Ranks:
+    options = plan.config.ranks
+    if options is None or len(plan.group) == 1:
+        return Ranks(device=torch.device(plan.device))
+    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
