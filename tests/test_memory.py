@@ -71,19 +71,15 @@ def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.dtype) -> None:
+    """Entries of 8 bits with their scales."""
     config, plan = CONFIGS[name], plan_of(CONFIGS[name], dtype)
     assert config.n_parameters * dtype.itemsize == loaded_bytes(config, dtype, prepack=False)
     packed = loaded_bytes(config, dtype, prepack=True)
     assert plan.fixed["weights"] == packed or (plan.fixed["weights"] > packed and dtype != torch.float32)
-    assert 3 * plan.per_row["target KV"] == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.per_row["draft KV"] == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
-    plan = plan_of(TINY, kv_dtype=dtype, draft=self_draft(TINY, kv_dtype=dtype))
-    assert 3 * plan.per_row["target KV"] == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.per_row["draft KV"] == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
+    for entries in (None, torch.int8, torch.float8_e4m3fn):
+        plan = plan_of(config, dtype, kv_dtype=entries, draft=self_draft(config, dtype, kv_dtype=entries))
+        assert 3 * plan.per_row["target KV"] == FullKVCache(config, 3, CAPACITY, dtype=entries or dtype).n_bytes
+        assert 3 * plan.per_row["draft KV"] == StreamingKVCache(config, 3, BUDGET, dtype=entries or dtype).n_bytes
 
 
 def test_sampling_and_filters_take_memory_of_their_own() -> None:

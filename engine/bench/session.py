@@ -205,12 +205,9 @@ class Session:
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""
-        configured: dict[str, Any] = {
-            "max_new_tokens": self.plan.gen_len,
-            "sampling": self.sampling.params,
-            "verification": self.sampling.mode,
-            "stop_tokens": self.target.config.eos_tokens if self.config.rows.stop_at_eos else (),
-        }
+        configured: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
+        stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
+        configured |= {"max_new_tokens": self.plan.gen_len, "stop_tokens": stop_tokens}
         return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
 
 
