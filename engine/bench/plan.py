@@ -47,7 +47,7 @@ class Plan:
     target: ModelSource
     draft_source: ModelSource | None
     dataset: str | None
-    own_prompts: tuple[tuple[int, ...], ...] | None
+    own_prompts: list[list[int]] | None
     n_rows: int
     n_prompts: int
     prefix_len: int
@@ -112,6 +112,7 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     groups = _rank_groups(config, target, source)
     dtype = resolve_dtype(stored.dtype, device)
     dtypes, lengths = (dtype, KV_DTYPES.get(stored.kv_dtype, dtype)), (n_rows, n_prompts, prefix_len)
+    # Without a draft, which gamma and so the capacity depend on.
     plan = Plan(config, sampling, None, device, *dtypes, target, source, dataset, own, *lengths, 0, *groups)
     if stored.attention != AUTO:  # refused now, where this machine does not have it
         plan.attention(target.config, dtype)

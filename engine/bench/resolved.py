@@ -173,9 +173,7 @@ def largest_draft(drafts: Sequence[DrafterConfig], target: Target, sizes: Sizes)
 
     Errors: ConfigError for any that cannot be.
     """
-
-    def needs(draft: DrafterConfig) -> tuple[int, int]:
-        resolved = resolve_draft(draft, target, sizes.prefix_len or DEFAULT_PREFIX_LEN, sizes.gen_len)
-        return (resolved.policy.n_observed if resolved.policy else 0), sum(resolved.capacities)
-
-    return max(drafts, key=needs)
+    length = sizes.prefix_len or DEFAULT_PREFIX_LEN
+    each = [resolve_draft(draft, target, length, sizes.gen_len) for draft in drafts]
+    needs = [(one.policy.n_observed if one.policy else 0, sum(one.capacities)) for one in each]
+    return drafts[needs.index(max(needs))]

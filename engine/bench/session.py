@@ -221,7 +221,7 @@ def _join_ranks(plan: Plan) -> Ranks:
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
     """One's own, or stretches of the data set, so much longer; random tokens for random weights without a tokenizer."""
     if plan.own_prompts is not None:
-        return [list(prompt) for prompt in plan.own_prompts]
+        return plan.own_prompts
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         shape = (plan.n_prompts, plan.prefix_len)

@@ -27,9 +27,7 @@ def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
     return None
 
 
-def own_prompts(
-    config: RunConfig, target: ModelSource, texts: Sequence[str] | None
-) -> tuple[tuple[int, ...], ...] | None:
+def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[str] | None) -> list[list[int]] | None:
     """One's own prompts as token ids: `texts`, or what `--prompts` names."""
     named = config.rows.prompts
     if texts is None and named is None:
@@ -46,7 +44,7 @@ def own_prompts(
     tokenizer = target.tokenizer()
     prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(named)) if texts is None else texts)]
     target.check_tokens(prompts)
-    return tuple(map(tuple, prompts))
+    return prompts
 
 
 def _refuse(given: Mapping[str, bool], what: str, *, seen: str, required: str) -> None:
