@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +33,9 @@ class Policy(ABC):
         """An empty cache for rows of up to `length` tokens."""
 
     @property
-    def room(self) -> int | None:
-        """Tokens of a round that fit beside what must stay; None if any number does."""
-        return None
+    def room(self) -> int:
+        """Tokens of a round that fit beside what must stay."""
+        return sys.maxsize
 
     @property
     def n_observed(self) -> int:

@@ -275,7 +275,7 @@ def test_entries_that_attention_cannot_read_take_memory(
     call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, flags: str, select: Callable, of_all_rows: bool
 ) -> None:
     monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr("engine.bench.room.select_backend", select)
+    monkeypatch.setattr("engine.bench.plan.select_backend", select)
     policy = f"--gamma {GAMMA}" if "full" in flags else DRAFT
     script, given = (LONGSPEC, f"{flags} {checkpoint}") if flags.endswith("--target") else (SELFSPEC, flags)
     message = call(script, f"{SIZES} --B 5000 --attention torch --dtype bfloat16 {policy} {given}").refusal

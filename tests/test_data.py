@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -42,17 +43,18 @@ def text_of(prompt: list[int]) -> str:
     return "".join(map(chr, prompt))
 
 
-def write_pg19(path: Path, texts: list[str | None], **options) -> Path:
+def parquet_of(columns: dict[str, list], **options) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, **options)
+    return buffer.getvalue()
+
+
+def write_pg19(path: Path, texts: list[str], **options) -> Path:
     """A file with the columns of the hub's PG-19 parquet files."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    n = len(texts)
-    columns = {
-        "short_book_title": [f"Book {i}" for i in range(n)],
-        "publication_date": [1800 + i for i in range(n)],
-        "url": [f"books/{i}" for i in range(n)],
-        "text": texts,
-    }
-    pq.write_table(pa.table(columns), path, **options)
+    numbers = range(len(texts))
+    columns = {"short_book_title": [f"Book {i}" for i in numbers], "publication_date": [1800 + i for i in numbers]}
+    path.write_bytes(parquet_of(columns | {"url": [f"books/{i}" for i in numbers], "text": texts}, **options))
     return path
 
 
@@ -87,19 +89,13 @@ def test_formats_give_the_same_books(tmp_path, kind):
     assert list(load_books(str(written))) == BOOKS, "names in other case"
 
 
-def test_single_txt_file_without_its_byte_order_mark(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_bytes(b"\xef\xbb\xbf" + BOOKS[0].encode())
-    assert list(load_books(str(path))) == [BOOKS[0]]
-
-
-def test_default_book(tmp_path, monkeypatch):
+def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_path, monkeypatch):
     book = tmp_path / "book.txt"
     monkeypatch.setattr(data, "DEFAULT_BOOK", book)
     with pytest.raises(DataError, match=r"python download\.py"):
         load_books("default")
-    book.write_text(BOOKS[0])
-    assert list(load_books("default")) == [BOOKS[0]]
+    book.write_bytes(b"\xef\xbb\xbf" + BOOKS[0].encode())
+    assert list(load_books("default")) == list(load_books(str(book))) == [BOOKS[0]]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +171,9 @@ DAMAGED = (
     ("nokey.jsonl", b'{"text": "fine"}\n{"title": "no text"}\n', "row 2"),
     ("list.jsonl", b'["text"]\n', "row 1: list"),
     ("bad.parquet", b"PAR1 garbage", "parquet"),
+    ("cut.parquet", parquet_of({"text": BOOKS})[:-20], "parquet"),
+    ("other.parquet", parquet_of({"content": ["x"]}), "content"),
+    ("null.parquet", parquet_of({"text": ["text", None]}), "row 2: NoneType"),
 )
 
 
@@ -184,16 +183,6 @@ def test_damaged_files_are_named(tmp_path, name, content, complaint):
     with pytest.raises(DataError, match=complaint) as error:
         list(load_books(str(tmp_path / name)))
     assert name in str(error.value)
-
-
-def test_damaged_parquet_is_named(tmp_path):
-    cut = write_pg19(tmp_path / "cut.parquet", BOOKS)
-    cut.write_bytes(cut.read_bytes()[:-20])
-    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "other.parquet")
-    write_pg19(tmp_path / "null.parquet", ["text", None])
-    for name, said in (("cut", r"cut\.parquet"), ("other", "content"), ("null", "row 2: NoneType")):
-        with pytest.raises(DataError, match=said):
-            list(load_books(str(tmp_path / f"{name}.parquet")))
 
 
 def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int] | None = None) -> list[list[int]]:

@@ -21,7 +21,7 @@ from engine.bench.config import RunConfig, Target
 from engine.bench.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
-    DraftFootprint,
+    Footprint,
     MemoryPlan,
     available_bytes,
     plan_memory,
@@ -47,10 +47,16 @@ CONFIGS = {
 }
 
 
+def self_draft(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Footprint:
+    """A draft that is the target over a small cache."""
+    return Footprint(config, dtype, (BUDGET,), **{"shares_weights": True, "prefills": False} | changes)
+
+
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
-    sizes = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8} | changes
-    draft = DraftFootprint(config, dtype, (sizes.pop("draft_capacity", BUDGET),), shares_weights=True)
-    return plan_memory(config, dtype=dtype, **{"draft": draft, "device": "cpu"} | sizes)
+    """Of that target; changes: of its footprint, or of the run."""
+    stored = {name: changes.pop(name) for name in ("quantize", "kv_dtype", "dequantizes") if name in changes}
+    run = {"draft": self_draft(config, dtype), "device": "cpu", "block": BLOCK, "prefill_chunk": 8} | changes
+    return plan_memory(Footprint(config, dtype, (CAPACITY,), **stored), **run)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
@@ -65,19 +71,15 @@ def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.dtype) -> None:
+    """Entries of 8 bits with their scales."""
     config, plan = CONFIGS[name], plan_of(CONFIGS[name], dtype)
     assert config.n_parameters * dtype.itemsize == loaded_bytes(config, dtype, prepack=False)
     packed = loaded_bytes(config, dtype, prepack=True)
-    assert plan.weights == packed or (plan.weights > packed and dtype != torch.float32)
-    assert 3 * plan.target_kv_per_row == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.draft_kv_per_row == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
-    plan = plan_of(TINY, kv_dtype=dtype, draft=DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype))
-    assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
+    assert plan.fixed["weights"] == packed or (plan.fixed["weights"] > packed and dtype != torch.float32)
+    for entries in (None, torch.int8, torch.float8_e4m3fn):
+        plan = plan_of(config, dtype, kv_dtype=entries, draft=self_draft(config, dtype, kv_dtype=entries))
+        assert 3 * plan.per_row["target KV"] == FullKVCache(config, 3, CAPACITY, dtype=entries or dtype).n_bytes
+        assert 3 * plan.per_row["draft KV"] == StreamingKVCache(config, 3, BUDGET, dtype=entries or dtype).n_bytes
 
 
 def test_sampling_and_filters_take_memory_of_their_own() -> None:
@@ -88,9 +90,9 @@ def test_sampling_and_filters_take_memory_of_their_own() -> None:
         for sampling in (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
     )
     assert greedy == plan_of(TINY)
-    assert sampled.logits_per_row - greedy.logits_per_row >= logits * (4 * 4 + 4 + 8)
-    assert filtered.logits_per_row - sampled.logits_per_row >= logits * (4 + 8 + 3 * 8)
-    assert sampled.activations - greedy.activations >= blocks_per_pass(torch.device("cpu")) * 4 * 8
+    assert sampled.per_row["logits"] - greedy.per_row["logits"] >= logits * (4 * 4 + 4 + 8)
+    assert filtered.per_row["logits"] - sampled.per_row["logits"] >= logits * (4 + 8 + 3 * 8)
+    assert sampled.fixed["activations"] - greedy.fixed["activations"] >= blocks_per_pass(torch.device("cpu")) * 4 * 8
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
@@ -118,9 +120,8 @@ def test_where_no_batch_fits_what_is_in_the_way_is_said() -> None:
 
 def test_the_refusal_is_itemised_and_adds_up() -> None:
     gib = 2**30
-    plan = MemoryPlan(
-        weights=6 * gib, target_kv_per_row=2 * gib, draft_kv_per_row=gib, activations=gib, logits_per_row=gib // 2
-    )
+    per_row = {"target KV": 2 * gib, "draft KV": gib, "logits": gib // 2}
+    plan = MemoryPlan({"weights": 6 * gib, "activations": gib}, per_row)
     with pytest.raises(OutOfMemoryError) as refusal:
         require_memory(plan, 4, 12 * gib, "cuda:1")
     message = str(refusal.value)
@@ -140,11 +141,11 @@ def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: boo
     config = replace(
         TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024, tie_embeddings=tied
     )
-    planned = plan_of(config, quantize=scheme, draft=None).weights
+    planned = plan_of(config, quantize=scheme, draft=None).fixed["weights"]
     model = load_model("none", load_format="dummy", config=config, quantize=scheme)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     assert held == pytest.approx(planned, rel=0.02)
-    assert planned < plan_of(config, draft=None).weights
+    assert planned < plan_of(config, draft=None).fixed["weights"]
 
 
 def always(n_token: int) -> bool:
@@ -162,7 +163,7 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
     with LiveBytes() as live:
         cache.read(0).dequantized(dtype)
     plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=always)
-    assert live.peak == 3 * plan.dequantized_per_row > 0
+    assert live.peak == 3 * plan.per_row["dequantised KV"] > 0
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
@@ -171,44 +172,44 @@ def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_r
         for dequantizes, block in ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
     )
     assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token: False) == read
-    assert read.dequantized_per_row == one_row.dequantized_per_row == 0
-    assert longer.dequantized_per_row == all_rows.dequantized_per_row > 0
-    assert longer.activations == all_rows.activations == read.activations
-    assert one_row.activations == read.activations + all_rows.dequantized_per_row
+    assert read.per_row["dequantised KV"] == one_row.per_row["dequantised KV"] == 0
+    assert longer.per_row["dequantised KV"] == all_rows.per_row["dequantised KV"] > 0
+    assert longer.fixed["activations"] == all_rows.fixed["activations"] == read.fixed["activations"]
+    assert one_row.fixed["activations"] == read.fixed["activations"] + all_rows.per_row["dequantised KV"]
 
 
 def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
-    own = DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=torch.int8, dequantizes=always)
+    own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
     chunks_only = replace(own, dequantizes=longer_blocks)
     prefills = replace(chunks_only, prefills=True)
     read, of_target = (plan_of(TINY, dequantizes=dequantizes, draft=None) for dequantizes in (None, always))
-    of_draft = of_target.dequantized_per_row * BUDGET // CAPACITY
-    assert plan_of(TINY, draft=own).dequantized_per_row == of_draft > 0
-    assert plan_of(TINY, draft=own, dequantizes=always).dequantized_per_row == of_target.dequantized_per_row
-    assert plan_of(TINY, draft=own, dequantizes=longer_blocks).activations == (
-        read.activations + of_target.dequantized_per_row - of_draft
+    of_draft = of_target.per_row["dequantised KV"] * BUDGET // CAPACITY
+    assert plan_of(TINY, draft=own).per_row["dequantised KV"] == of_draft > 0
+    assert plan_of(TINY, draft=own, dequantizes=always).per_row["dequantised KV"] == of_target.per_row["dequantised KV"]
+    assert plan_of(TINY, draft=own, dequantizes=longer_blocks).fixed["activations"] == (
+        read.fixed["activations"] + of_target.per_row["dequantised KV"] - of_draft
     )
     for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
-        assert plan_of(TINY, draft=draft).activations == read.activations + chunk
+        assert plan_of(TINY, draft=draft).fixed["activations"] == read.fixed["activations"] + chunk
     selects, reads = (plan_of(TINY, draft=replace(prefills, observed=6, dequantizes=d)) for d in (longer_blocks, None))
-    assert selects.activations == reads.activations + of_target.dequantized_per_row
+    assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
     # Of several budgets' caches one is read at a time, but all are held.
     several = plan_of(TINY, draft=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
-    assert several.dequantized_per_row == of_draft
-    assert several.draft_kv_per_row == 2 * plan_of(TINY, draft=own).draft_kv_per_row
+    assert several.per_row["dequantised KV"] == of_draft
+    assert several.per_row["draft KV"] == 2 * plan_of(TINY, draft=own).per_row["draft KV"]
 
 
 @pytest.mark.parametrize("dtype,size", [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
 def test_logits_are_planned_in_float32_at_least_beside_what_the_head_gives(dtype: torch.dtype, size: int) -> None:
-    assert plan_of(TINY, dtype).logits_per_row == BLOCK * TINY.vocab_size * (size + max(4, size))
+    assert plan_of(TINY, dtype).per_row["logits"] == BLOCK * TINY.vocab_size * (size + max(4, size))
 
 
 def test_on_a_gpu_libraries_and_every_communicator_take_memory_of_their_own() -> None:
     on_cpu, alone, two = (
         plan_of(TINY, device=device, n_communicator=n) for device, n in (("cpu", 2), ("cuda:0", 0), ("cuda:0", 2))
     )
-    assert on_cpu.libraries == 0 and alone.libraries == CUDA_BYTES
+    assert on_cpu.fixed["CUDA and NCCL"] == 0 and alone.fixed["CUDA and NCCL"] == CUDA_BYTES
     assert two.total(3) - alone.total(3) == 2 * NCCL_BYTES
     with pytest.raises(OutOfMemoryError, match=r"CUDA and NCCL 3\.98 GiB"):
         require_memory(two, 1, 0, "cuda:0")
@@ -221,11 +222,11 @@ def test_dequantising_a_layer_in_4_bits_is_planned_for_on_a_gpu() -> None:
     with LiveBytes() as live:
         dequantize(packed, scales)
     assert live.peak == DEQUANTIZING_BYTES * 64 * 128
-    draft = DraftFootprint(TINY, torch.bfloat16, (BUDGET,), shares_weights=False, quantize="int4")
-    plain = plan_of(TINY, device="cuda").activations
+    draft = self_draft(TINY, torch.bfloat16, shares_weights=False, quantize="int4")
+    plain = plan_of(TINY, device="cuda").fixed["activations"]
     for quantised in (plan_of(TINY, device="cuda", quantize="int4"), plan_of(TINY, device="cuda", draft=draft)):
-        assert quantised.activations - plain == DEQUANTIZING_BYTES * largest
-    assert plan_of(TINY, quantize="int4").activations == plain
+        assert quantised.fixed["activations"] - plain == DEQUANTIZING_BYTES * largest
+    assert plan_of(TINY, quantize="int4").fixed["activations"] == plain
 
 
 def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,19 +237,19 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
         layer(x)
     assert live.peak - before == pytest.approx(64 * 4096 * INT8_OUTPUT_BYTES, rel=0.01)
     plain, int8, int4 = (plan_of(TINY, quantize=scheme) for scheme in (None, "int8", "int4"))
-    assert int8.activations - plain.activations == 8 * 2 * TINY.ffn_dim * INT8_OUTPUT_BYTES
+    assert int8.fixed["activations"] - plain.fixed["activations"] == 8 * 2 * TINY.ffn_dim * INT8_OUTPUT_BYTES
     head = BLOCK * TINY.vocab_size * (INT8_OUTPUT_BYTES - 4)
-    assert int8.logits_per_row - plain.logits_per_row == int4.logits_per_row - plain.logits_per_row == head
+    assert int8.per_row["logits"] - plain.per_row["logits"] == int4.per_row["logits"] - plain.per_row["logits"] == head
 
 
 def test_selecting_entries_is_planned_for() -> None:
     """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
-    plain = plan_of(TINY).activations
-    of_target = DraftFootprint(TINY, torch.float32, (BUDGET,), shares_weights=True, observed=6)
+    plain = plan_of(TINY).fixed["activations"]
+    of_target = self_draft(TINY, observed=6)
     own = replace(of_target, shares_weights=False, prefills=True)
     scores = 4 * 6 * TINY.n_head * CAPACITY
     keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
-    needed, with_prompt = (plan_of(TINY, draft=draft).activations - plain for draft in (of_target, own))
+    needed, with_prompt = (plan_of(TINY, draft=draft).fixed["activations"] - plain for draft in (of_target, own))
     assert needed >= 2 * scores + keys
     assert with_prompt == needed + FullKVCache(TINY, 1, CAPACITY).n_bytes
 
@@ -278,9 +279,9 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     draft = ResolvedDraft(SelfConfig(), 3, auto_gamma=True, budgets=budgets)
     on_cuda = SimpleNamespace(draft=draft, device="cuda", sampling=sampling, config=RunConfig())
     plan = plan_of(TINY, captured_rows=captured_rows(on_cuda))
-    assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.captured_per_row > 0
+    assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.per_row["outputs of captured rounds"] > 0
     longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4
     held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
-    assert sum(x.numel() * 4 for x in held) == 2 * (plan.captured_per_row + longest)
+    assert sum(x.numel() * 4 for x in held) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
     for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
         assert captured_rows(SimpleNamespace(**vars(on_cuda) | changes)) == 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -32,8 +33,7 @@ def load_books(dataset: str, *, split: str = "test") -> Iterator[str]:
     `text`), or a folder of these, in the order of their names. `split` concerns PG-19 only.
     Raises DataError: here for what cannot be found, on iteration for what cannot be read.
     """
-    files = _book_files(dataset, split)
-    return (book for file in files for book in READERS[file.suffix.lower()](file))
+    return (book for file in _book_files(dataset, split) for book in READERS[file.suffix.lower()](file))
 
 
 def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, prefix_len: int) -> list[list[int]]:
@@ -41,15 +41,15 @@ def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, 
 
     The prompts are distinct stretches of text that do not overlap, never wrapped, repeated or padded: the
     first stretch of each book, then the second of each, and so on. Books are tokenised only until enough
-    of them have given a first stretch. Raises DataError, with the numbers, if there is too little text.
+    of them have given a first stretch. Errors: ConfigError for prompts without text, DataError, with the numbers, if
+    there is too little of it.
     """
     bos = tokenizer.encode("", add_bos=True)
-    stretch_len = prefix_len - len(bos)
-    if n_prompts < 1:
-        raise _bad_request("no prompts asked for", "number of prompts", n_prompts, ">= 1")
+    stretch_len, least = prefix_len - len(bos), f">= {len(bos) + 1}"
     if stretch_len < 1:
-        raise _bad_request("prompts without any text", "prefix_len", prefix_len, f">= {len(bos) + 1}")
-
+        raise ConfigError(
+            "prompts without any text", "prefix_len", prefix_len, least, fix=f"ask for prefix_len {least}"
+        )
     tokenised: list[array[int]] = []
     first_stretches = set()
     for book in books:
@@ -60,10 +60,18 @@ def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, 
         if len(first_stretches) == n_prompts:
             break
 
-    stretches = list(islice(_stretches(tokenised, stretch_len), n_prompts))
-    if len(stretches) < n_prompts:
-        raise _too_little_text(tokenised, n_prompts, len(stretches), prefix_len, len(bos))
-    return [bos + stretch.tolist() for stretch in stretches]
+    def cut(length: int) -> list[array[int]]:
+        return list(islice(_stretches(tokenised, length), n_prompts))
+
+    stretches = cut(stretch_len)
+    if len(stretches) == n_prompts:
+        return [bos + stretch.tolist() for stretch in stretches]
+    # The longest that gives enough, or 0; exact where no text repeats.
+    fits = bisect_left(range(1, stretch_len), True, key=lambda length: len(cut(length)) < n_prompts)
+    where = f"the dataset: {len(tokenised)} books, {sum(map(len, tokenised))} tokens in all"
+    seen, required = (f"{n} distinct prompts of {prefix_len} tokens" for n in (len(stretches), n_prompts))
+    shorter = f"shorten the prompts to {fits + len(bos)} tokens, ask for fewer," if fits else "ask for fewer prompts,"
+    raise DataError("too little text for the prompts", where, seen, required, f"{shorter} or give more text")
 
 
 def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[array[int]]:
@@ -78,108 +86,54 @@ def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[ar
                 yield stretch
 
 
-def _largest_stretch_len(tokenised: Sequence[array[int]], n_prompts: int, upper: int) -> int:
-    """A stretch length below `upper` that gives `n_prompts`, the largest where no text repeats; 0 if none."""
-    fits, too_long = 0, upper
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if len(list(islice(_stretches(tokenised, middle), n_prompts))) == n_prompts:
-            fits = middle
-        else:
-            too_long = middle
-    return fits
-
-
-def _too_little_text(
-    tokenised: Sequence[array[int]], n_prompts: int, available: int, prefix_len: int, n_bos: int
-) -> DataError:
-    fits = _largest_stretch_len(tokenised, n_prompts, prefix_len - n_bos)
-    return DataError(
-        "too little text for the prompts",
-        where=f"the dataset: {len(tokenised)} books, {sum(map(len, tokenised))} tokens in all",
-        seen=f"{available} distinct prompts of {prefix_len} tokens",
-        required=f"{n_prompts} distinct prompts of {prefix_len} tokens",
-        fix=f"shorten the prompts to {fits + n_bos} tokens, ask for fewer, or give more text"
-        if fits
-        else "ask for fewer prompts, or give more text",
-    )
-
-
-def _bad_request(what: str, where: str, seen: int, required: str) -> ConfigError:
-    return ConfigError(what, where=where, seen=seen, required=required, fix=f"ask for {where} {required}")
-
-
 def _book_files(dataset: str, split: str) -> list[Path]:
-    if dataset == BUILT_IN:
-        if not DEFAULT_BOOK.is_file():
-            raise DataError(
-                "the built-in book is missing",
-                where=str(DEFAULT_BOOK),
-                seen="no such file",
-                required="the book that download.py fetches",
-                fix="run: python download.py",
-            )
-        return [DEFAULT_BOOK]
     if dataset == PG19:
         return _download_pg19(split)
-    path = Path(dataset).expanduser()
-    endings = ", ".join(READERS)
-    if dataset and os.path.isdir(path):
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
-        if not files:
-            raise DataError(
-                "the folder holds no books",
-                where=str(path),
-                seen=f"no file that ends in {endings}",
-                required=f"books as {endings} directly in the folder",
-                fix="name the folder that holds the files themselves",
-            )
+    if dataset == BUILT_IN:
+        if DEFAULT_BOOK.is_file():
+            return [DEFAULT_BOOK]
+        what, required = "the built-in book is missing", "the book that download.py fetches"
+        raise DataError(what, DEFAULT_BOOK, "no such file", required, "run: python download.py")
+    path, endings = Path(dataset).expanduser(), ", ".join(READERS)
+    if files := files_of(dataset, READERS, READERS):
         return files
-    if not os.path.isfile(path) or path.suffix.lower() not in READERS:
-        kind = "another kind of file" if os.path.isfile(path) else "no such file or folder"
-        raise DataError(
-            "unknown dataset",
-            where=flag("dataset"),
-            seen=f"{dataset[:80] or 'an empty name'} ({kind})",
-            required=f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files",
-            fix="check the spelling and the working directory",
-        )
-    return [path]
+    if dataset and os.path.isdir(path):
+        seen, required = f"no file that ends in {endings}", f"books as {endings} directly in the folder"
+        fix = "name the folder that holds the files themselves"
+        raise DataError("the folder holds no books", path, seen, required, fix)
+    kind = "another kind of file" if os.path.isfile(path) else "no such file or folder"
+    seen = f"{dataset[:80] or 'an empty name'} ({kind})"
+    required = f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files"
+    raise DataError("unknown dataset", flag("dataset"), seen, required, "check the spelling and the working directory")
+
+
+def files_of(name: str, in_folder: Collection[str], alone: Collection[str]) -> list[Path]:
+    """Those of a folder in the order of their names, or the one file, if they end so; none if it is neither."""
+    path = Path(name).expanduser()
+    if name and os.path.isdir(path):
+        return sorted(file for file in path.iterdir() if file.suffix.lower() in in_folder)
+    return [path] if path.suffix.lower() in alone and os.path.isfile(path) else []
 
 
 def _download_pg19(split: str) -> list[Path]:
     """The parquet files of one PG-19 split, from the hub or from its local cache."""
     if split not in PG19_SPLITS:
-        raise DataError(
-            "unknown PG-19 split",
-            where="split",
-            seen=split,
-            required=f"one of {', '.join(PG19_SPLITS)}",
-            fix="use the test split",
-        )
+        raise DataError("unknown PG-19 split", "split", split, f"one of {', '.join(PG19_SPLITS)}", "use the test split")
     from huggingface_hub import snapshot_download
 
-    pattern = f"data/{split}-*.parquet"
+    pattern, seen = f"data/{split}-*.parquet", "no such files in the downloaded snapshot"
     say(f"looking for {PG19_REPOSITORY} on the Hugging Face hub, or in its local cache")
     try:
         folder = snapshot_download(PG19_REPOSITORY, repo_type="dataset", revision=PG19_REVISION, allow_patterns=pattern)
+        if files := sorted(Path(folder).glob(pattern)):
+            return files
     except Exception as error:  # the hub, its transport and its cache each raise their own families
-        raise _no_pg19(pattern, f"{type(error).__name__}: {error}") from error
-    files = sorted(Path(folder).glob(pattern))
-    if not files:
-        raise _no_pg19(pattern, "no such files in the downloaded snapshot")
-    return files
-
-
-def _no_pg19(pattern: str, seen: str) -> DataError:
-    return DataError(
-        "PG-19 could not be fetched",
-        where=f"Hugging Face dataset {PG19_REPOSITORY}",
-        seen=seen,
-        required=f"its files {pattern}, from the network or the local hub cache",
-        fix=f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in "
-        "book; or download those files on a connected machine and name their folder",
-    )
+        seen = f"{type(error).__name__}: {error}"
+    where = f"Hugging Face dataset {PG19_REPOSITORY}"
+    required = f"its files {pattern}, from the network or the local hub cache"
+    fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in book"
+    fix += "; or download those files on a connected machine and name their folder"
+    raise DataError("PG-19 could not be fetched", where, seen, required, fix)
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -197,23 +151,17 @@ def _read_jsonl(path: Path) -> Iterator[str]:
 
 def json_rows(path: Path) -> Iterator[tuple[int, object]]:
     """The values of a .jsonl file, with the numbers of their lines. Errors: DataError."""
+    number, required = 0, "one JSON object per line"
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, _json_of(line, path, number)
+                    yield number, json.loads(line.rstrip().decode("utf-8-sig"))
     except OSError as error:
-        raise unreadable(path, error, "one JSON object per line") from None
-
-
-def _json_of(line: bytes, path: Path, number: int) -> object:
-    try:
-        return json.loads(line.rstrip().decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        seen = f"line {number}, column {error.colno}: {error.msg}"
-    except (ValueError, RecursionError) as error:  # not UTF-8, an integer too long for Python, nested too deep
-        seen = f"line {number}: {error}"
-    raise unreadable(path, seen, "one JSON object per line, in UTF-8")
+        raise unreadable(path, error, required) from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, an integer too long for Python, nested too deep
+        seen = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
+        raise unreadable(path, f"line {number}{seen}", f"{required}, in UTF-8") from None
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
@@ -225,11 +173,10 @@ def _read_parquet(path: Path) -> Iterator[str]:
         with pq.ParquetFile(path) as table:
             if TEXT_KEY not in table.schema_arrow.names:
                 raise unreadable(path, f"columns {table.schema_arrow.names}", f"a column `{TEXT_KEY}`")
-            number = 0
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=[TEXT_KEY]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    yield _text_of(value, path, number)
+            batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=[TEXT_KEY])
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            for number, value in enumerate(values, start=1):
+                yield _text_of(value, path, number)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error, "a parquet file") from None
 
@@ -248,13 +195,8 @@ def _text_of(value: object, path: Path, number: int) -> str:
 
 def unreadable(path: Path, seen: object, required: str, what: str = "books") -> DataError:
     """The error of a file that is not what it should be."""
-    return DataError(
-        f"a file of {what} cannot be read",
-        where=str(path),
-        seen=seen,
-        required=required,
-        fix="replace the file, or leave it out",
-    )
+    fix = "replace the file, or leave it out"
+    return DataError(f"a file of {what} cannot be read", path, seen, required, fix)
 
 
 READERS: dict[str, Callable[[Path], Iterator[str]]] = {

@@ -34,23 +34,16 @@ def resolve_device(name: str) -> str:
         device = torch.device("meta")
     if device.type == "cpu":
         return "cpu"
+    where = flag("device")
     if device.type != "cuda" or (device.index or 0) >= n_gpus:
-        raise ConfigError(
-            "the device is not available",
-            where=flag("device"),
-            seen=name,
-            required="cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)"),
-            fix=f"use {flag('device')} auto",
-        )
+        required = "cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)")
+        raise ConfigError("the device is not available", where, name, required, f"use {where} auto")
     if n_processes == 1:
         return f"cuda:{device.index or 0}"
     is_masked = n_gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     if device.index is not None or (n_processes > n_gpus and not is_masked):
-        raise ConfigError(
-            "every process needs a GPU of its own",
-            where="--device, torchrun --nproc_per_node",
-            seen=f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs",
-            required=f"--device cuda, and at most {n_gpus} processes",
-            fix=f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}",
-        )
+        what, where = "every process needs a GPU of its own", "--device, torchrun --nproc_per_node"
+        seen = f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs"
+        fix = f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}"
+        raise ConfigError(what, where, seen, f"--device cuda, and at most {n_gpus} processes", fix)
     return f"cuda:{0 if is_masked else local_rank()}"

@@ -16,10 +16,10 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
     """Every row holds random keys and values at the positions of its prompt, and counts as prefilled with it."""
     cache, model = runner.cache, runner.model
     randomise(cache)
+    dtype = logits_dtype(model.dtype, cache.device)
     for row, prompt in enumerate(prompts):
         cache.reset_row(row)
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
-        dtype = logits_dtype(model.dtype, cache.device)
         logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=dtype)
         cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)
 

@@ -13,12 +13,13 @@ from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_positions, resolve_sampling
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling
 from engine.bench.text import own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
-from models.attention import select_backend
+from models import ModelConfig
+from models.attention import Selection, select_backend
 from models.checkpoints.model_source import ModelSource, check_vocabulary, find_model
 from models.llama import attention_spec
 from models.pointwise import check_compiler
@@ -46,7 +47,7 @@ class Plan:
     target: ModelSource
     draft_source: ModelSource | None
     dataset: str | None
-    own_prompts: tuple[tuple[int, ...], ...] | None
+    own_prompts: list[list[int]] | None
     n_rows: int
     n_prompts: int
     prefix_len: int
@@ -59,13 +60,24 @@ class Plan:
         return self.config.sizes.gen_len
 
     @property
+    def gamma(self) -> int:
+        """The most that a round drafts."""
+        return self.draft.gamma if self.draft else 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, with what its last round drafts."""
+        return self.prefix_len + self.gen_len + self.gamma + 1
+
+    @property
     def shares_weights(self) -> bool:
         """Whether the draft runs the target's own weights."""
-        return self.draft is not None and shares_target(self.draft, self.dtype, self.config.target.quantize)
+        own = None, self.dtype, self.config.target.quantize
+        return self.draft is not None and (self.draft.source, self.draft.dtype, self.draft.quantize) == own
 
-
-def shares_target(draft: ResolvedDraft, dtype: torch.dtype, quantize: str | None) -> bool:
-    return draft.dtype == dtype and draft.quantize == quantize
+    def attention(self, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None = None) -> Selection:
+        """The backend for a model, or a shard, of that shape over such entries, and why it is that one."""
+        return select_backend(self.config.target.attention, self.device, attention_spec(config, dtype), entries)
 
 
 def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
@@ -73,77 +85,69 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
 
     Errors: UserError, the same on every rank.
     """
-    target_config, sizes, rows = config.target, config.sizes, config.rows
+    stored, sizes = config.target, config.sizes
     sampling = resolve_sampling(config.sampling)
-    for field in ("B", "gen_len"):
-        require_at_least(field, getattr(sizes, field), 1)
-    if sizes.prefix_len is not None:
-        require_at_least("prefix_len", sizes.prefix_len, 1)
+    for field, size in vars(sizes).items():
+        if size is not None:
+            require_at_least(field, size, 1)
     _check_files(config)
     _check_oracle(config, sampling)
-    device = resolve_device(target_config.device)
-    target = find_model(
-        target_config.model, target_config.load_format, target_config.model_name, flag("model"), target_config.verify
-    )
-    dataset = resolve_dataset(config, target)
-    own = own_prompts(config, target, texts)
+    device = resolve_device(stored.device)
+    target = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
+    dataset, own = resolve_dataset(config, target), own_prompts(config, target, texts)
     if own is None:
         n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN
-        n_prompts = n_rows if rows.num_prompts is None else rows.num_prompts
+        n_prompts = n_rows if config.rows.num_prompts is None else config.rows.num_prompts
         require_at_least("num_prompts", n_prompts, n_rows)
     else:
-        n_prompts, prefix_len = len(own), max(map(len, own))
+        dataset, n_prompts, prefix_len = None, len(own), max(map(len, own))
         n_rows = min(sizes.B, n_prompts)
-    draft = resolve_draft(config.draft, target_config, prefix_len, sizes.gen_len) if config.draft else None
-    gamma = draft.gamma if draft else 0
-    capacity = prefix_len + sizes.gen_len + gamma + 1
-    _check_context(target, prefix_len, sizes.gen_len, gamma, is_own=own is not None)
-    draft_source = None
-    if draft and isinstance(draft.config, StandaloneConfig):
-        path, how = draft.config.draft_model, target_config.load_format
-        draft_source = find_model(path, how, None, flag("draft_model"), target_config.verify)
-    draft = fit_draft(draft, target, draft_source, capacity, device) if draft else None
-    if target_config.quantize:
-        check_scheme(target_config.quantize, device)
-    if target_config.compile:
+    source = None
+    if isinstance(config.draft, StandaloneConfig):
+        source = find_model(config.draft.draft_model, stored.load_format, None, flag("draft_model"), stored.verify)
+    if stored.quantize:
+        check_scheme(stored.quantize, device)
+    if stored.compile:
         check_compiler(device)
-    group, draft_group = _rank_groups(config, target, draft_source)
-    dtype = resolve_dtype(target_config.dtype, device)
-    if target_config.attention != AUTO:  # refused now, where this machine does not have it
-        select_backend(target_config.attention, device, attention_spec(target.config, dtype))
-    return Plan(
-        config=config,
-        sampling=sampling,
-        draft=draft,
-        device=device,
-        dtype=dtype,
-        kv_dtype=KV_DTYPES.get(target_config.kv_dtype, dtype),
-        target=target,
-        draft_source=draft_source,
-        dataset=None if own is not None else dataset,
-        own_prompts=own,
-        n_rows=n_rows,
-        n_prompts=n_prompts,
-        prefix_len=prefix_len,
-        capacity=capacity,
-        group=group,
-        draft_group=draft_group,
-    )
+    groups = _rank_groups(config, target, source)
+    dtype = resolve_dtype(stored.dtype, device)
+    dtypes, lengths = (dtype, KV_DTYPES.get(stored.kv_dtype, dtype)), (n_rows, n_prompts, prefix_len)
+    # Without a draft, which gamma and so the capacity depend on.
+    plan = Plan(config, sampling, None, device, *dtypes, target, source, dataset, own, *lengths, 0, *groups)
+    if stored.attention != AUTO:  # refused now, where this machine does not have it
+        plan.attention(target.config, dtype)
+    plan = with_draft(plan, config.draft)
+    _check_context(plan)
+    return replace(plan, capacity=plan.length)
 
 
-def fit_draft(
-    draft: ResolvedDraft, target: ModelSource, source: ModelSource | None, length: int, device: str
-) -> ResolvedDraft:
-    """For rows of up to `length` tokens of those models. Errors: ConfigError for what they cannot do."""
-    if source is not None:
-        draft = resolve_positions(draft, source.config.max_context, length)
-    elif draft.layers is not None:
-        _check_layers(draft.layers, target.config.n_layer)
-    if draft.policy and draft.policy.n_observed:
-        _check_no_sliding_window(source or target, draft.policy.name)
+def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
+    """The same models under another draft. Errors: ConfigError for what they cannot do, and for another draft model."""
+    plan = replace(plan, config=replace(plan.config, draft=config), draft=None)
+    if config is None:
+        return plan
+    draft = resolve_draft(config, plan.config.target, plan.prefix_len, plan.gen_len)
+    source, n_layer, drafting = plan.draft_source, plan.target.config.n_layer, plan.target
+    if isinstance(config, StandaloneConfig):
+        if source is None or source.path != config.draft_model:
+            held = source.path if source else "no draft model: the session was opened without"
+            what, fix = "a session holds one draft model", "open a session with that draft"
+            raise ConfigError(what, flag("draft_model"), config.draft_model, held, fix)
+        drafting, length = source, max(plan.capacity, plan.length + draft.gamma)
+        draft = replace(draft.of_policy(config.policy.for_context(source.config.max_context, length)), source=source)
+    if draft.layers is not None and max(draft.layers) >= n_layer:
+        what, seen = "the draft's layers are not all layers of the model", f"layer {max(draft.layers)}"
+        fix = f"name layers below {n_layer}, such as 0-{n_layer - 1}"
+        raise ConfigError(what, flag("draft_layers"), seen, f"0 to {n_layer - 1}", fix)
+    window, policy = drafting.config.sliding_window, draft.policy
+    if policy and policy.n_observed and window is not None:
+        what, where = f"{policy.name} selects entries that a sliding window hides", flag("draft_policy")
+        seen = f"{policy.name}, and a model with a sliding window of {window} tokens"
+        required, fix = "a model that attends to the whole context", f"use {where} streaming"
+        raise ConfigError(what, f"{where} on {drafting.name}", seen, required, fix)
     if draft.quantize:
-        check_scheme(draft.quantize, device)
-    return draft
+        check_scheme(draft.quantize, plan.device)
+    return replace(plan, draft=draft)
 
 
 def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig], one_of_each_budget: bool = False) -> Plan:
@@ -158,8 +162,7 @@ def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig], one_of_e
     assert plan.draft is not None
     budgets = [capacity for draft in each for capacity in draft.capacities]
     held = tuple(sorted(set(budgets) if one_of_each_budget else budgets))
-    several = replace(plan.draft, budgets=held, capacity=held[-1], auto_gamma=len(drafts) > 1)
-    return replace(plan, draft=several)
+    return replace(plan, draft=replace(plan.draft, budgets=held, capacity=held[-1], auto_gamma=len(drafts) > 1))
 
 
 def _check_files(config: RunConfig) -> None:
@@ -167,61 +170,43 @@ def _check_files(config: RunConfig) -> None:
     require_appendable(output, "output")
     require_appendable(rows, "save_rows")
     if rows and output and os.path.realpath(rows) == os.path.realpath(output):
-        raise ConfigError(
-            "rows and records would be mixed",
-            where=f"{flag('save_rows')} and {flag('output')}",
-            seen=output,
-            required="two files",
-            fix="name another file for the rows",
-        )
+        where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
+        raise ConfigError("rows and records would be mixed", where, output, "two files", fix)
     shortest, longest = RANK_TIMEOUTS
     if config.ranks and not shortest <= config.ranks.rank_timeout <= longest:
-        raise ConfigError(
-            "no rank can be waited for that long",
-            where=flag("rank_timeout"),
-            seen=config.ranks.rank_timeout,
-            required=f"{shortest} to {longest} seconds",
-            fix="leave it out",
-        )
+        where, required = flag("rank_timeout"), f"{shortest} to {longest} seconds"
+        seen = config.ranks.rank_timeout
+        raise ConfigError("no rank can be waited for that long", where, seen, required, "leave it out")
 
 
 def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
     if config.draft is None or not config.draft.needs_baseline:
         return
+    where = f"{flag('draft')} {config.draft.name}"
     if config.passes.no_baseline:
-        raise ConfigError(
-            "an oracle drafts the baseline's output, and there is none",
-            where=f"{flag('draft')} {config.draft.name}",
-            seen=flag("no_baseline"),
-            required="a baseline pass",
-            fix=f"leave out {flag('no_baseline')}",
-        )
+        what, fix = "an oracle drafts the baseline's output, and there is none", f"leave out {flag('no_baseline')}"
+        raise ConfigError(what, where, flag("no_baseline"), "a baseline pass", fix)
     if not sampling.reproducible:
-        raise ConfigError(
-            "an oracle drafts what the same random numbers emitted, which rejection must not know",
-            where=f"{flag('draft')} {config.draft.name}",
-            seen=f"{flag('verification')} {sampling.mode} at temperature {sampling.params.temperature}",
-            required="greedy or coupled verification",
-            fix=f"use {flag('verification')} coupled",
-        )
+        what = "an oracle drafts what the same random numbers emitted, which rejection must not know"
+        seen = f"{flag('verification')} {sampling.mode} at temperature {sampling.params.temperature}"
+        raise ConfigError(what, where, seen, "greedy or coupled verification", f"use {flag('verification')} coupled")
 
 
-def _check_context(target: ModelSource, prefix_len: int, gen_len: int, gamma: int, is_own: bool) -> None:
-    needed, context = prefix_len + gen_len + gamma + 1, target.config.max_context
-    room = context - gamma - 1
-    if needed > context:
-        length = flag("prompts" if is_own else "prefix_len")
-        raise ConfigError(
-            "prompt + new tokens + gamma + 1 exceeds the model's context",
-            where=f"{length}, {flag('gen_len')} and {flag('gamma')} on {target.name}",
-            seen=f"{prefix_len} + {gen_len} + {gamma} + 1 = {needed} tokens",
-            required=f"<= {context}",
-            fix=f"shorten the longest prompt to {room - gen_len} tokens"
-            if is_own and room > gen_len
-            else f"use {flag('prefix_len')} {room - gen_len} or less"
-            if room > gen_len
-            else f"use a shorter {flag('gen_len')}: there is room for {room} prompt and new tokens together",
-        )
+def _check_context(plan: Plan) -> None:
+    context, is_own = plan.target.config.max_context, plan.own_prompts is not None
+    if plan.length <= context:
+        return
+    room = context - plan.gamma - 1
+    if room <= plan.gen_len:
+        fix = f"use a shorter {flag('gen_len')}: there is room for {room} prompt and new tokens together"
+    elif is_own:
+        fix = f"shorten the longest prompt to {room - plan.gen_len} tokens"
+    else:
+        fix = f"use {flag('prefix_len')} {room - plan.gen_len} or less"
+    what, prompts = "prompt + new tokens + gamma + 1 exceeds the model's context", "prompts" if is_own else "prefix_len"
+    where = f"{flag(prompts)}, {flag('gen_len')} and {flag('gamma')} on {plan.target.name}"
+    seen = f"{plan.prefix_len} + {plan.gen_len} + {plan.gamma} + 1 = {plan.length} tokens"
+    raise ConfigError(what, where, seen, f"<= {context}", fix)
 
 
 def _rank_groups(
@@ -243,15 +228,14 @@ def _rank_groups(
 
 def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
-    draft, source = plan.draft, plan.draft_source
+    draft, source = plan.draft, plan.draft.source if plan.draft else None
     said = []
     if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
     if draft and draft.layers is not None:
         said.append(f"the draft runs {len(draft.layers)} of {plan.target.config.n_layer} layers: {draft.layers}")
     if draft and draft.policy and source:
-        tail = check_vocabulary(plan.target, source)
-        if tail:
+        if tail := check_vocabulary(plan.target, source):
             said.append(tail)
         context, longest = source.config.max_context, plan.prefix_len + plan.gen_len + draft.gamma
         in_cache = draft.policy.in_cache_positions
@@ -261,25 +245,3 @@ def remarks(plan: Plan) -> list[str]:
         elif in_cache:
             said.append(f"{source.name} counts positions inside its cache (trained context: {context})")
     return said
-
-
-def _check_no_sliding_window(source: ModelSource, policy: str) -> None:
-    if source.config.sliding_window is not None:
-        raise ConfigError(
-            f"{policy} selects entries that a sliding window hides",
-            where=f"{flag('draft_policy')} on {source.name}",
-            seen=f"{policy}, and a model with a sliding window of {source.config.sliding_window} tokens",
-            required="a model that attends to the whole context",
-            fix=f"use {flag('draft_policy')} streaming",
-        )
-
-
-def _check_layers(layers: Sequence[int], n_layer: int) -> None:
-    if max(layers) >= n_layer:
-        raise ConfigError(
-            "the draft's layers are not all layers of the model",
-            where=flag("draft_layers"),
-            seen=f"layer {max(layers)}",
-            required=f"0 to {n_layer - 1}",
-            fix=f"name layers below {n_layer}, such as 0-{n_layer - 1}",
-        )

@@ -14,26 +14,15 @@ from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtyp
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.self_speculation import SelfConfig
-from engine.drafters.standalone import StandaloneConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
 from kv_cache.policy import BudgetedPolicy, Policy, policies
+from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
 
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
-# Options in the order that records have them in, and those that have another place there.
-FIRST_OPTIONS = (
-    "draft_budget",
-    "n_sink",
-    "snapkv_window",
-    "draft_positions",
-    "draft_layers",
-    "draft_dtype",
-    "draft_weights",
-    "draft_kv_dtype",
-    "max_ngram",
-)
+# Fields of drafters that are no options of a record, or have another place there.
 ELSEWHERE = {"policy", "gamma", "draft_model", "draft_ranks"}
 
 
@@ -56,7 +45,7 @@ class ResolvedDraft:
 
     gamma: what every round drafts, or with `auto_gamma` the most that one may. budgets: what `--draft_budget auto`
     chooses among, each in a cache of its own; `capacity` is then the largest. quantize: the scheme of the linear
-    layers; kv_dtype: of the cache's entries.
+    layers; kv_dtype: of the cache's entries. source: of a model that is not the target.
     """
 
     config: DrafterConfig
@@ -67,6 +56,7 @@ class ResolvedDraft:
     dtype: torch.dtype | None = None
     quantize: str | None = None
     kv_dtype: torch.dtype | None = None
+    source: ModelSource | None = None
 
     @property
     def kind(self) -> str:
@@ -84,14 +74,12 @@ class ResolvedDraft:
     @property
     def options(self) -> dict[str, Any]:
         """Those of the drafter and of its policy, by name."""
-        own = {one.name: getattr(self.config, one.name) for one in fields(self.config) if one.name in option_names()}
-        return own | ({one.name: getattr(self.policy, one.name) for one in fields(self.policy)} if self.policy else {})
+        return vars(self.config) | (vars(self.policy) if self.policy else {})
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What drafts of the same form share: the model."""
-        own = self.config.draft_model if isinstance(self.config, StandaloneConfig) else None
-        return own, self.dtype, self.quantize, self.layers
+        """What drafts of a session with the same model share."""
+        return self.source, self.dtype, self.quantize, self.layers
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -110,31 +98,33 @@ class ResolvedDraft:
 
     def of_capacity(self, capacity: int) -> ResolvedDraft:
         """The same with one of its budgets."""
-        policy = self.policy
-        if not isinstance(policy, BudgetedPolicy) or not isinstance(self.config, ModelDrafterConfig):
+        if not isinstance(self.policy, BudgetedPolicy):
             return self
-        config = replace(self.config, policy=policy.of_budget(capacity))
-        return replace(self, config=config, capacity=capacity, budgets=())
+        return replace(self.of_policy(self.policy.of_budget(capacity)), capacity=capacity, budgets=())
+
+    def of_policy(self, policy: Policy) -> ResolvedDraft:
+        """The same with another policy, of a draft that has one."""
+        assert isinstance(self.config, ModelDrafterConfig)
+        return replace(self, config=replace(self.config, policy=policy))
 
 
 def option_names() -> list[str]:
-    """The options of all drafters and policies, in the order of records."""
-    kinds: list[Any] = [*drafters().values(), *policies().values()]
-    every = {one.name for kind in kinds for one in fields(kind)}
-    return [*FIRST_OPTIONS, *sorted(every - {*FIRST_OPTIONS, *ELSEWHERE})]
+    """The options of all policies and drafters, in the order of records."""
+    kinds: list[Any] = [*policies().values(), *drafters().values()]
+    every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
+    return [name for name in every if name not in ELSEWHERE]
 
 
 def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
     """Errors: ConfigError for what has no effect, or cannot be verified in that mode."""
     params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0)
+    needed = "a temperature above 0"
     if params.greedy and params.filters:
-        seen = f"top_k {params.top_k}, top_p {params.top_p} at temperature 0"
-        what = "a filter has no effect on greedy decoding"
-        raise without_effect(["top_k", "top_p"], what, seen=seen, required="a temperature above 0")
+        what, seen = "a filter has no effect on greedy decoding", f"top_k {params.top_k}, top_p {params.top_p}"
+        raise without_effect(["top_k", "top_p"], what, seen=f"{seen} at temperature 0", required=needed)
     if params.greedy and sampling.seed is not None:
-        seen = f"{sampling.seed} at temperature 0"
-        what = "a seed has no effect on greedy decoding"
-        raise without_effect(["seed"], what, seen=seen, required="a temperature above 0")
+        what, seen = "a seed has no effect on greedy decoding", f"{sampling.seed} at temperature 0"
+        raise without_effect(["seed"], what, seen=seen, required=needed)
     return ResolvedSampling(params, resolve_mode(sampling.verification, [params]))
 
 
@@ -143,40 +133,38 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
 
     Errors: ConfigError.
     """
+    draft.check()
+    auto_gamma = draft.gamma == AUTO
     if not isinstance(draft, ModelDrafterConfig):
-        draft.check()
-        return ResolvedDraft(draft, *_gamma(draft, AUTO_GAMMA))
-    dtype = resolve_draft_dtype(target, draft.draft_dtype)
-    # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
+        return ResolvedDraft(draft, AUTO_GAMMA if auto_gamma else int(draft.gamma), auto_gamma)
     is_target = isinstance(draft, SelfConfig)
-    weights, entries = draft.draft_weights, draft.draft_kv_dtype
-    if entries == "same" and is_target:
-        entries = target.kv_dtype
-    policy = draft.policy
     budgets: tuple[int, ...] = ()
-    if isinstance(policy, BudgetedPolicy):
-        if policy.draft_budget == AUTO:
-            _require_refillable(draft)
-            budgets = policy.budgets(prefix_len)
-            policy = policy.of_budget(budgets[0])
-        policy.check()
-    most = AUTO_GAMMA if policy.room is None else policy.room - 1
-    gamma, auto_gamma = _gamma(draft, most)
-    if policy.room is not None:
-        check_gamma(gamma, policy.room)
-    if isinstance(policy, BudgetedPolicy):
-        policy = policy.of_budget(budgets[-1] if budgets else policy.budget)
-    config = replace(draft, policy=policy)
-    config.check()
+    policy = smallest = draft.policy
+    if isinstance(policy, BudgetedPolicy) and policy.draft_budget == AUTO:
+        if not is_target:
+            what = "a standalone draft cannot change its budget: its cache would have to be prefilled again"
+            fix = "compare budgets with reproduce/acceptance.py --draft_model D --budgets 64 256, and name one"
+            raise ConfigError(what, flag("draft_budget"), AUTO, "a number of entries", fix)
+        budgets = policy.budgets(prefix_len)
+        smallest, policy = policy.of_budget(budgets[0]), policy.of_budget(budgets[-1])
+        smallest.check()
+    gamma = min(AUTO_GAMMA, smallest.room - 1) if auto_gamma else int(draft.gamma)
+    check_gamma(gamma, smallest.room)
+    device, wanted = resolve_device(target.device), draft.draft_dtype
+    dtype = resolve_dtype(target.dtype, device) if wanted in (AUTO, "same") else DTYPES[wanted]
+    if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
+        dtype = torch.bfloat16
+    weights, entries = draft.draft_weights, draft.draft_kv_dtype
+    # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
     return ResolvedDraft(
-        config,
+        replace(draft, policy=policy),
         gamma,
         auto_gamma,
         capacity=policy.entries(prefix_len + gen_len + gamma + 1),
         budgets=budgets,
         dtype=dtype,
         quantize=weights if weights != "same" else target.quantize if is_target else None,
-        kv_dtype=KV_DTYPES.get(entries, dtype),
+        kv_dtype=KV_DTYPES.get(target.kv_dtype if is_target and entries == "same" else entries, dtype),
     )
 
 
@@ -185,44 +173,7 @@ def largest_draft(drafts: Sequence[DrafterConfig], target: Target, sizes: Sizes)
 
     Errors: ConfigError for any that cannot be.
     """
-
-    def needs(draft: DrafterConfig) -> tuple[int, int]:
-        resolved = resolve_draft(draft, target, sizes.prefix_len or DEFAULT_PREFIX_LEN, sizes.gen_len)
-        return (resolved.policy.n_observed if resolved.policy else 0), sum(resolved.capacities)
-
-    return max(drafts, key=needs)
-
-
-def resolve_draft_dtype(target: Target, wanted: str) -> torch.dtype:
-    """The dtype of a draft's weights and cache that `wanted` means beside the target's."""
-    device = resolve_device(target.device)
-    dtype = resolve_dtype(target.dtype, device)
-    if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
-        return torch.bfloat16
-    return dtype if wanted in (AUTO, "same") else DTYPES[wanted]
-
-
-def resolve_positions(draft: ResolvedDraft, trained_context: int, length: int) -> ResolvedDraft:
-    """For a draft model trained on so many positions, in rows of up to `length` tokens."""
-    assert isinstance(draft.config, ModelDrafterConfig)
-    policy = draft.config.policy.for_context(trained_context, length)
-    return replace(draft, config=replace(draft.config, policy=policy))
-
-
-def _gamma(draft: DrafterConfig, most: int) -> tuple[int, bool]:
-    """The largest gamma of any round, and whether rounds choose their own."""
-    if draft.gamma == AUTO:
-        return max(0, min(AUTO_GAMMA, most)), True
-    assert not isinstance(draft.gamma, str)
-    return draft.gamma, False
-
-
-def _require_refillable(draft: ModelDrafterConfig) -> None:
-    if isinstance(draft, StandaloneConfig):
-        raise ConfigError(
-            "a standalone draft cannot change its budget: its cache would have to be prefilled again",
-            where=flag("draft_budget"),
-            seen=AUTO,
-            required="a number of entries",
-            fix="compare budgets with reproduce/acceptance.py --draft_model D --budgets 64 256, and name one",
-        )
+    length = sizes.prefix_len or DEFAULT_PREFIX_LEN
+    each = [resolve_draft(draft, target, length, sizes.gen_len) for draft in drafts]
+    needs = [(one.policy.n_observed if one.policy else 0, sum(one.capacities)) for one in each]
+    return drafts[needs.index(max(needs))]

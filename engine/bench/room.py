@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from common.errors import ConfigError, flag
 from common.process import local_world_size
-from engine.bench.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
+from engine.bench.memory import Footprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.bench.plan import Plan
 from engine.runner import prefill_chunk_of
 from kv_cache.entries import largest
 from models import ModelConfig
-from models.attention import select_backend
-from models.llama import attention_spec
 from models.tensor_parallel import Shard, shard_config
 
 # They are lists of Python's numbers, some 40 bytes each.
@@ -27,13 +25,9 @@ def require_room(plan: Plan) -> None:
     prompts."""
     require_memory(memory_plan(plan), plan.n_rows, room(plan), plan.device)
     if plan.n_prompts * plan.prefix_len > MOST_PROMPT_TOKENS:
-        raise ConfigError(
-            "there are too many prompt tokens to hold",
-            where=f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}",
-            seen=f"{plan.n_prompts} x {plan.prefix_len}",
-            required=f"<= {MOST_PROMPT_TOKENS} tokens",
-            fix="ask for fewer prompts",
-        )
+        where = f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}"
+        seen, required = f"{plan.n_prompts} x {plan.prefix_len}", f"<= {MOST_PROMPT_TOKENS} tokens"
+        raise ConfigError("there are too many prompt tokens to hold", where, seen, required, "ask for fewer prompts")
 
 
 def room(plan: Plan) -> int:
@@ -43,39 +37,27 @@ def room(plan: Plan) -> int:
 
 def memory_plan(plan: Plan) -> MemoryPlan:
     """What the rank with the largest shard needs."""
-    draft, config, quantize = plan.draft, plan.target.config, plan.config.target.quantize
-    biggest = _largest_shard(config, len(plan.group))
-    footprint = None
+    draft, quantize, drafting = plan.draft, plan.config.target.quantize, None
+    config = _largest_shard(plan.target.config, plan.group)
+    dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
+    target = Footprint(config, plan.dtype, (plan.capacity,), quantize, plan.kv_dtype, dequantizes)
     if draft and draft.policy and draft.dtype is not None:
-        source = plan.draft_source
-        draft_config = _largest_shard(source.config, len(plan.draft_group)) if source else biggest
+        if draft.source:
+            config = _largest_shard(draft.source.config, plan.draft_group)
         if draft.layers is not None:
-            draft_config = replace(draft_config, n_layer=len(draft.layers))
-        in_cache = draft.policy.in_cache_positions
-        footprint = DraftFootprint(
-            draft_config,
-            draft.dtype,
-            draft.capacities,
-            source is None and plan.shares_weights,
-            draft.quantize,
-            draft.kv_dtype,
-            observed=draft.policy.n_observed,
-            prefills=source is not None,
-            dequantizes=_dequantizes(plan, draft_config, draft.dtype, draft.kv_dtype, in_cache),
-        )
+            config = replace(config, n_layer=len(draft.layers))
+        dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
+        stored = (config, draft.dtype, draft.capacities, draft.quantize, draft.kv_dtype, dequantizes)
+        prefills, observed = draft.source is not None, draft.policy.n_observed
+        drafting = Footprint(*stored, shares_weights=plan.shares_weights, prefills=prefills, observed=observed)
     return plan_memory(
-        biggest,
-        dtype=plan.dtype,
-        draft=footprint,
+        target,
+        drafting,
         device=plan.device,
-        capacity=plan.capacity,
-        block=draft.gamma + 1 if draft else 1,
+        block=plan.gamma + 1,
         prefill_chunk=min(prefill_chunk_of(torch.device(plan.device)), plan.capacity),
         sampling=plan.sampling.params,
-        vocab_size=config.vocab_size,
-        quantize=quantize,
-        kv_dtype=plan.kv_dtype,
-        dequantizes=_dequantizes(plan, biggest, plan.dtype, plan.kv_dtype),
+        vocab_size=plan.target.config.vocab_size,
         captured_rows=captured_rows(plan),
         n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
     )
@@ -104,9 +86,8 @@ def _dequantizes(
         return None
     if rotates_keys:
         return lambda n_token: True
-    spec = attention_spec(config, dtype)
-    return select_backend(plan.config.target.attention, plan.device, spec, entries).backend.dequantizes
+    return plan.attention(config, dtype, entries).backend.dequantizes
 
 
-def _largest_shard(config: ModelConfig, count: int) -> ModelConfig:
-    return shard_config(config, Shard(count - 1, count))
+def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
+    return shard_config(config, Shard(len(group) - 1, len(group)))

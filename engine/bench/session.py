@@ -5,23 +5,23 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import EllipsisType
 from typing import Any
 
 import torch
 
-from common.errors import ConfigError, UserError, flag
+from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
-from engine.bench.config import RunConfig
+from engine.bench.config import RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
-from engine.bench.loading import choose_attention, load, load_draft, use_functions
+from engine.bench.loading import load_draft, load_target
 from engine.bench.memory import used_bytes
-from engine.bench.plan import Plan, fit_draft, remarks, resolve
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling
+from engine.bench.plan import Plan, remarks, resolve, with_draft
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_sampling
 from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
-from engine.drafters.standalone import StandaloneConfig
 from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
@@ -82,24 +82,18 @@ class Session:
         stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued))
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
-        target, compiles = plan.config.target, plan.config.target.compile
-        model = load(plan, plan.target, plan.dtype, target_ranks, target.quantize)
-        choose_attention(plan, model, plan.kv_dtype, "attention")
-        models = {}
+        models: dict[tuple[object, ...], Transformer] = {}
+        model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
-        if plan.draft is not None and (drafting := load_draft(plan, model, target_ranks, draft_ranks)):
-            choose_attention(plan, drafting, plan.draft.kv_dtype, "the draft's attention")
-            models[plan.draft.form] = drafting
-        for part in (model, *models.values()):
-            use_functions(part, compiles)
-        new_graphs = None if plan.device == "cpu" or target.no_cuda_graphs else CudaGraphs
+        load_draft(plan, models, model, target_ranks, draft_ranks)
+        stored = plan.config.target
+        new_graphs = None if plan.device == "cpu" or stored.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-        noise_source = compiled_source() if compiles else in_passes
+        noise_source = compiled_source() if stored.compile else in_passes
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
         for index, prompt in enumerate(prompts):
-            check_prompt(runner, index, prompt, plan.gen_len, plan.draft.gamma if plan.draft else 0)
-        held = target_ranks, draft_ranks, models, startup_bytes, continuations
-        return cls(plan, runner, prompts, tokenizer, *held)
+            check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
+        return cls(plan, runner, prompts, tokenizer, target_ranks, draft_ranks, models, startup_bytes, continuations)
 
     @property
     def config(self) -> RunConfig:
@@ -124,16 +118,11 @@ class Session:
     @property
     def draft_source(self) -> ModelSource | None:
         """Of a draft model of its own, where that is what drafts."""
-        is_standalone = self.draft is not None and isinstance(self.draft.config, StandaloneConfig)
-        return self.plan.draft_source if is_standalone else None
+        return self.draft.source if self.draft else None
 
     @property
     def sampling(self) -> ResolvedSampling:
         return self.plan.sampling
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        return self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
 
     @property
     def draft_model(self) -> Transformer | None:
@@ -148,47 +137,27 @@ class Session:
     def variant(
         self,
         *,
+        draft: DrafterConfig | EllipsisType | None = ...,
+        sampling: Sampling | None = None,
         prompts: list[list[int]] | None = None,
         gen_len: int | None = None,
         compile: bool | None = None,
-        **changes: Any,
     ) -> Session:
-        """The same model and cache under another `draft` (None: plain decoding) or `sampling`; what is not given stays.
+        """The same model and cache under another draft (None: plain decoding) or sampling; what is not given stays.
 
         compile: what the record says of it. What drafts is loaded where no draft of this session had its form.
         Errors: ConfigError for a draft that the models cannot do, and for another draft model than the session's.
         """
-        if unknown := changes.keys() - {"draft", "sampling"}:
-            raise TypeError(f"a variant changes draft and sampling, not {', '.join(unknown)}")
-        sizes = self.config.sizes if gen_len is None else replace(self.config.sizes, gen_len=gen_len)
-        target = self.config.target if compile is None else replace(self.config.target, compile=compile)
-        config = replace(self.config, sizes=sizes, target=target, **changes)
-        draft = self._resolved(config) if "draft" in changes else self.draft
-        plan = replace(self.plan, config=config, draft=draft, sampling=resolve_sampling(config.sampling))
-        if draft is not None and draft.form not in self.models:
-            model = load_draft(plan, self.runner.model, self.target_ranks, self.draft_ranks)
-            if model is not None:
-                choose_attention(plan, model, draft.kv_dtype, "the draft's attention")
-                use_functions(model, config.target.compile)
-                self.models[draft.form] = model
+        own = self.config
+        target = own.target if compile is None else replace(own.target, compile=compile)
+        sizes = own.sizes if gen_len is None else replace(own.sizes, gen_len=gen_len)
+        sampling = own.sampling if sampling is None else sampling
+        config = replace(own, target=target, sizes=sizes, sampling=sampling)
+        plan = replace(self.plan, config=config, sampling=resolve_sampling(sampling))
+        if not isinstance(draft, EllipsisType):
+            plan = with_draft(plan, draft)
+        load_draft(plan, self.models, self.runner.model, self.target_ranks, self.draft_ranks)
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
-
-    def _resolved(self, config: RunConfig) -> ResolvedDraft | None:
-        if config.draft is None:
-            return None
-        source = None
-        if isinstance(config.draft, StandaloneConfig):
-            source, path = self.plan.draft_source, config.draft.draft_model
-            if source is None or source.path != path:
-                raise ConfigError(
-                    "a session holds one draft model",
-                    where=flag("draft_model"),
-                    seen=path,
-                    required=source.path if source else "no draft model: the session was opened without",
-                    fix="open a session with that draft",
-                )
-        draft = resolve_draft(config.draft, config.target, self.plan.prefix_len, config.sizes.gen_len)
-        return fit_draft(draft, self.target, source, self.plan.capacity, self.plan.device)
 
     def narrowed(self, n_rows: int, length: int) -> Session:
         """The same model over the first rows and slots of the same cache, as if it had no others.
@@ -207,8 +176,7 @@ class Session:
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
         """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
         assert self.draft is not None, "the session was opened without a draft"
-        each = (self.draft.of_capacity(capacity) for capacity in self.draft.capacities)
-        return [replace(self, plan=replace(self.plan, draft=one))._build(texts) for one in each]
+        return [self._build(self.draft.of_capacity(capacity), texts) for capacity in self.draft.capacities]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
         """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once.
@@ -218,45 +186,29 @@ class Session:
         if draft is not None:
             return self.variant(draft=draft).drafter(texts=texts)
         if self.draft is None or self.draft.automatic or (self.draft.config.needs_baseline and texts is None):
-            raise ConfigError(
-                "there is no one drafter to make",
-                where="Session.drafter",
-                seen=self.config.draft,
-                required="a draft of one gamma and one budget, and texts for an oracle",
-                fix="name numbers, or use drafters() with passes.make_pacing()",
-            )
-        return self._build(texts)
+            required = "a draft of one gamma and one budget, and texts for an oracle"
+            fix = "name numbers, or use drafters() with passes.make_pacing()"
+            raise ConfigError("there is no one drafter to make", "Session.drafter", self.config.draft, required, fix)
+        return self._build(self.draft, texts)
 
-    def _build(self, texts: Sequence[Sequence[int]] | None) -> Drafter:
-        assert self.draft is not None
-        model = self.draft_model
-        if model is None and self.draft_source is None:
-            model = self.runner.model
-        parts = Parts(self.runner, self.draft.gamma, model, self.new_cache, self._remote, texts)
-        return self.draft.config.build(parts)
+    def _build(self, draft: ResolvedDraft, texts: Sequence[Sequence[int]] | None) -> Drafter:
+        def new_cache(config: ModelConfig) -> KVCache:
+            assert draft.policy is not None and draft.kv_dtype is not None
+            rows, device = self.runner.max_batch, self.runner.device
+            return draft.policy.new_cache(config, rows, self.plan.capacity, device, draft.kv_dtype)
 
-    def new_cache(self, config: ModelConfig) -> KVCache:
-        """An empty cache of the draft's policy, for a model of that configuration."""
-        assert self.draft is not None and self.draft.policy is not None
-        dtype = self.draft.kv_dtype or self.draft.dtype
-        assert dtype is not None
-        own = self.runner
-        return self.draft.policy.new_cache(config, own.max_batch, self.plan.capacity, own.device, dtype)
+        def remote() -> RemoteRunner:
+            assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
+            return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
+
+        return draft.config.build(Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts))
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""
-        configured: dict[str, Any] = {
-            "max_new_tokens": self.plan.gen_len,
-            "sampling": self.sampling.params,
-            "verification": self.sampling.mode,
-            "stop_tokens": self.stop_tokens,
-        }
+        configured: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
+        stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
+        configured |= {"max_new_tokens": self.plan.gen_len, "stop_tokens": stop_tokens}
         return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
-
-    def _remote(self) -> RemoteRunner:
-        draft, source, ranks = self.draft, self.draft_source, self.draft_ranks
-        assert draft is not None and draft.dtype is not None and source is not None and ranks is not None
-        return RemoteRunner(source.config, draft.dtype, self.runner.max_batch, self.ranks, ranks)
 
 
 def _join_ranks(plan: Plan) -> Ranks:
@@ -269,7 +221,7 @@ def _join_ranks(plan: Plan) -> Ranks:
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
     """One's own, or stretches of the data set, so much longer; random tokens for random weights without a tokenizer."""
     if plan.own_prompts is not None:
-        return [list(prompt) for prompt in plan.own_prompts]
+        return plan.own_prompts
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         shape = (plan.n_prompts, plan.prefix_len)
