@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate
@@ -11,7 +12,6 @@ from engine.decoding import generate
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Interleaved
 from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
 from engine.stats import Stats
 from engine.timing import PhaseTimer
 
@@ -24,18 +24,13 @@ UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 
 
 def interleaved_rounds(
-    runner: ModelRunner,
-    pacing: Interleaved,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams | None = None,
-    verification: str = "auto",
+    runner: ModelRunner, pacing: Interleaved, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **how: Any
 ) -> Iterator[tuple[Stats, PhaseTimer]]:
     """Decode behind the prompts, as often as it takes, until the pacing is done.
 
-    Yields what each decode did, and its phases' times. Errors: ConfigError for fewer prompts than rows, or
-    if nothing is to be decoded behind the first token; UserError if logits are not finite.
+    how: sampling and verification, as of `generate`. Yields what each decode did, and its phases' times.
+    Errors: ConfigError for fewer prompts than rows, or if nothing is to be decoded behind the first token; UserError
+    if logits are not finite.
     """
     if len(prompts) < runner.max_batch or max_new_tokens < 2:
         raise ConfigError(
@@ -47,16 +42,8 @@ def interleaved_rounds(
         )
     while not pacing.done:
         pacing.restart()
-        timer = PhaseTimer(runner.device)
-        output = generate(
-            runner,
-            prompts[: runner.max_batch],
-            max_new_tokens=max_new_tokens,
-            pacing=pacing,
-            sampling=sampling,
-            verification=verification,
-            phase=timer,
-        )
+        timer, filling = PhaseTimer(runner.device), prompts[: runner.max_batch]
+        output = generate(runner, filling, max_new_tokens=max_new_tokens, pacing=pacing, phase=timer, **how)
         output.require_finite("measuring costs")
         yield output.stats, timer
 
@@ -67,21 +54,16 @@ def measure_costs(
     prompts: Sequence[Sequence[int]],
     *,
     gammas: Sequence[int],
-    max_new_tokens: int,
-    sampling: SamplingParams | None = None,
-    verification: str = "auto",
     seconds: float = MEASURING_SECONDS,
+    **how: Any,
 ) -> list[Costs]:
     """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of interleaved rounds.
 
-    Only the first drafter's rounds are measured at every one of the gammas, which ascend; its draft step is that of all
-    of them. What the others' differ in is their draft step, which is measured at the middle gamma. They come in the
-    order of what they cost, the dearest first, as budgets do. `max_new_tokens`, 2 or more, is what the cache has room
-    for. As many prompts as the runner has rows. `seconds`: what all rounds may take, and a draft model's runs of the
-    prompts, unless the fewest take longer; what first compiles or captures should have run before.
-    Errors: as of `interleaved_rounds`.
+    Only the first drafter's rounds are measured at every one of the gammas, which ascend; of the others, which come in
+    the order of what they cost, the dearest first, only the draft step is, at the middle gamma. `seconds`: what all
+    rounds may take, and a draft model's runs of the prompts, unless the fewest take longer; what first compiles or
+    captures should have run before. `how`, errors: as of `interleaved_rounds`.
     """
-    gammas = tuple(gammas)
     middle = gammas[len(gammas) // 2]
     choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
@@ -93,9 +75,7 @@ def measure_costs(
     def measure(n_rounds: int) -> list[Stats]:
         """Until every choice had so many rounds; returns what each decode of those that were missing did."""
         pacing.n_rounds, decodes = n_rounds, []
-        for stats, timer in interleaved_rounds(
-            runner, pacing, prompts, max_new_tokens=max_new_tokens, sampling=sampling, verification=verification
-        ):
+        for stats, timer in interleaved_rounds(runner, pacing, prompts, **how):
             decodes.append(stats)
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
             for round_, resume, draft, verify in zip(stats.rounds, *phases, strict=True):
