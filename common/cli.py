@@ -24,7 +24,7 @@ from common.exit import exit_on_user_error
 Config = TypeVar("Config")
 Main = Callable[[], None]
 # Flags are the fields' own names, however deep these lie; switches have no `--no_` of their own.
-STYLE = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
+STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "use_underscores": True}
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
@@ -43,27 +43,21 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
 
 def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
-    prog = prog or _program()
     import_from_now_on()
+    prog, about = prog or _program(), (sys.modules["__main__"].__doc__ or "").strip()
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            config, unknown = tyro.cli(
-                kind,
-                args=argv,
-                prog=prog,
-                description=_description(),
-                config=STYLE,
-                use_underscores=True,
-                console_outputs=True,
-                return_unknown_args=True,
-            )
+            config, unknown = tyro.cli(kind, prog=prog, description=about, args=argv, return_unknown_args=True, **STYLE)
     except SystemExit as ending:
         if not ending.code:
             raise
         raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
     if unknown:
-        raise _unreadable(prog, _without_values(unknown), "flags of this program", _meant(kind, unknown))
+        with redirect_stdout(said), suppress(SystemExit):
+            tyro.cli(kind, args=["--help"], **STYLE)
+        known = re.findall(r"(?<!\S)--\w+", said.getvalue())
+        raise _unreadable(prog, _without_values(unknown), "flags of this program", _meant(unknown, known))
     if empty := list(_emptied(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config
@@ -86,22 +80,13 @@ def _program() -> str:
     return path.name
 
 
-def _description() -> str:
-    """What the program's own file says of it."""
-    return (sys.modules["__main__"].__doc__ or "").strip()
-
-
 def _without_values(unknown: Sequence[str]) -> str:
     """A value that follows a mistyped flag may be a secret."""
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     return f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
 
 
-def _meant(kind: type, unknown: Sequence[str]) -> str:
-    told = io.StringIO()
-    with redirect_stdout(told), suppress(SystemExit):
-        tyro.cli(kind, args=["--help"], config=STYLE, use_underscores=True, console_outputs=True)
-    known = re.findall(r"(?<!\S)--\w+", told.getvalue())
+def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
     near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
     return f"perhaps you meant {' and '.join(near)}; see --help" if near else "see --help"
 
@@ -114,4 +99,4 @@ def _first_paragraph(boxed: str) -> str:
 
 
 def _unreadable(prog: str, seen: str, required: str, fix: str = "see --help") -> ConfigError:
-    return ConfigError("the command line cannot be read", where=prog, seen=seen, required=required, fix=fix)
+    return ConfigError("the command line cannot be read", prog, seen, required, fix)

@@ -18,7 +18,7 @@ def require_appendable(path: str | None, field: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
     if path is not None and (obstacle := _obstacle(path)):
         what, seen, required, fix = obstacle
-        raise ConfigError(what, where=flag(field), seen=seen, required=required, fix=fix)
+        raise ConfigError(what, flag(field), seen, required, fix)
 
 
 def _obstacle(path: str) -> tuple[str, str, str, str] | None:
@@ -69,13 +69,9 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ConfigError(
-            "a record could not be appended",
-            where=path,
-            seen=error,
-            required="a file that can be written, and room on the disk",
-            fix="make room, or choose another file; what was not appended is printed",
-        ) from None
+        required = "a file that can be written, and room on the disk"
+        fix = "make room, or choose another file; what was not appended is printed"
+        raise ConfigError("a record could not be appended", path, error, required, fix) from None
 
 
 def _line_break(file: BinaryIO) -> bytes:
@@ -110,13 +106,8 @@ def publish(path: str | None, record: dict[str, Any], *texts: str, put_off: Sequ
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ConfigError(
-            "the record could not be printed",
-            where="stdout",
-            seen=error,
-            required="an output that can be written",
-            fix="make room, or send it elsewhere",
-        ) from None
+        what, required = "the record could not be printed", "an output that can be written"
+        raise ConfigError(what, "stdout", error, required, "make room, or send it elsewhere") from None
     finally:
         append_record(path, record)
     if put_off:
