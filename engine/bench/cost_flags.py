@@ -1,7 +1,5 @@
 """The command line of the cost model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 

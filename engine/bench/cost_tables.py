@@ -1,7 +1,5 @@
 """What a measured grid of costs predicts: the tables of the cost model, and what pays best."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,16 +1,13 @@
 """How a benchmark ends: texts and a table for people, the record for programs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from common.jsonl import publish
 from common.say import dtype_name
-from engine.bench.notes import notes
 from engine.bench.passes import Passes
 from engine.bench.record import make_record
 from engine.bench.session import Session
-from engine.bench.table import table
+from engine.bench.table import notes, table
 from engine.parallel.ranks import ModelRanks
 
 # Tokens of a prompt that --printoutput shows.

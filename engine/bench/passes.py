@@ -1,7 +1,5 @@
 """The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence
@@ -173,11 +171,11 @@ class _DecodeProgress(Progress):
         path, tokenizer = self.session.config.rows.save_rows, self.session.tokenizer
         if path is not None and self.session.ranks.leads:
             row = {"run": self.session.run, "pass": self.phase, "row": request.index}
-            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens}
-            row |= {"text": tokenizer.decode(request.tokens) if tokenizer else None}
+            text = tokenizer.decode(request.tokens) if tokenizer else None
+            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens, "text": text}
             append_or_put_off(path, row, self.session.put_off)
 
 
 def _bar(name: str, total: int) -> tqdm:
-    shown = {"file": sys.stderr, "dynamic_ncols": True, "disable": not is_leader()}
-    return tqdm(total=total, desc=f"{name:<12}", unit="tok", **shown)
+    named = {"desc": f"{name:<12}", "unit": "tok"}
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not is_leader(), **named)

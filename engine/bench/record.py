@@ -1,7 +1,5 @@
 """What a benchmark says of its passes to programs: the JSON record."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import resource
@@ -22,6 +20,7 @@ from engine.contention import contention
 from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
+from engine.stats import RoundStats
 from engine.timing import PhaseTimer
 
 # What is counted of drafts: a record's key, and its name in `Counts`.
@@ -37,8 +36,11 @@ def tokens_per_second(output: GenerateOutput | None) -> float | None:
 
 def round_ms(output: GenerateOutput | None) -> float | None:
     """Median wall time in ms of the rounds in which every slot was busy."""
-    steady = output.stats.steady() if output else ()
-    return 1e3 * median(r.seconds for r in steady) if steady else None
+    return _median_ms([round_.seconds for round_ in output.stats.steady()] if output else [])
+
+
+def _median_ms(seconds: Sequence[float]) -> float | None:
+    return 1e3 * median(seconds) if seconds else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -131,20 +133,19 @@ def record_of(
 ) -> dict[str, Any]:
     """A record of one or several runs: their model, text, sizes and settings, then what was measured.
 
-    without: the settings that vary between the runs, which are each row's own.
+    without: what of the former varies between the runs, and is each row's own.
     """
     plan = session.plan
-    return {
+    shared = {
         "benchmark": benchmark,
         "model": session.name,
         "dataset": plan.dataset,
         "B": plan.n_rows,
         "prefix_len": plan.prefix_len,
         "gen_len": plan.gen_len,
-        **{name: value for name, value in settings_record(session).items() if name not in without},
-        **measured,
-        **provenance(),
+        **settings_record(session),
     }
+    return {**{name: shared[name] for name in shared if name not in without}, **measured, **provenance()}
 
 
 def settings_record(session: Session) -> dict[str, Any]:
@@ -153,9 +154,7 @@ def settings_record(session: Session) -> dict[str, Any]:
     return {
         **_draft_record(session),
         "verification": session.sampling.mode,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
+        **vars(params),
         "seed": None if params.greedy else params.seed,
         "device": str(runner.device),
         "dtype": dtype_name(session.plan.dtype),
@@ -198,23 +197,18 @@ def _draft_attention(session: Session) -> str | None:
 
 
 def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, float | None]:
-    """Medians over the rounds of the timed pass: one draft step, one verification, the rest of a round.
-
-    Where rounds choose what to draft, over those that draft.
-    """
-    names = ("draft_step_ms", "verify_step_ms", "other_ms_per_round")
-    if timed is None or not timed[1].stats.rounds:
-        return dict.fromkeys(names)
-    timer, output = timed
-    phases = zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True)
-    drafted = any(round_.choice.gamma for round_ in output.stats.rounds)
-    seconds = [
-        (draft / max(1, round_.choice.gamma), verify, round_.seconds - draft - verify)
-        for round_, draft, verify in phases
-        if round_.choice.gamma or not drafted
-    ]
-    draft_ms, verify_ms, other_ms = (1e3 * median(column) for column in zip(*seconds, strict=True))
-    return dict(zip(names, (draft_ms if drafted else None, verify_ms, other_ms), strict=True))
+    """Medians over the rounds of the timed pass, if any draft over those: a draft step, a verification, the rest."""
+    phases: list[tuple[RoundStats, float, float]] = []
+    if timed:
+        timer, output = timed
+        phases = list(zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True))
+    drafting = [phase for phase in phases if phase[0].choice.gamma]
+    phases = drafting or phases
+    return {
+        "draft_step_ms": _median_ms([draft / round_.choice.gamma for round_, draft, _ in drafting]),
+        "verify_step_ms": _median_ms([verify for _, _, verify in phases]),
+        "other_ms_per_round": _median_ms([round_.seconds - draft - verify for round_, draft, verify in phases]),
+    }
 
 
 def _contention(session: Session, passes: Passes) -> dict[str, dict[str, Any]]:

@@ -1,10 +1,8 @@
 """What a round of speculation costs, and what speedup follows from it (MagicDec, arXiv 2408.11049)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -75,7 +73,7 @@ class CostGrid:
     other: np.ndarray
 
     @classmethod
-    def of(cls, drafts: Sequence[tuple[str, int]], cells: Mapping[tuple[int, int], Sequence[Costs]]) -> CostGrid:
+    def of(cls, drafts: Sequence[tuple[str, int]], cells: Mapping[tuple[int, int], Sequence[Costs]]) -> Self:
         """`cells[batch, context]`: the costs of each of the drafts there; they differ in the draft step alone."""
         batches, contexts = (tuple(sorted(set(sizes))) for sizes in zip(*cells, strict=True))
 
