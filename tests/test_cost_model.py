@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +13,10 @@ from engine.acceptance import AcceptanceRate
 from engine.bench import cost_report, cost_tables
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 
-PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0, 4.0
 DRAFTS = [("streaming", 64), ("snapkv", 512)]
+CHEAP, SHORT = Costs(100, (1, 3), (110, 130), 5, 1), Costs(100, (1,), (110,), 5, 1)
+# Two drafts that cost the same, so that only acceptance tells them apart.
+ALIKE = CostGrid.of(DRAFTS, {(1, 100): [SHORT, SHORT]})
 
 
 def given(alphas, judged=None):
@@ -31,11 +34,11 @@ def test_tokens_per_round_is_the_geometric_sum():
 
 
 def test_a_round_is_drafts_verification_and_the_rest():
-    costs = Costs(PLAIN, AT, VERIFY, DRAFT, OTHER)
+    costs = Costs(100, (1, 3, 5), (110, 130, 170), 20, 4)
     assert costs.round_ms(3) == 3 * 20 + 130 + 4
     assert costs.round_ms(2) == 2 * 20 + 120 + 4
     assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
-    assert Costs(PLAIN, (3,), (130.0,), DRAFT, OTHER).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
+    assert Costs(100, (3,), (130,), 20, 4).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
     assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
 
 
@@ -43,13 +46,9 @@ def test_the_standard_error_is_that_of_independent_drafts():
     assert AcceptanceRate(0.8, 400).standard_error == pytest.approx(0.02, rel=1e-2)
     assert AcceptanceRate(0.5, 98).standard_error == pytest.approx(0.05)
     assert AcceptanceRate(0.8).standard_error == 0 == AcceptanceRate(1.0).standard_error
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_few_drafts_that_all_fared_alike_are_not_certain(alpha):
-    """Three of three are told as four of five: sqrt(0.8 * 0.2 / 5)."""
-    assert AcceptanceRate(alpha, 3).standard_error == pytest.approx(math.sqrt(0.032))
-    assert AcceptanceRate(alpha, 300).standard_error == pytest.approx(0.0033, abs=1e-4)
+    for alpha in (0.0, 1.0):  # three of three are not certain: they are told as four of five, sqrt(0.8 * 0.2 / 5)
+        assert AcceptanceRate(alpha, 3).standard_error == pytest.approx(math.sqrt(0.032))
+        assert AcceptanceRate(alpha, 300).standard_error == pytest.approx(0.0033, abs=1e-4)
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
@@ -81,12 +80,12 @@ def test_the_grid_is_interpolated_in_batch_and_context():
 
 
 def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
-    cheap, dear = Costs(100, (1, 3), (110, 130), 5, 1), Costs(100, (1, 3), (110, 130), 40, 1)
-    grid = CostGrid.of(DRAFTS, {(1, 100): [cheap, dear]})
+    each = [CHEAP, replace(CHEAP, draft_ms=40)]
+    grid = CostGrid.of(DRAFTS, {(1, 100): each})
     for alphas in ((0.5, 0.99), (0.9, 0.91), (0.1, 0.95)):
         by_hand = {
             (*draft, gamma): tokens_per_round(alpha, gamma) * 100 / costs.round_ms(gamma)
-            for draft, alpha, costs in zip(DRAFTS, alphas, (cheap, dear), strict=True)
+            for draft, alpha, costs in zip(DRAFTS, alphas, each, strict=True)
             for gamma in (1, 3)
         }
         best = cost_tables.best_of(grid, 1, 100, given({100: alphas}))
@@ -98,27 +97,22 @@ def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
 
 
 def test_each_context_is_predicted_from_its_own_acceptance():
-    """Two drafts that cost the same at both contexts, so that only acceptance tells them apart."""
-    costs = Costs(100, (1, 3), (110, 130), 5, 1)
-    grid = CostGrid.of(DRAFTS, {(1, context): [costs, costs] for context in (100, 200)})
+    grid = CostGrid.of(DRAFTS, {(1, context): [CHEAP, CHEAP] for context in (100, 200)})
     acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
     best = [cost_tables.best_of(grid, 1, context, acceptances) for context in (100, 200)]
     assert [row["draft_policy"] for row in best] == ["streaming", "snapkv"]
-    wanted = [tokens_per_round(alpha, 3) * 100 / costs.round_ms(3) for alpha in (0.9, 0.8)]
-    assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted, abs=1e-4)
+    wanted = [tokens_per_round(alpha, 3) * 100 / CHEAP.round_ms(3) for alpha in (0.9, 0.8, 0.3)]
+    assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted[:2], abs=1e-4)
     at_100, at_200 = cost_tables.heat_map(grid, DRAFTS[0], acceptances).splitlines()[2:]
     assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
-    assert "0.300" in at_200 and f"{tokens_per_round(0.3, 3) * 100 / costs.round_ms(3):.2f}" in at_200
+    assert "0.300" in at_200 and f"{wanted[2]:.2f}" in at_200
 
 
 def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
     """At gamma 1 a speedup is (1 + alpha) * 100 / 116, and moves by the standard error * 100 / 116."""
-    costs = Costs(100, (1,), (110,), 5, 1)
-    grid = CostGrid.of(DRAFTS, {(1, 100): [costs, costs]})
 
     def found(judged, alphas):
-        acceptances = given({100: alphas}, judged)
-        best = cost_tables.best_of(grid, 1, 100, acceptances)
+        best = cost_tables.best_of(ALIKE, 1, 100, given({100: alphas}, judged))
         return best["within_noise_of"], cost_tables.best_table([best])
 
     near, table = found(100, (0.80, 0.78))
@@ -135,10 +129,8 @@ def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
 
 
 def test_a_draft_that_was_never_rejected_may_be_no_better_than_another():
-    costs = Costs(100, (1,), (110,), 5, 1)
-    grid = CostGrid.of(DRAFTS, {(1, 100): [costs, costs]})
     acceptances = given({100: (1.0, 0.8)}, judged=5)
-    near = cost_tables.best_of(grid, 1, 100, acceptances)["within_noise_of"]
+    near = cost_tables.best_of(ALIKE, 1, 100, acceptances)["within_noise_of"]
     assert near["draft_policy"] == "snapkv"
     printed = cost_tables.acceptance_table(acceptances).splitlines()[-2].split()
     assert printed == ["streaming", "64", "100", "1.000", "±", "0.132", "5"]
@@ -159,12 +151,11 @@ def test_plain_decoding_may_be_as_good_and_a_draft_as_good_as_plain_decoding():
 
 def test_the_gammas_of_one_draft_share_its_noise():
     """A gamma moves less against another of the same draft than against one whose acceptance is another's."""
-    draft, other = DRAFTS
-    longer = cost_tables.Prediction(draft, gamma=3, speedup=1.50, error=0.10)
-    shorter = cost_tables.Prediction(draft, gamma=2, speedup=1.45, error=0.06)
+    longer = cost_tables.Prediction(DRAFTS[0], gamma=3, speedup=1.50, error=0.10)
+    shorter = replace(longer, gamma=2, speedup=1.45, error=0.06)
     assert not cost_tables.is_within_noise(longer, shorter)
-    assert cost_tables.is_within_noise(longer, cost_tables.Prediction(other, gamma=2, speedup=1.45, error=0.06))
-    assert cost_tables.is_within_noise(longer, cost_tables.Prediction(draft, gamma=2, speedup=1.47, error=0.06))
+    assert cost_tables.is_within_noise(longer, replace(shorter, draft=DRAFTS[1]))
+    assert cost_tables.is_within_noise(longer, replace(shorter, speedup=1.47))
 
 
 def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
