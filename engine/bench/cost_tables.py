@@ -89,12 +89,8 @@ def _draft_name(policy: object, budget: object) -> str:
     return f"{policy} {budget}"
 
 
-# A cell of the grid: the indices of its batch and of its context.
-Place = tuple[int, int]
-
-
-def cost_rows(grid: CostGrid) -> list[Place]:
-    """What `cost_columns` make rows of."""
+def cost_rows(grid: CostGrid) -> list[tuple[int, ...]]:
+    """What `cost_columns` make rows of: the indices of each batch and context."""
     return list(np.ndindex(grid.plain.shape))
 
 

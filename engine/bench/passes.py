@@ -49,11 +49,16 @@ class Passes:
     cost_seconds: float = 0.0
 
     @property
+    def by_name(self) -> dict[str, Decoded]:
+        """Those that were made."""
+        timed = self.timed[1] if self.timed else None
+        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": timed}
+        return {name: output for name, output in named.items() if output}
+
+    @property
     def last(self) -> Decoded:
         """What the benchmark is about: speculation, or plain decoding where nothing else was run."""
-        output = self.speculative or self.baseline
-        assert output is not None
-        return output
+        return self.by_name["speculation" if self.speculative else "baseline"]
 
 
 def plain_passes(session: Session) -> Passes:

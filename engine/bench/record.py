@@ -81,7 +81,9 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
-    """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
+    """The JSON record of a run, which every rank has to ask for. What was not measured is null; random weights measure
+    no acceptance.
+    """
     config, stats = session.config, passes.last.stats
     baseline, speculative = passes.baseline, passes.speculative
     drafted = speculative if session.target.has_text else None
@@ -119,7 +121,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "choices": _choices(session, speculative) if speculative else None,
         "measured_costs": costs_record(session, passes.costs),
         "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
-        "contention": _contention(session, passes),
+        "contention": {name: contention(session.ranks.gathered(one.usage)) for name, one in passes.by_name.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "startup_memory_bytes_per_rank": session.ranks.gathered(session.startup_bytes),
@@ -209,13 +211,6 @@ def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, f
         "verify_step_ms": _median_ms([verify for _, _, verify in phases]),
         "other_ms_per_round": _median_ms([round_.seconds - draft - verify for round_, draft, verify in phases]),
     }
-
-
-def _contention(session: Session, passes: Passes) -> dict[str, dict[str, Any]]:
-    """Of each pass; every rank has to call this."""
-    timed = passes.timed[1] if passes.timed else None
-    named = {"baseline": passes.baseline, "speculation": passes.speculative, "phase times": timed}
-    return {name: contention(session.ranks.gathered(output.usage)) for name, output in named.items() if output}
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:

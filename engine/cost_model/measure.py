@@ -71,10 +71,11 @@ def measure_costs(
     fewest = untimed + FEWEST_TIMED
     pacing = Interleaved(drafters, choices, runner.max_batch, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+    decodes: list[Stats] = []
 
-    def measure(n_rounds: int) -> list[Stats]:
-        """Until every choice had so many rounds; returns what each decode of those that were missing did."""
-        pacing.n_rounds, decodes = n_rounds, []
+    def measure(n_rounds: int) -> None:
+        """Until every choice had so many rounds."""
+        pacing.n_rounds = n_rounds
         for stats, timer in interleaved_rounds(runner, pacing, prompts, **how):
             decodes.append(stats)
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
@@ -82,16 +83,14 @@ def measure_costs(
                 other = round_.seconds - resume - draft - verify
                 if round_.busy == runner.max_batch:
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
-        return decodes
 
-    first = measure(fewest)
-    taken = sum(stats.draft_prefill_seconds + stats.decode_seconds for stats in first)
+    measure(fewest)
+    taken = sum(stats.draft_prefill_seconds + stats.decode_seconds for stats in decodes)
     # A draft model runs the prompts in every decode, so also in one for a single round more.
-    left = seconds - taken - first[-1].draft_prefill_seconds
+    left = seconds - taken - decodes[-1].draft_prefill_seconds
     # The leader's clock decides, so that all ranks run the same rounds.
     n_more = runner.ranks.shared(lambda: int(left / taken * fewest))
     measure(fewest + min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
-
     timed = {choice: times[untimed:] for choice, times in found.items()}
     return costs_of_rounds(timed, gammas, pacing.acceptance)
 
