@@ -28,10 +28,8 @@ STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "us
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it.
-
-    `kind.FLAGS`, where it has that, is what it calls fields of a run that have another name elsewhere. `end` turns
-    what a user can cause into an exit code, such as `exit_on_user_error`.
+    """Read a `kind` from the command line and run `main` with it. `kind.FLAGS`, if any: what it calls fields of a run
+    that have another name elsewhere. `end`: what turns a user's errors into exit codes, as `exit_on_user_error`.
     """
     end(lambda: main(read(kind)), getattr(kind, "FLAGS", {}))
 

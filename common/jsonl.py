@@ -76,9 +76,7 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
 
 
 def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
-    """Append a record in the middle of a run, which goes on where that fails: then the record is printed, and the
-    error is said once and put off.
-    """
+    """Append a record of a run that goes on where that fails: then it is printed, the error said once and put off."""
     try:
         append_record(path, record)
     except UserError as error:

@@ -42,7 +42,11 @@ def report(flags: CostFlags) -> None:
     measured = {
         "load_format": flags.target.load_format,
         "dataset": session.plan.dataset if is_measured else None,
-        **grid_record(grid),
+        "batches": grid.batches,
+        "contexts": grid.contexts,
+        "gammas": grid.gammas,
+        "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in grid.drafts],
+        **{f"{name}_ms": getattr(grid, name).round(4).tolist() for name in ("plain", "verify", "draft", "other")},
         **acceptance_record(acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
         "best": best,
@@ -54,10 +58,8 @@ def report(flags: CostFlags) -> None:
 
 
 def open_largest(flags: CostFlags) -> Session:
-    """The models, and a cache for the largest batch and context; every draft is checked before anything is loaded.
-
-    Memory is planned for the caches of all budgets at once, which a cell of the grid holds, for what is captured of all
-    gammas, and for selecting entries where a policy does. Errors: UserError.
+    """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
+    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError.
     """
     rows = flags.batches if flags.alpha is not None else (*flags.batches, flags.n_acceptance_rows)
     sizes = Sizes(max(rows), max(flags.contexts), max(ROOM, flags.n_acceptance_tokens))
@@ -107,15 +109,4 @@ def acceptance_record(acceptances: Acceptances) -> dict[str, object]:
     return {
         "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
         "acceptance_judged_by_context": None if None in verified[0] else verified,
-    }
-
-
-def grid_record(grid: CostGrid) -> dict[str, object]:
-    """The measured grid, for a JSON record."""
-    return {
-        "batches": grid.batches,
-        "contexts": grid.contexts,
-        "gammas": grid.gammas,
-        "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in grid.drafts],
-        **{f"{name}_ms": getattr(grid, name).round(4).tolist() for name in ("plain", "verify", "draft", "other")},
     }

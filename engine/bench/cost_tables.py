@@ -62,9 +62,8 @@ def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, 
 
 
 def is_within_noise(one: Prediction, other: Prediction) -> bool:
-    """Whether two choices differ by less than one standard error of acceptance moves their difference.
-
-    The gammas of one draft move together, by its one acceptance; those of two drafts are taken as independent.
+    """Whether one standard error of acceptance moves their difference further than it is. The gammas of one draft move
+    together, by its one acceptance; those of two drafts are taken as independent.
     """
     together = one.draft == other.draft
     noise = abs(one.error - other.error) if together else math.hypot(one.error, other.error)

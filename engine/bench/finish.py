@@ -15,9 +15,8 @@ PROMPT_END = 32
 
 
 def finish(benchmark: str, session: Session, passes: Passes) -> None:
-    """Print the texts asked for, the table, and last the record; append it to --output. One rank does.
-
-    Errors: ConfigError if either failed, or what the run put off.
+    """Print the texts asked for, the table, and last the record; append it to --output. One rank does. Errors:
+    ConfigError if either failed, or what the run put off.
     """
     record = make_record(benchmark, session, passes)
     if not session.ranks.leads:

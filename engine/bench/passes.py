@@ -36,9 +36,8 @@ class Decoded(GenerateOutput):
 
 @dataclass(frozen=True)
 class Passes:
-    """What was run. `timed` is a pass of its own, because timing phases slows them down.
-
-    costs: what `auto` chose by, measured in `cost_seconds`.
+    """What was run; `timed` is a pass of its own, because timing phases slows them down. costs: what `auto` chose by,
+    measured in `cost_seconds`.
     """
 
     prefill_seconds: float
@@ -87,9 +86,8 @@ def speculation_passes(session: Session) -> Passes:
 
 
 def costs_of(session: Session, drafters: Sequence[Drafter]) -> list[Costs]:
-    """What the rounds of each drafter cost, measured from the prefilled state, where something is to be chosen.
-
-    Every rank takes part in the measurement, and the first one's counts on all.
+    """What the rounds of each drafter cost, measured from the prefilled state where something is to be chosen: by every
+    rank, and the first one's counts on all.
     """
     draft = session.draft
     if not draft or not draft.automatic or draft.gamma < 1 or session.plan.gen_len < 2:
@@ -148,9 +146,8 @@ def decode(
     phase: Phase | None = None,
     pacing: Pacing | None = None,
 ) -> Decoded:
-    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched.
-
-    Raises UserError naming row and position if any row's logits were not finite.
+    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched. Errors:
+    UserError naming row and position if any row's logits were not finite.
     """
     before = usage_so_far()
     with _bar(name, len(session.prompts) * session.plan.gen_len) as bar:

@@ -133,9 +133,8 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
 def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A record of one or several runs: their model, text, sizes and settings, then what was measured.
-
-    without: what of the former varies between the runs, and is each row's own.
+    """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
+    then what was measured.
     """
     plan = session.plan
     shared = {

@@ -26,11 +26,8 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one batch at one context, for one way to draft.
-
-    plain_ms: a step of plain decoding. verify_ms: a verification of gamma drafts, at the gammas `at`, ascending.
-    draft_ms: one step of the draft. other_ms: what else a round takes. acceptance: what was seen meanwhile, of real
-    text.
+    """Milliseconds of one batch at one context: a step of plain decoding, verifications of so many drafts as in `at`,
+    ascending, one step of the draft, and what else a round takes. acceptance: what was seen meanwhile, of real text.
     """
 
     plain_ms: float

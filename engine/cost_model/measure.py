@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate
 from engine.cost_model.costs import Costs
@@ -122,15 +124,13 @@ def costs_of_rounds(
 
 
 def _non_increasing(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The sequence that never grows and is nearest to the values, in weighted squares: neighbours that grow get their
-    weighted mean (pool adjacent violators: Ayer et al. 1955, Annals of Mathematical Statistics 26(4), 641-647).
+    """The sequence that never grows and is nearest to the values, in weighted squares: of the means of all stretches
+    around a place, the least over their beginnings of the largest over their ends (Ayer et al. 1955, Annals of
+    Mathematical Statistics 26(4), 641-647).
     """
-    pools: list[tuple[float, float, int]] = []  # value, weight, how many
-    for value, weight in zip(values, weights, strict=True):
-        n = 1
-        while pools and pools[-1][0] < value:
-            before, weight_before, n_before = pools.pop()
-            value = (before * weight_before + value * weight) / (weight_before + weight)
-            weight, n = weight_before + weight, n_before + n
-        pools.append((value, weight, n))
-    return [value for value, _, n in pools for _ in range(n)]
+
+    def mean(first: int, last: int) -> float:
+        return float(np.average(values[first : last + 1], weights=weights[first : last + 1]))
+
+    n = len(values)
+    return [min(max(mean(first, last) for last in range(at, n)) for first in range(at + 1)) for at in range(n)]
