@@ -21,6 +21,7 @@ from common.checkout import ROOT
 from common.errors import ConfigError, flag
 from common.exit import exit_on_user_error
 
+SEE = "see --help"
 Config = TypeVar("Config")
 Main = Callable[[], None]
 # Flags are the fields' own names, however deep these lie; switches have no `--no_` of their own.
@@ -52,10 +53,7 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
             raise
         raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
     if unknown:
-        with redirect_stdout(said), suppress(SystemExit):
-            tyro.cli(kind, args=["--help"], **STYLE)
-        known = re.findall(r"(?<!\S)--\w+", said.getvalue())
-        raise _unreadable(prog, _without_values(unknown), "flags of this program", _meant(unknown, known))
+        raise _unknown(kind, prog, [word.partition("=")[0] for word in unknown])
     if empty := list(_emptied(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config
@@ -78,15 +76,16 @@ def _program() -> str:
     return path.name
 
 
-def _without_values(unknown: Sequence[str]) -> str:
-    """A value that follows a mistyped flag may be a secret."""
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    return f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
-
-
-def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
-    near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
-    return f"perhaps you meant {' and '.join(near)}; see --help" if near else "see --help"
+def _unknown(kind: type, prog: str, words: Sequence[str]) -> ConfigError:
+    """Words that are no flags are not repeated: a value that follows a mistyped flag may be a secret."""
+    flags = [word for word in words if word.startswith("-")]
+    seen = f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
+    told = io.StringIO()
+    with redirect_stdout(told), suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], **STYLE)
+    known = re.findall(r"(?<!\S)--\w+", told.getvalue())
+    near = " and ".join(match for word in words for match in get_close_matches(word, known, 1))
+    return _unreadable(prog, seen, "flags of this program", f"perhaps you meant {near}; {SEE}" if near else SEE)
 
 
 def _first_paragraph(boxed: str) -> str:
@@ -96,5 +95,5 @@ def _first_paragraph(boxed: str) -> str:
     return " ".join(takewhile(bool, dropwhile(operator.not_, text)))
 
 
-def _unreadable(prog: str, seen: str, required: str, fix: str = "see --help") -> ConfigError:
+def _unreadable(prog: str, seen: str, required: str, fix: str = SEE) -> ConfigError:
     return ConfigError("the command line cannot be read", prog, seen, required, fix)

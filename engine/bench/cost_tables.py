@@ -40,16 +40,14 @@ class Prediction:
         return {"draft_policy": policy, "draft_budget": budget, "gamma": self.gamma, "predicted_speedup": speedup}
 
 
-NO_DRAFT = Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)
-
-
 def best_of(grid: CostGrid, batch: int, context: int, acceptances: Acceptances) -> dict[str, object]:
     """The draft and gamma with the largest predicted speedup there; gamma 0 and no draft where plain decoding is
     faster. `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
     """
-    choices = itertools.product(grid.drafts, grid.gammas)
-    drafted = (predict(grid, draft, gamma, acceptances, batch, context) for draft, gamma in choices)
-    best, *others = sorted([NO_DRAFT, *drafted], key=lambda choice: choice.speedup, reverse=True)
+    choices = [Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)]
+    for draft, gamma in itertools.product(grid.drafts, grid.gammas):
+        choices.append(predict(grid, draft, gamma, acceptances, batch, context))
+    best, *others = sorted(choices, key=lambda choice: choice.speedup, reverse=True)
     near = next((other.record for other in others if is_within_noise(best, other)), None)
     return {"B": batch, "prefix_len": context, **best.record, "within_noise_of": near}
 
