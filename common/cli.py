@@ -21,17 +21,16 @@ from common.checkout import ROOT
 from common.errors import ConfigError, flag
 from common.exit import exit_on_user_error
 
+SEE = "see --help"
 Config = TypeVar("Config")
 Main = Callable[[], None]
 # Flags are the fields' own names, however deep these lie; switches have no `--no_` of their own.
-STYLE = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
+STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "use_underscores": True}
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it.
-
-    `kind.FLAGS`, where it has that, is what it calls fields of a run that have another name elsewhere. `end` turns
-    what a user can cause into an exit code, such as `exit_on_user_error`.
+    """Read a `kind` from the command line and run `main` with it. `kind.FLAGS`, if any: what it calls fields of a run
+    that have another name elsewhere. `end`: what turns a user's errors into exit codes, as `exit_on_user_error`.
     """
     end(lambda: main(read(kind)), getattr(kind, "FLAGS", {}))
 
@@ -43,27 +42,18 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
 
 def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
-    prog = prog or _program()
     import_from_now_on()
+    prog, about = prog or _program(), (sys.modules["__main__"].__doc__ or "").strip()
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            config, unknown = tyro.cli(
-                kind,
-                args=argv,
-                prog=prog,
-                description=_description(),
-                config=STYLE,
-                use_underscores=True,
-                console_outputs=True,
-                return_unknown_args=True,
-            )
+            config, unknown = tyro.cli(kind, prog=prog, description=about, args=argv, return_unknown_args=True, **STYLE)
     except SystemExit as ending:
         if not ending.code:
             raise
         raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
     if unknown:
-        raise _unreadable(prog, _without_values(unknown), "flags of this program", _meant(kind, unknown))
+        raise _unknown(kind, prog, [word.partition("=")[0] for word in unknown])
     if empty := list(_emptied(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config
@@ -86,24 +76,16 @@ def _program() -> str:
     return path.name
 
 
-def _description() -> str:
-    """What the program's own file says of it."""
-    return (sys.modules["__main__"].__doc__ or "").strip()
-
-
-def _without_values(unknown: Sequence[str]) -> str:
-    """A value that follows a mistyped flag may be a secret."""
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    return f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
-
-
-def _meant(kind: type, unknown: Sequence[str]) -> str:
+def _unknown(kind: type, prog: str, words: Sequence[str]) -> ConfigError:
+    """Words that are no flags are not repeated: a value that follows a mistyped flag may be a secret."""
+    flags = [word for word in words if word.startswith("-")]
+    seen = f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
     told = io.StringIO()
     with redirect_stdout(told), suppress(SystemExit):
-        tyro.cli(kind, args=["--help"], config=STYLE, use_underscores=True, console_outputs=True)
+        tyro.cli(kind, args=["--help"], **STYLE)
     known = re.findall(r"(?<!\S)--\w+", told.getvalue())
-    near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
-    return f"perhaps you meant {' and '.join(near)}; see --help" if near else "see --help"
+    near = " and ".join(match for word in words for match in get_close_matches(word, known, 1))
+    return _unreadable(prog, seen, "flags of this program", f"perhaps you meant {near}; {SEE}" if near else SEE)
 
 
 def _first_paragraph(boxed: str) -> str:
@@ -113,5 +95,5 @@ def _first_paragraph(boxed: str) -> str:
     return " ".join(takewhile(bool, dropwhile(operator.not_, text)))
 
 
-def _unreadable(prog: str, seen: str, required: str, fix: str = "see --help") -> ConfigError:
-    return ConfigError("the command line cannot be read", where=prog, seen=seen, required=required, fix=fix)
+def _unreadable(prog: str, seen: str, required: str, fix: str = SEE) -> ConfigError:
+    return ConfigError("the command line cannot be read", prog, seen, required, fix)

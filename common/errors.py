@@ -45,19 +45,12 @@ class OutOfMemoryError(UserError):
 
 def without_effect(fields: Sequence[str], what: str, *, seen: object, required: object) -> ConfigError:
     """The error of fields that were given where they have no effect."""
-    named = list(map(flag, fields))
-    return ConfigError(
-        what, where=", ".join(named), seen=seen, required=required, fix=f"leave out {' and '.join(named)}"
-    )
+    where, leave_out = (separator.join(map(flag, fields)) for separator in (", ", " and "))
+    return ConfigError(what, where, seen, required, f"leave out {leave_out}")
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:
     """Raise ConfigError if a field of the configuration is below `minimum`."""
     if value < minimum:
-        raise ConfigError(
-            f"{flag(field)} is too small",
-            where=flag(field),
-            seen=value,
-            required=f">= {minimum}",
-            fix=f"use {flag(field)} {minimum} or more",
-        )
+        what, fix = f"{flag(field)} is too small", f"use {flag(field)} {minimum} or more"
+        raise ConfigError(what, flag(field), value, f">= {minimum}", fix)

@@ -8,9 +8,8 @@ from common.pipes import readers_may_leave, tell
 
 
 def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
-    """Run a program's `main`; a `UserError` becomes one message on stderr and exit code 2.
-
-    flags: what the program calls fields of the configuration by another name than their own.
+    """Run a program's `main`; a `UserError` becomes one message on stderr, with `flags` for names of fields that are
+    not the program's, and exit code 2.
     """
     try:
         with readers_may_leave():

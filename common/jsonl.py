@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.errors import ConfigError, UserError, flag
 from common.say import say
@@ -18,7 +18,7 @@ def require_appendable(path: str | None, field: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
     if path is not None and (obstacle := _obstacle(path)):
         what, seen, required, fix = obstacle
-        raise ConfigError(what, where=flag(field), seen=seen, required=required, fix=fix)
+        raise ConfigError(what, flag(field), seen, required, fix)
 
 
 def _obstacle(path: str) -> tuple[str, str, str, str] | None:
@@ -38,7 +38,10 @@ def _obstacle(path: str) -> tuple[str, str, str, str] | None:
     if not (os.access(path, os.R_OK | os.W_OK) if exists else os.access(parent, os.W_OK)):
         fix = f"create {parent}, or {other}"
         return "a file cannot be written", path, "a file in an existing, writable folder", fix
-    begin = _begin(path) if exists else b""
+    begin = b""
+    if exists:
+        with open(path, "rb") as file:  # one that begins with very many blanks is none of ours
+            begin = file.read(1 << 16).lstrip() or file.read(1)
     if not begin.startswith(b'{"') and begin not in (b"", b"{"):
         seen = f"{path}, which begins with {begin[:20]!r}"
         return "the file has something else in it", seen, "lines of JSON, or a new file", other
@@ -51,12 +54,6 @@ def _is_stdout(path: str) -> bool:
     return False
 
 
-def _begin(path: str) -> bytes:
-    """What a file begins with, blanks aside; a file that begins with very many is none of ours."""
-    with open(path, "rb") as file:
-        return file.read(1 << 16).lstrip() or file.read(1)
-
-
 def append_record(path: str | None, record: dict[str, Any]) -> None:
     """Append one JSON line and force it to disk. What is there stays: behind a last line that a killed run left
     unfinished, a new one begins. Errors: ConfigError, whatever the system's reason.
@@ -65,31 +62,21 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
         return
     try:
         with open(path, "a+b") as file:
-            file.write(_line_break(file) + json.dumps(record).encode() + b"\n")
+            end = b"\n"
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                end = file.read()
+            file.write((b"" if end == b"\n" else b"\n") + json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ConfigError(
-            "a record could not be appended",
-            where=path,
-            seen=error,
-            required="a file that can be written, and room on the disk",
-            fix="make room, or choose another file; what was not appended is printed",
-        ) from None
-
-
-def _line_break(file: BinaryIO) -> bytes:
-    """What has to come before the next line: nothing, unless the last one was not ended."""
-    if not file.seek(0, os.SEEK_END):
-        return b""
-    file.seek(-1, os.SEEK_END)
-    return b"" if file.read() == b"\n" else b"\n"
+        required = "a file that can be written, and room on the disk"
+        fix = "make room, or choose another file; what was not appended is printed"
+        raise ConfigError("a record could not be appended", path, error, required, fix) from None
 
 
 def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
-    """Append a record in the middle of a run, which goes on where that fails: then the record is printed, and the
-    error is said once and put off.
-    """
+    """Append a record of a run that goes on where that fails: then it is printed, the error said once and put off."""
     try:
         append_record(path, record)
     except UserError as error:
@@ -110,13 +97,8 @@ def publish(path: str | None, record: dict[str, Any], *texts: str, put_off: Sequ
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ConfigError(
-            "the record could not be printed",
-            where="stdout",
-            seen=error,
-            required="an output that can be written",
-            fix="make room, or send it elsewhere",
-        ) from None
+        what, required = "the record could not be printed", "an output that can be written"
+        raise ConfigError(what, "stdout", error, required, "make room, or send it elsewhere") from None
     finally:
         append_record(path, record)
     if put_off:

@@ -15,11 +15,9 @@ UNREAD_CODE = 141
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE.
-
-    An exit code that it had already chosen stays, and a pipe of its own that breaks is an error like any other.
-    What stdout's encoding does not have is escaped, as on stderr. What stderr has no room for is dropped: no remark and
-    no progress bar is worth a run.
+    """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE, unless it had
+    chosen another exit code; a pipe of its own that breaks is an error like any other. What stdout's encoding does not
+    have is escaped, as on stderr; what stderr has no room for is dropped: no progress bar is worth a run.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -28,13 +26,10 @@ def readers_may_leave() -> Iterator[None]:
             yield
         _flush(STDOUT)
         _flush(STDERR)
-    except BrokenPipeError:
-        if not any([_let_go(STDOUT), _let_go(STDERR)]):
-            raise
-        sys.exit(UNREAD_CODE)
-    except BaseException:
-        _let_go(STDOUT)
-        _let_go(STDERR)
+    except BaseException as error:
+        have_left = [_let_go(STDOUT), _let_go(STDERR)]
+        if isinstance(error, BrokenPipeError) and any(have_left):
+            sys.exit(UNREAD_CODE)
         raise
 
 
@@ -82,12 +77,11 @@ def _let_go(fd: int) -> bool:
     """
     try:
         _flush(fd)
-        has_left = must_discard = _has_lost_its_reader(fd)
+        _require_reader(fd)
     except OSError as error:
-        has_left, must_discard = isinstance(error, BrokenPipeError), True
-    if must_discard:
         _discard(fd)
-    return has_left
+        return isinstance(error, BrokenPipeError)
+    return False
 
 
 def _discard(fd: int) -> None:
@@ -96,10 +90,10 @@ def _discard(fd: int) -> None:
     os.close(nowhere)
 
 
-def _has_lost_its_reader(fd: int) -> bool:
-    """False also where the system cannot tell: then only what is still buffered shows it, when it is flushed."""
-    if not hasattr(select, "poll"):
-        return False
-    poll = select.poll()
-    poll.register(fd, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+def _require_reader(fd: int) -> None:
+    """BrokenPipeError if it has left; where the system cannot tell, only what is still buffered shows it."""
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(fd, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            raise BrokenPipeError

@@ -32,13 +32,8 @@ def _cpu_name() -> str:
 
 def git_commit() -> str | None:
     """HEAD, marked `-dirty` if tracked files differ from it; None outside a git checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        head = _git("rev-parse", "HEAD")
-        return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
-    return done.stdout.strip()

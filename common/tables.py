@@ -7,9 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: what it takes of a row, what stands above it, how a value is shown.
-
-    key: an entry of the row, which is a mapping then, or a function of the row. format: a specification as of
+    """One column of a table. key: an entry of the row, which is a mapping then, or a function of the row. format: as of
     `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +13,10 @@ from engine.acceptance import AcceptanceRate
 from engine.bench import cost_report, cost_tables
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 
-PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0, 4.0
 DRAFTS = [("streaming", 64), ("snapkv", 512)]
+CHEAP, SHORT = Costs(100, (1, 3), (110, 130), 5, 1), Costs(100, (1,), (110,), 5, 1)
+# Two drafts that cost the same, so that only acceptance tells them apart.
+ALIKE = CostGrid.of(DRAFTS, {(1, 100): [SHORT, SHORT]})
 
 
 def given(alphas, judged=None):
@@ -30,11 +34,11 @@ def test_tokens_per_round_is_the_geometric_sum():
 
 
 def test_a_round_is_drafts_verification_and_the_rest():
-    costs = Costs(PLAIN, AT, VERIFY, DRAFT, OTHER)
+    costs = Costs(100, (1, 3, 5), (110, 130, 170), 20, 4)
     assert costs.round_ms(3) == 3 * 20 + 130 + 4
     assert costs.round_ms(2) == 2 * 20 + 120 + 4
     assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
-    assert Costs(PLAIN, (3,), (130.0,), DRAFT, OTHER).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
+    assert Costs(100, (3,), (130,), 20, 4).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
     assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
 
 
@@ -42,13 +46,9 @@ def test_the_standard_error_is_that_of_independent_drafts():
     assert AcceptanceRate(0.8, 400).standard_error == pytest.approx(0.02, rel=1e-2)
     assert AcceptanceRate(0.5, 98).standard_error == pytest.approx(0.05)
     assert AcceptanceRate(0.8).standard_error == 0 == AcceptanceRate(1.0).standard_error
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_few_drafts_that_all_fared_alike_are_not_certain(alpha):
-    """Three of three are told as four of five: sqrt(0.8 * 0.2 / 5)."""
-    assert AcceptanceRate(alpha, 3).standard_error == pytest.approx(math.sqrt(0.032))
-    assert AcceptanceRate(alpha, 300).standard_error == pytest.approx(0.0033, abs=1e-4)
+    for alpha in (0.0, 1.0):  # three of three are not certain: they are told as four of five, sqrt(0.8 * 0.2 / 5)
+        assert AcceptanceRate(alpha, 3).standard_error == pytest.approx(math.sqrt(0.032))
+        assert AcceptanceRate(alpha, 300).standard_error == pytest.approx(0.0033, abs=1e-4)
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
@@ -66,9 +66,8 @@ def test_the_grid_is_interpolated_in_batch_and_context():
         return Costs(plain, (1, 4), (1.1 * plain, 1.4 * plain), 5 + batch * budget / 64, 0.5 * batch)
 
     drafts = [("streaming", 64), ("snapkv", 256)]
-    batches, contexts = (1, 4, 8), (500, 2000)
-    cells = [[[true(b, s, budget) for _, budget in drafts] for s in contexts] for b in batches]
-    grid = CostGrid.of(batches, contexts, drafts, cells)
+    sizes = itertools.product((1, 4, 8), (500, 2000))
+    grid = CostGrid.of(drafts, {size: [true(*size, budget) for _, budget in drafts] for size in sizes})
     for batch, context in ((1, 500), (8, 2000), (4, 1100), (6, 1700), (3, 600)):
         for draft in drafts:
             got, wanted = grid.at(batch, context, draft), true(batch, context, draft[1])
@@ -81,45 +80,40 @@ def test_the_grid_is_interpolated_in_batch_and_context():
 
 
 def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
-    cheap, dear = Costs(100, (1, 3), (110, 130), 5, 1), Costs(100, (1, 3), (110, 130), 40, 1)
-    grid = CostGrid.of((1,), (100,), DRAFTS, [[[cheap, dear]]])
+    each = [CHEAP, replace(CHEAP, draft_ms=40)]
+    grid = CostGrid.of(DRAFTS, {(1, 100): each})
     for alphas in ((0.5, 0.99), (0.9, 0.91), (0.1, 0.95)):
         by_hand = {
             (*draft, gamma): tokens_per_round(alpha, gamma) * 100 / costs.round_ms(gamma)
-            for draft, alpha, costs in zip(DRAFTS, alphas, (cheap, dear), strict=True)
+            for draft, alpha, costs in zip(DRAFTS, alphas, each, strict=True)
             for gamma in (1, 3)
         }
-        best = cost_tables.best_of(grid, 1, 100, given({100: alphas}), [1, 3])
+        best = cost_tables.best_of(grid, 1, 100, given({100: alphas}))
         chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
         assert chosen == max(by_hand, key=by_hand.__getitem__)
         assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
-    nothing = cost_tables.best_of(grid, 1, 100, given({100: (0.0, 0.0)}), [1, 3])
+    nothing = cost_tables.best_of(grid, 1, 100, given({100: (0.0, 0.0)}))
     assert nothing["gamma"] == 0 and nothing["draft_policy"] is None and nothing["predicted_speedup"] == 1
 
 
 def test_each_context_is_predicted_from_its_own_acceptance():
-    """Two drafts that cost the same at both contexts, so that only acceptance tells them apart."""
-    costs = Costs(100, (1, 3), (110, 130), 5, 1)
-    grid = CostGrid.of((1,), (100, 200), DRAFTS, [[[costs, costs]] * 2])
+    grid = CostGrid.of(DRAFTS, {(1, context): [CHEAP, CHEAP] for context in (100, 200)})
     acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
-    best = [cost_tables.best_of(grid, 1, context, acceptances, [1, 3]) for context in (100, 200)]
+    best = [cost_tables.best_of(grid, 1, context, acceptances) for context in (100, 200)]
     assert [row["draft_policy"] for row in best] == ["streaming", "snapkv"]
-    wanted = [tokens_per_round(alpha, 3) * 100 / costs.round_ms(3) for alpha in (0.9, 0.8)]
-    assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted, abs=1e-4)
-    at_100, at_200 = cost_tables.heat_map(grid, DRAFTS[0], acceptances, [1, 3]).splitlines()[2:]
+    wanted = [tokens_per_round(alpha, 3) * 100 / CHEAP.round_ms(3) for alpha in (0.9, 0.8, 0.3)]
+    assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted[:2], abs=1e-4)
+    at_100, at_200 = cost_tables.heat_map(grid, DRAFTS[0], acceptances).splitlines()[2:]
     assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
-    assert "0.300" in at_200 and f"{tokens_per_round(0.3, 3) * 100 / costs.round_ms(3):.2f}" in at_200
+    assert "0.300" in at_200 and f"{wanted[2]:.2f}" in at_200
 
 
 def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
     """At gamma 1 a speedup is (1 + alpha) * 100 / 116, and moves by the standard error * 100 / 116."""
-    costs = Costs(100, (1,), (110,), 5, 1)
-    grid = CostGrid.of((1,), (100,), DRAFTS, [[[costs, costs]]])
 
     def found(judged, alphas):
-        acceptances = given({100: alphas}, judged)
-        best = cost_tables.best_of(grid, 1, 100, acceptances, [1])
-        return best["within_noise_of"], cost_tables.best_table([{"B": 1, "prefix_len": 100, **best}])
+        best = cost_tables.best_of(ALIKE, 1, 100, given({100: alphas}, judged))
+        return best["within_noise_of"], cost_tables.best_table([best])
 
     near, table = found(100, (0.80, 0.78))
     assert (near["draft_policy"], near["draft_budget"], near["gamma"]) == ("snapkv", 512, 1)
@@ -135,36 +129,33 @@ def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
 
 
 def test_a_draft_that_was_never_rejected_may_be_no_better_than_another():
-    costs = Costs(100, (1,), (110,), 5, 1)
-    grid = CostGrid.of((1,), (100,), DRAFTS, [[[costs, costs]]])
     acceptances = given({100: (1.0, 0.8)}, judged=5)
-    near = cost_tables.best_of(grid, 1, 100, acceptances, [1])["within_noise_of"]
+    near = cost_tables.best_of(ALIKE, 1, 100, acceptances)["within_noise_of"]
     assert near["draft_policy"] == "snapkv"
-    printed = cost_tables.acceptance_table(DRAFTS, acceptances).splitlines()[-2].split()
+    printed = cost_tables.acceptance_table(acceptances).splitlines()[-2].split()
     assert printed == ["streaming", "64", "100", "1.000", "±", "0.132", "5"]
 
 
 def test_plain_decoding_may_be_as_good_and_a_draft_as_good_as_plain_decoding():
-    grid = CostGrid.of((1,), (100,), DRAFTS[:1], [[[Costs(100, (1,), (149,), 10, 1)]]])
+    grid = CostGrid.of(DRAFTS[:1], {(1, 100): [Costs(100, (1,), (149,), 10, 1)]})
     for alpha, says in (
         (0.62, "streaming 64, gamma 1: 1.01 (within noise of plain decoding)"),
         (0.58, "none: plain decoding is faster (within noise of streaming 64, gamma 1)"),
         (0.75, "streaming 64, gamma 1: 1.09"),
         (0.45, "none: plain decoding is faster"),
     ):
-        best = cost_tables.best_of(grid, 1, 100, given({100: (alpha,)}, judged=100), [1])
-        row, *notes = cost_tables.best_table([{"B": 1, "prefix_len": 100, **best}]).splitlines()[2:]
+        best = cost_tables.best_of(grid, 1, 100, given({100: (alpha,)}, judged=100))
+        row, *notes = cost_tables.best_table([best]).splitlines()[2:]
         assert row.endswith(f"  {says}") and notes == [cost_tables.NOISE] * ("within noise" in says)
 
 
 def test_the_gammas_of_one_draft_share_its_noise():
     """A gamma moves less against another of the same draft than against one whose acceptance is another's."""
-    draft, other = DRAFTS
-    longer = cost_tables.Prediction(draft, gamma=3, speedup=1.50, error=0.10)
-    shorter = cost_tables.Prediction(draft, gamma=2, speedup=1.45, error=0.06)
+    longer = cost_tables.Prediction(DRAFTS[0], gamma=3, speedup=1.50, error=0.10)
+    shorter = replace(longer, gamma=2, speedup=1.45, error=0.06)
     assert not cost_tables.is_within_noise(longer, shorter)
-    assert cost_tables.is_within_noise(longer, cost_tables.Prediction(other, gamma=2, speedup=1.45, error=0.06))
-    assert cost_tables.is_within_noise(longer, cost_tables.Prediction(draft, gamma=2, speedup=1.47, error=0.06))
+    assert cost_tables.is_within_noise(longer, replace(shorter, draft=DRAFTS[1]))
+    assert cost_tables.is_within_noise(longer, replace(shorter, speedup=1.47))
 
 
 def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
@@ -172,26 +163,26 @@ def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
         100: {DRAFTS[0]: AcceptanceRate(0.8, 400), DRAFTS[1]: AcceptanceRate(0.5, 100)},
         200: {DRAFTS[0]: AcceptanceRate(0.9, 100), DRAFTS[1]: AcceptanceRate(2 / 3, 90)},
     }
-    record = cost_report.acceptance_record(DRAFTS, acceptances)
+    record = cost_report.acceptance_record(acceptances)
     assert record == {
         "acceptance_rates_by_context": [[0.8, 0.9], [0.5, 0.6667]],
         "acceptance_judged_by_context": [[400, 100], [100, 90]],
     }
-    lines = [line.split() for line in cost_tables.acceptance_table(DRAFTS, acceptances).splitlines()[2:]]
+    lines = [line.split() for line in cost_tables.acceptance_table(acceptances).splitlines()[2:]]
     assert lines == [
         ["streaming", "64", "100", "0.800", "±", "0.020", "400"],
         ["streaming", "64", "200", "0.900", "±", "0.031", "100"],
         ["snapkv", "512", "100", "0.500", "±", "0.050", "100"],
         ["snapkv", "512", "200", "0.667", "±", "0.049", "90"],
     ]
-    record = cost_report.acceptance_record(DRAFTS, given({100: (0.8, 0.8), 200: (0.8, 0.8)}))
+    record = cost_report.acceptance_record(given({100: (0.8, 0.8), 200: (0.8, 0.8)}))
     assert record == {"acceptance_rates_by_context": [[0.8, 0.8]] * 2, "acceptance_judged_by_context": None}
 
 
 def test_the_heat_map_is_darker_where_speculation_gains_more():
-    costs = [Costs(100, (1, 3), (verify, verify), 1, 1) for verify in (400.0, 100.0)]
-    grid = CostGrid.of((1, 8), (100,), DRAFTS[:1], [[[costs[0]]], [[costs[1]]]])
-    lines = cost_tables.heat_map(grid, DRAFTS[0], given({100: (0.9,)}), [1, 3]).splitlines()
+    cells = {(rows, 100): [Costs(100, (1, 3), (ms, ms), 1, 1)] for rows, ms in ((1, 400.0), (8, 100.0))}
+    grid = CostGrid.of(DRAFTS[:1], cells)
+    lines = cost_tables.heat_map(grid, DRAFTS[0], given({100: (0.9,)})).splitlines()
     assert len(lines) == 4 and "g=1" in lines[1] and "g=3" in lines[1]
     assert "0.47" in lines[2] and "3.31" in lines[3]
     assert cost_tables.SHADES[-1] * 2 in lines[3] and cost_tables.SHADES[-1] not in lines[2]

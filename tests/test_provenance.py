@@ -69,24 +69,16 @@ def test_every_beginning_of_a_record_is_known_as_torn():
         assert not is_torn(damaged)
 
 
-FOREIGN = {
-    "csv": b"time,speedup\n1,2\n3,4",
-    "png": b"\x89PNG\r\n\x1a\n\0",
-    "text": b"\n  notes",
-    "zeros": b"\0" * 9,
-    "list": b"[1]",
-    "config": b'{\n  "a": 1\n}',
-    "braces": b"{x,y\n1,2",
-    "blanks": b" " * 70_000 + b"x",
-}
+FOREIGN = {"csv": b"time,speedup\n1,2\n3,4", "png": b"\x89PNG\r\n\x1a\n\0", "text": b"\n  notes", "zeros": b"\0" * 9}
+FOREIGN |= {"list": b"[1]", "config": b'{\n  "a": 1\n}', "braces": b"{x,y\n1,2", "blanks": b" " * 70_000 + b"x"}
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_file_of_another_kind_is_refused_and_never_changed(tmp_path, kind):
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_file_of_another_kind_is_refused_and_never_changed(tmp_path, content):
     path = tmp_path / "results"
-    path.write_bytes(FOREIGN[kind])
+    path.write_bytes(content)
     append_record(str(path), {"a": 1})  # as to a file that was replaced since it was looked at
-    assert path.read_bytes() == FOREIGN[kind] + b'\n{"a": 1}\n'
+    assert path.read_bytes() == content + b'\n{"a": 1}\n'
     with pytest.raises(ConfigError, match=r"(?s)--save_rows.*lines of JSON"):
         require_appendable(str(path), "save_rows")
 

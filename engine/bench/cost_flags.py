@@ -1,7 +1,5 @@
 """The command line of the cost model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -69,15 +67,14 @@ class CostFlags:
         return ACCEPTANCE_TOKENS if self.gen_len is None else self.gen_len
 
     @property
-    def drafts(self) -> list[Draft]:
-        """Policies and budgets."""
-        return [(policy, budget) for policy in self.policies for budget in self.sorted("budgets")]
+    def acceptance_gamma(self) -> int:
+        return min(ACCEPTANCE_GAMMA, max(self.gammas))
 
     def configs(self) -> dict[Draft, DrafterConfig]:
-        """The drafts, at the largest gamma. Errors: ConfigError."""
-        chosen = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in self.drafts]
-        gamma = {"gamma": max(self.gammas)}
-        return dict(zip(self.drafts, self.draft.variants(*({**one, **gamma} for one in chosen)), strict=True))
+        """The drafts by policy and budget, at the largest gamma. Errors: ConfigError."""
+        drafts = [(policy, budget) for policy in self.policies for budget in self.sorted("budgets")]
+        each = ({"draft_policy": one, "draft_budget": budget, "gamma": max(self.gammas)} for one, budget in drafts)
+        return dict(zip(drafts, self.draft.variants(*each), strict=True))
 
     def check(self) -> None:
         """Errors: ConfigError for a number too small, for what has no effect, and for random weights without alpha."""
@@ -85,24 +82,13 @@ class CostFlags:
             require_at_least(name, min(getattr(self, name)), minimum)
         if self.alpha is None:
             require_at_least("acceptance_rows", self.n_acceptance_rows, 1)
-            least = min(ACCEPTANCE_GAMMA, max(self.gammas)) + 2
-            require_at_least("gen_len", self.n_acceptance_tokens, least)
+            require_at_least("gen_len", self.n_acceptance_tokens, self.acceptance_gamma + 2)
+            if self.target.load_format == "dummy":
+                what, seen = "random weights have no acceptance", f"not given, with {flag('load_format')} dummy"
+                raise ConfigError(what, flag("alpha"), seen, "an acceptance rate", f"add {flag('alpha')} 0.8")
         elif useless := [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]:
             what = "no acceptance is measured where it is given"
             raise without_effect(useless, what, seen=f"given, with {flag('alpha')}", required="either")
         elif not 0 <= self.alpha <= 1:
-            raise ConfigError(
-                "an acceptance rate is a probability",
-                where=flag("alpha"),
-                seen=self.alpha,
-                required="0 to 1",
-                fix="use 0.8",
-            )
-        if self.target.load_format == "dummy" and self.alpha is None:
-            raise ConfigError(
-                "random weights have no acceptance",
-                where=flag("alpha"),
-                seen=f"not given, with {flag('load_format')} dummy",
-                required="an acceptance rate",
-                fix=f"add {flag('alpha')} 0.8",
-            )
+            what = "an acceptance rate is a probability"
+            raise ConfigError(what, flag("alpha"), self.alpha, "0 to 1", "use 0.8")

@@ -1,12 +1,11 @@
 """What a measured grid of costs predicts: the tables of the cost model, and what pays best."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -34,24 +33,26 @@ class Prediction:
     speedup: float
     error: float
 
+    @property
+    def record(self) -> dict[str, object]:
+        policy, budget = self.draft or (None, None)
+        speedup = round(self.speedup, 4)
+        return {"draft_policy": policy, "draft_budget": budget, "gamma": self.gamma, "predicted_speedup": speedup}
 
-NO_DRAFT = Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)
 
-
-def best_of(
-    grid: CostGrid, batch: int, context: int, acceptances: Acceptances, gammas: Sequence[int]
-) -> dict[str, object]:
-    """The draft and gamma with the largest predicted speedup; gamma 0 and no draft where plain decoding is faster.
-
-    `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
+def best_of(grid: CostGrid, batch: int, context: int, acceptances: Acceptances) -> dict[str, object]:
+    """The draft and gamma with the largest predicted speedup there; gamma 0 and no draft where plain decoding is
+    faster. `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
     """
-    drafted = (predict(grid, batch, context, draft, acceptances, gamma) for draft in grid.drafts for gamma in gammas)
-    best, *others = sorted([NO_DRAFT, *drafted], key=lambda choice: choice.speedup, reverse=True)
-    near = next((other for other in others if is_within_noise(best, other)), None)
-    return {**_choice_record(best), "within_noise_of": near and _choice_record(near)}
+    choices = [Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)]
+    for draft, gamma in itertools.product(grid.drafts, grid.gammas):
+        choices.append(predict(grid, draft, gamma, acceptances, batch, context))
+    best, *others = sorted(choices, key=lambda choice: choice.speedup, reverse=True)
+    near = next((other.record for other in others if is_within_noise(best, other)), None)
+    return {"B": batch, "prefix_len": context, **best.record, "within_noise_of": near}
 
 
-def predict(grid: CostGrid, batch: int, context: int, draft: Draft, acceptances: Acceptances, gamma: int) -> Prediction:
+def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> Prediction:
     """From the draft's acceptance at that context, which is one of those that acceptance was measured at."""
     costs, acceptance = grid.at(batch, context, draft), acceptances[context][draft]
     speedup = costs.speedup(tokens_per_round(acceptance.value, gamma), gamma)
@@ -59,25 +60,17 @@ def predict(grid: CostGrid, batch: int, context: int, draft: Draft, acceptances:
 
 
 def is_within_noise(one: Prediction, other: Prediction) -> bool:
-    """Whether two choices differ by less than one standard error of acceptance moves their difference.
-
-    The gammas of one draft move together, by its one acceptance; those of two drafts are taken as independent.
+    """Whether one standard error of acceptance moves their difference further than it is. The gammas of one draft move
+    together, by its one acceptance; those of two drafts are taken as independent.
     """
-    if one.draft == other.draft:
-        noise = abs(one.error - other.error)
-    else:
-        noise = math.hypot(one.error, other.error)
+    together = one.draft == other.draft
+    noise = abs(one.error - other.error) if together else math.hypot(one.error, other.error)
     return abs(one.speedup - other.speedup) < noise
 
 
-def _choice_record(choice: Prediction) -> dict[str, object]:
-    policy, budget = choice.draft or (None, None)
-    speedup = round(choice.speedup, 4)
-    return {"draft_policy": policy, "draft_budget": budget, "gamma": choice.gamma, "predicted_speedup": speedup}
-
-
-def acceptance_table(drafts: Sequence[Draft], acceptances: Acceptances) -> str:
+def acceptance_table(acceptances: Acceptances) -> str:
     """Measured acceptance with its standard error (see `AcceptanceRate`): a line per draft and context."""
+    drafts = next(iter(acceptances.values()))
     rows = [(draft, context, at[draft]) for draft in drafts for context, at in acceptances.items()]
     columns = [
         Column(lambda row: _draft_name(*row[0]), "draft", align="<"),
@@ -93,17 +86,9 @@ def _draft_name(policy: object, budget: object) -> str:
     return f"{policy} {budget}"
 
 
-# A cell of the grid: the indices of its batch and of its context.
-Place = tuple[int, int]
-
-
-def cost_rows(grid: CostGrid) -> list[Place]:
-    """What `cost_columns` make rows of."""
-    return list(itertools.product(range(len(grid.batches)), range(len(grid.contexts))))
-
-
-def _size_columns(grid: CostGrid) -> list[Column]:
-    return [Column(lambda at: grid.batches[at[0]], "B"), Column(lambda at: grid.contexts[at[1]], "context")]
+def cost_rows(grid: CostGrid) -> list[tuple[int, ...]]:
+    """What `cost_columns` make rows of: the indices of each batch and context."""
+    return list(np.ndindex(grid.plain.shape))
 
 
 def cost_columns(grid: CostGrid) -> list[Column]:
@@ -113,50 +98,58 @@ def cost_columns(grid: CostGrid) -> list[Column]:
         return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
 
     index = {budget: i for i, (_, budget) in enumerate(grid.drafts)}
-    verify = [share(grid.verify, place, f"verify g={gamma}") for place, gamma in enumerate(grid.gammas)]
-    draft = [share(grid.draft, i, f"draft b={budget}") for budget, i in sorted(index.items())]
-    return [*_size_columns(grid), Column(lambda at: grid.plain[at], "plain ms", ".1f"), *verify, *draft]
+    return [
+        Column(lambda at: grid.batches[at[0]], "B"),
+        Column(lambda at: grid.contexts[at[1]], "context"),
+        Column(lambda at: grid.plain[at], "plain ms", ".1f"),
+        *(share(grid.verify, i, f"verify g={gamma}") for i, gamma in enumerate(grid.gammas)),
+        *(share(grid.draft, i, f"draft b={budget}") for budget, i in sorted(index.items())),
+    ]
 
 
 def cost_table(grid: CostGrid) -> str:
     return f"costs; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
 
 
-def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances, gammas: Sequence[int]) -> str:
+def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
     """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
 
     def predicted(gamma: int) -> Column:
         return Column(
-            lambda at: predict(grid, grid.batches[at[0]], grid.contexts[at[1]], draft, acceptances, gamma).speedup,
+            lambda size: predict(grid, draft, gamma, acceptances, *size).speedup,
             f"g={gamma}",
             lambda speedup: f"{_shade(speedup)} {speedup:.2f}",
         )
 
-    alpha = Column(lambda at: acceptances[grid.contexts[at[1]]][draft].value, "acceptance", ".3f")
+    columns = [
+        Column(itemgetter(0), "B"),
+        Column(itemgetter(1), "context"),
+        Column(lambda size: acceptances[size[1]][draft].value, "acceptance", ".3f"),
+        *map(predicted, grid.gammas),
+    ]
     title = f"predicted speedup, {_draft_name(*draft)} (darker is larger; below 1 plain decoding wins)"
-    return f"{title}\n{console(cost_rows(grid), [*_size_columns(grid), alpha, *map(predicted, gammas)])}"
+    return f"{title}\n{console(itertools.product(grid.batches, grid.contexts), columns)}"
 
 
 def _shade(speedup: float) -> str:
     """Two characters: blank at 0.5 and below, black at 2 and above."""
-    place = round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))
-    return 2 * SHADES[place]
+    return 2 * SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
 
 
-def best_table(best: Sequence[Mapping[str, object]]) -> str:
+def best_table(best: Sequence[Mapping[str, Any]]) -> str:
     """What pays best at each batch and context, from the rows of `best_of`; and what it may be no better than."""
     columns = [Column("B", "B"), Column("prefix_len", "context"), Column(_best, "draft", align="<")]
     table = f"what pays best\n{console(best, columns)}"
     return f"{table}\n{NOISE}" if any(row["within_noise_of"] for row in best) else table
 
 
-def _best(row: Mapping[str, object]) -> str:
-    draft = f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
+def _best(row: Mapping[str, Any]) -> str:
     near = row["within_noise_of"]
-    return draft + (f" (within noise of {_choice_name(near)})" if isinstance(near, Mapping) else "")
+    said = f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
+    return f"{said} (within noise of {_choice_name(near)})" if near else said
 
 
-def _choice_name(choice: Mapping[str, object]) -> str:
+def _choice_name(choice: Mapping[str, Any]) -> str:
     if not choice["gamma"]:
         return "plain decoding"
     return f"{_draft_name(choice['draft_policy'], choice['draft_budget'])}, gamma {choice['gamma']}"

@@ -1,57 +1,59 @@
 """How a benchmark ends: texts and a table for people, the record for programs."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import Any
 
 from common.jsonl import publish
 from common.say import dtype_name
-from engine.bench.notes import notes
 from engine.bench.passes import Passes
 from engine.bench.record import make_record
 from engine.bench.session import Session
-from engine.bench.table import table
+from engine.bench.table import notes, table
+from engine.parallel.ranks import ModelRanks
 
 # Tokens of a prompt that --printoutput shows.
 PROMPT_END = 32
 
 
 def finish(benchmark: str, session: Session, passes: Passes) -> None:
-    """Print the texts asked for, the table, and last the record; append it to --output. One rank does.
-
-    Errors: ConfigError if either failed, or what the run put off.
+    """Print the texts asked for, the table, and last the record; append it to --output. One rank does. Errors:
+    ConfigError if either failed, or what the run put off.
     """
     record = make_record(benchmark, session, passes)
     if not session.ranks.leads:
         return
-    plan = session.plan
-    headline = (
-        f"\n  {record['model']}, {record['device']}, {record['dtype']}"
-        f"{_storage(session)}{_splitting(session)}{_drafting(session)}: "
-        f"{plan.n_rows} rows at a time, "
-        f"{_prompt_lengths(session)} prompt tokens, {plan.gen_len} new tokens each; {_sampling(record)}; "
-        f"prefill {record['prefill_seconds']:.1f} s\n"
-    )
-    said = "\n".join([table(record), *(f"  {note}" for note in notes(record, session.draft))]) + "\n"
-    publish(session.config.output.output, record, *_texts(session, passes), headline, said, put_off=session.put_off)
+    said = [table(record), *(f"  {note}" for note in notes(record, session.draft)), ""]
+    texts = [*_texts(session, passes.last.tokens), f"\n  {_headline(session, record)}\n", "\n".join(said)]
+    publish(session.config.output.output, record, *texts, put_off=session.put_off)
 
 
-def _texts(session: Session, passes: Passes) -> list[str]:
+def _texts(session: Session, rows: list[list[int]]) -> list[str]:
     """How the first row goes on; with --printoutput of every row how its prompt ends, and how it goes on."""
-    output = passes.speculative or passes.baseline
-    assert output is not None
 
     def shown(tokens: list[int]) -> str:  # random weights have no tokenizer: their rows are shown as ids
         return repr(session.tokenizer.decode(tokens) if session.tokenizer else tokens)
 
     if not session.config.printoutput:
-        return [f"  row 0 goes on: {shown(output.tokens[0])}"] if session.tokenizer else []
+        return [f"  row 0 goes on: {shown(rows[0])}"] if session.tokenizer else []
     return [
         line
-        for row, (prompt, tokens) in enumerate(zip(session.prompts, output.tokens, strict=True))
+        for row, (prompt, tokens) in enumerate(zip(session.prompts, rows, strict=True))
         for line in (f"prompt {row} ends: {shown(prompt[-PROMPT_END:])}", f"row {row}: {shown(tokens)}")
     ]
+
+
+def _headline(session: Session, record: dict[str, Any]) -> str:
+    """Model, storage and ranks of target and draft, sizes, and sampling, in one line."""
+    target, plan = session.config.target, session.plan
+    lengths = [len(prompt) for prompt in session.prompts]
+    prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
+    weights = f", {target.quantize} weights" if target.quantize else ""
+    entries = f", {target.kv_dtype} KV" if target.kv_dtype != "same" else ""
+    return (
+        f"{record['model']}, {record['device']}, {record['dtype']}{weights}{entries}"
+        f"{_on(session, session.target_ranks)}{_drafting(session)}: {plan.n_rows} rows at a time, "
+        f"{prompts} prompt tokens, {plan.gen_len} new tokens each; {_sampling(record)}; "
+        f"prefill {record['prefill_seconds']:.1f} s"
+    )
 
 
 def _sampling(record: dict[str, Any]) -> str:
@@ -68,34 +70,19 @@ def _drafting(session: Session) -> str:
         return ""
     if draft.dtype is None:
         return f", {draft.kind} draft"
-    name = f" {session.draft_source.name}" if session.draft_source else ""
-    if session.draft_ranks and session.ranks.size > 1:
-        name += f" on {_ranks(session.draft_ranks.ranks)}"
-    if draft.layers is not None:
-        name += f" of {len(draft.layers)} layers"
     assert draft.policy is not None
-    where = " (positions inside the cache)" if draft.policy.in_cache_positions else ""
+    name = f" {session.draft_source.name}" if session.draft_source else ""
+    layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(map(str, draft.budgets)) or draft.capacity
     policy = " chosen by attention" if draft.policy.n_observed else ""
-    return f", {dtype_name(draft.dtype)} draft{name}{weights}, {entries} KV entries{policy}{where}"
+    where = " (positions inside the cache)" if draft.policy.in_cache_positions else ""
+    made_of = f"{name}{_on(session, session.draft_ranks)}{layers}{weights}"
+    return f", {dtype_name(draft.dtype)} draft{made_of}, {entries} KV entries{policy}{where}"
 
 
-def _storage(session: Session) -> str:
-    """How the target is stored, where that is not in its dtype."""
-    target = session.config.target
-    weights = f", {target.quantize} weights" if target.quantize else ""
-    return weights + (f", {target.kv_dtype} KV" if target.kv_dtype != "same" else "")
-
-
-def _prompt_lengths(session: Session) -> str:
-    lengths = [len(prompt) for prompt in session.prompts]
-    return f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else str(max(lengths))
-
-
-def _splitting(session: Session) -> str:
-    return f" on {_ranks(session.target_ranks.ranks)}" if session.ranks.size > 1 else ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}"
+def _on(session: Session, model: ModelRanks | None) -> str:
+    """The ranks that hold a model, where there are several at all."""
+    if model is None or session.ranks.size == 1:
+        return ""
+    return f" on rank{'s' if len(model.ranks) > 1 else ''} {' '.join(map(str, model.ranks))}"

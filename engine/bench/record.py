@@ -1,6 +1,4 @@
-"""What a benchmark says of its passes: the JSON record, and the table for people."""
-
-from __future__ import annotations
+"""What a benchmark says of its passes to programs: the JSON record."""
 
 import hashlib
 import json
@@ -22,19 +20,27 @@ from engine.contention import contention
 from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
+from engine.stats import RoundStats
 from engine.timing import PhaseTimer
 
+# What is counted of drafts: a record's key, and its name in `Counts`.
+COUNTED = {"drafted": "drafted", "judged": "verified", "accepted": "accepted", "emitted": "emitted"}
+COUNTED |= {name: name for name in ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")}
 
-def tokens_per_second(output: GenerateOutput) -> float | None:
+
+def tokens_per_second(output: GenerateOutput | None) -> float | None:
     """Emitted tokens per second over the rounds in which every slot was busy."""
-    steady = output.stats.steady()
+    steady = output.stats.steady() if output else ()
     return sum(r.emitted for r in steady) / sum(r.seconds for r in steady) if steady else None
 
 
-def round_ms(output: GenerateOutput) -> float | None:
+def round_ms(output: GenerateOutput | None) -> float | None:
     """Median wall time in ms of the rounds in which every slot was busy."""
-    steady = output.stats.steady()
-    return 1e3 * median(r.seconds for r in steady) if steady else None
+    return _median_ms([round_.seconds for round_ in output.stats.steady()] if output else [])
+
+
+def _median_ms(seconds: Sequence[float]) -> float | None:
+    return 1e3 * median(seconds) if seconds else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -53,11 +59,8 @@ def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
 
 def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
     """Mean over rows of distinct 4-grams among all 4-grams: near 0 where a row loops, 1 where it never repeats."""
-    fractions = []
-    for row in rows:
-        grams = [tuple(row[i : i + 4]) for i in range(len(row) - 3)]
-        if grams:
-            fractions.append(len(set(grams)) / len(grams))
+    grams_of_rows = ([tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in rows)
+    fractions = [len(set(grams)) / len(grams) for grams in grams_of_rows if grams]
     return mean(fractions) if fractions else None
 
 
@@ -68,107 +71,82 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def rounded(record: dict[str, Any], digits: int = 4) -> dict[str, Any]:
-    """The record with its floats, also those in lists and records within it, rounded for reading."""
-
-    def shorten(value: Any) -> Any:
-        if isinstance(value, float):
-            return round(value, digits)
-        if isinstance(value, dict):
-            return rounded(value, digits)
-        return [shorten(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    return {key: shorten(value) for key, value in record.items()}
+def rounded(value: Any, digits: int = 4) -> Any:
+    """A record with its floats, also those in lists and records within it, rounded for reading."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, dict):
+        return {key: rounded(one, digits) for key, one in value.items()}
+    return [rounded(one, digits) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
-    """The JSON record of a run. What was not measured is null; random weights measure no acceptance."""
-    plan, config = session.plan, session.config
+    """The JSON record of a run, which every rank has to ask for. What was not measured is null; random weights measure
+    no acceptance.
+    """
+    config, stats = session.config, passes.last.stats
     baseline, speculative = passes.baseline, passes.speculative
-    real = session.target.has_text
-    measured = speculative or baseline
-    assert measured is not None
-    counts = speculative.stats.counts if speculative and real else None
-    base_tps = tokens_per_second(baseline) if baseline else None
-    tps = tokens_per_second(measured)
-    compared = baseline is not None and speculative is not None
-    step_ms = round_ms(baseline) if baseline else None
+    drafted = speculative if session.target.has_text else None
     peaks = session.ranks.gathered(peak_memory_bytes(session.runner.device))
     record = {
-        "benchmark": benchmark,
         "run": session.run,
-        "model": session.name,
         "draft": session.draft.kind if session.draft else None,
         "load_format": config.target.load_format,
-        "dataset": plan.dataset,
         "prompts": config.rows.prompts,
-        "B": plan.n_rows,
-        "prefix_len": plan.prefix_len,
-        "gen_len": plan.gen_len,
-        **settings_record(session),
-        **_rank_record(session),
-        "tokens_generated": sum(map(len, measured.tokens)),
-        "drafted": counts.drafted if counts else None,
-        "judged": counts.verified if counts else None,
-        "accepted": counts.accepted if counts else None,
-        "emitted": counts.emitted if counts else None,
-        "acceptance_rate": counts.acceptance_rate if counts else None,
-        "acceptance_per_position": counts.acceptance_per_position if counts else None,
-        "mean_accepted_length": counts.mean_accepted_length if counts else None,
-        "mean_accepted_length_per_row": [row.mean_accepted_length for row in speculative.stats.rows]
-        if speculative and real
-        else None,
-        "decode_tokens_per_second": tps if real or not speculative else None,
-        "baseline_tokens_per_second": base_tps,
-        "speedup": ratio(tps, base_tps) if compared and real else None,
-        "wall_speedup": ratio(baseline.stats.decode_seconds, speculative.stats.decode_seconds)
-        if baseline and speculative and real
+        "tensor_parallel": len(session.target_ranks.ranks),
+        "rank_group": session.target_ranks.ranks,
+        "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
+        "all_reduce": session.target_ranks.reduce.name,
+        "check_ranks": session.ranks.check,
+        "tokens_generated": sum(map(len, passes.last.tokens)),
+        **{key: getattr(drafted.stats.counts, name) if drafted else None for key, name in COUNTED.items()},
+        "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
+        "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
+        "baseline_tokens_per_second": tokens_per_second(baseline),
+        "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
+        "wall_speedup": ratio(baseline.stats.decode_seconds, drafted.stats.decode_seconds)
+        if baseline and drafted
         else None,
         "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
         if baseline and speculative and session.sampling.reproducible
         else None,
-        "sequences": len(measured.tokens),
-        "tokens_sha256": tokens_sha256(measured.tokens),
+        "sequences": len(passes.last.tokens),
+        "tokens_sha256": tokens_sha256(passes.last.tokens),
         "prefill_seconds": passes.prefill_seconds,
-        "draft_prefill_seconds": speculative.stats.draft_prefill_seconds
-        if speculative and session.draft_source
-        else None,
-        "baseline_step_ms": step_ms,
-        "round_ms": round_ms(speculative) if speculative else None,
+        "draft_prefill_seconds": stats.draft_prefill_seconds if speculative and session.draft_source else None,
+        "baseline_step_ms": round_ms(baseline),
+        "round_ms": round_ms(speculative),
         **_phase_times(passes.timed),
-        "steady_rounds": len(measured.stats.steady()),
+        "steady_rounds": len(stats.steady()),
         "choices": _choices(session, speculative) if speculative else None,
         "measured_costs": costs_record(session, passes.costs),
         "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
-        "contention": _contention(session, passes),
+        "contention": {name: contention(session.ranks.gathered(one.usage)) for name, one in passes.by_name.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "startup_memory_bytes_per_rank": session.ranks.gathered(session.startup_bytes),
-        "distinct_4gram_fraction": distinct_4gram_fraction(measured.tokens) if real else None,
-        **provenance(),
+        "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if session.target.has_text else None,
     }
-    return rounded(record)
+    return rounded(record_of(benchmark, session, record))
 
 
 def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A record of several runs: their model, text, sizes and settings, but for those that vary, then what was measured.
-
-    without: the settings that vary, which are each row's own.
+    """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
+    then what was measured.
     """
-    plan, settings = session.plan, settings_record(session)
-    return {
+    plan = session.plan
+    shared = {
         "benchmark": benchmark,
         "model": session.name,
         "dataset": plan.dataset,
         "B": plan.n_rows,
         "prefix_len": plan.prefix_len,
         "gen_len": plan.gen_len,
-        **{name: value for name, value in settings.items() if name not in without},
-        **measured,
-        **provenance(),
+        **settings_record(session),
     }
+    return {**{name: shared[name] for name in shared if name not in without}, **measured, **provenance()}
 
 
 def settings_record(session: Session) -> dict[str, Any]:
@@ -177,9 +155,7 @@ def settings_record(session: Session) -> dict[str, Any]:
     return {
         **_draft_record(session),
         "verification": session.sampling.mode,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
+        **vars(params),
         "seed": None if params.greedy else params.seed,
         "device": str(runner.device),
         "dtype": dtype_name(session.plan.dtype),
@@ -198,14 +174,13 @@ def _draft_record(session: Session) -> dict[str, Any]:
     draft = session.draft
     own = draft.options if draft else {}
     if draft and draft.dtype is not None:
-        kv_dtype = draft.kv_dtype or draft.dtype
         own |= {
             "draft_budget": AUTO if draft.budgets else draft.capacity,
             "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
-            "draft_layers": list(draft.layers) if draft.layers is not None else None,
+            "draft_layers": draft.layers,
             "draft_dtype": dtype_name(draft.dtype),
             "draft_weights": draft.quantize,
-            "draft_kv_dtype": dtype_name(kv_dtype),
+            "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
         }
     return {
         "draft_model": session.draft_source.name if session.draft_source else None,
@@ -222,42 +197,19 @@ def _draft_attention(session: Session) -> str | None:
     return session.runner.model.backend.name if session.draft and session.draft.kind == "self" else None
 
 
-def _rank_record(session: Session) -> dict[str, Any]:
-    return {
-        "tensor_parallel": len(session.target_ranks.ranks),
-        "rank_group": list(session.target_ranks.ranks),
-        "draft_ranks": list(session.draft_ranks.ranks) if session.draft_ranks else None,
-        "all_reduce": session.target_ranks.all_reduce.name,
-        "check_ranks": session.ranks.check,
-    }
-
-
 def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, float | None]:
-    """Medians over the rounds of the timed pass: one draft step, one verification, the rest of a round.
-
-    Where rounds choose what to draft, over those that draft.
-    """
-    names = ("draft_step_ms", "verify_step_ms", "other_ms_per_round")
-    if timed is None or not timed[1].stats.rounds:
-        return dict.fromkeys(names)
-    timer, output = timed
-    phases = zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True)
-    drafted = any(round_.choice.gamma for round_ in output.stats.rounds)
-    seconds = [
-        (draft / max(1, round_.choice.gamma), verify, round_.seconds - draft - verify)
-        for round_, draft, verify in phases
-        if round_.choice.gamma or not drafted
-    ]
-    draft_ms, verify_ms, other_ms = (1e3 * median(column) for column in zip(*seconds, strict=True))
-    return dict(zip(names, (draft_ms if drafted else None, verify_ms, other_ms), strict=True))
-
-
-def _contention(session: Session, passes: Passes) -> dict[str, dict[str, Any]]:
-    """Of each pass; every rank has to call this."""
-    timed = passes.timed[1] if passes.timed else None
-    named = {"baseline": passes.baseline, "speculation": passes.speculative, "phase times": timed}
-    usages = {name: session.ranks.gathered(output.usage) for name, output in named.items() if output}
-    return {name: contention(ranks) for name, ranks in usages.items()}
+    """Medians over the rounds of the timed pass, if any draft over those: a draft step, a verification, the rest."""
+    phases: list[tuple[RoundStats, float, float]] = []
+    if timed:
+        timer, output = timed
+        phases = list(zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True))
+    drafting = [phase for phase in phases if phase[0].choice.gamma]
+    phases = drafting or phases
+    return {
+        "draft_step_ms": _median_ms([draft / round_.choice.gamma for round_, draft, _ in drafting]),
+        "verify_step_ms": _median_ms([verify for _, _, verify in phases]),
+        "other_ms_per_round": _median_ms([round_.seconds - draft - verify for round_, draft, verify in phases]),
+    }
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:
@@ -271,22 +223,19 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 def costs_record(session: Session, costs: Sequence[Costs]) -> list[dict[str, Any]] | None:
     """What rounds cost and accepted, of each drafter, with its KV entries a row if it has a cache."""
-    budgets = session.draft.capacities if session.draft and session.draft.dtype is not None else [None] * len(costs)
-    pairs = zip(budgets, costs, strict=True) if costs else ()
-    return [{"draft_budget": budget, **_cost_record(one)} for budget, one in pairs] or None
-
-
-def _cost_record(costs: Costs) -> dict[str, Any]:
-    seen = costs.acceptance
-    return {
-        "plain_ms": costs.plain_ms,
-        "gammas": costs.at,
-        "verify_ms": costs.verify_ms,
-        "draft_ms": costs.draft_ms,
-        "other_ms": costs.other_ms,
-        "accepted_share": seen.value if seen else None,
-        "places_reached": seen.n if seen else None,
-    }
+    return [
+        {
+            "draft_budget": drafting_budget(session, Choice(index, one.at[-1])),
+            "plain_ms": one.plain_ms,
+            "gammas": one.at,
+            "verify_ms": one.verify_ms,
+            "draft_ms": one.draft_ms,
+            "other_ms": one.other_ms,
+            "accepted_share": one.acceptance.value if one.acceptance else None,
+            "places_reached": one.acceptance.n if one.acceptance else None,
+        }
+        for index, one in enumerate(costs)
+    ] or None
 
 
 def drafting_budget(session: Session, choice: Choice) -> int | None:

@@ -1,54 +1,61 @@
-"""The table of a benchmark for people, made of its record."""
-
-from __future__ import annotations
+"""The table of a run for people, made of its record, and what it does not say by itself."""
 
 from operator import itemgetter
 from typing import Any
 
 from common.tables import Column, console
 from engine.bench.config import AUTO
+from engine.bench.resolved import AUTO_GAMMA, ResolvedDraft
+from kv_cache.policy import BudgetedPolicy
 
 COLUMNS = [
     Column(itemgetter(0), "", align="<"),
     Column(itemgetter(1), "plain decoding"),
     Column(itemgetter(2), "speculation"),
 ]
+# Rounds below which one that was interrupted decides the ratio of two passes.
+FEW_ROUNDS = 8
 
 
 def table(record: dict[str, Any]) -> str:
     """The record's headline as a short table: a line for each figure."""
 
-    def of_speculation(figure: str, key: str, digits: int) -> tuple[str, str, str]:
-        return figure, "-", _number(record[key], digits)
+    def figure(key: str, digits: int = 1) -> str | None:
+        return None if record[key] is None else f"{record[key]:.{digits}f}"
 
-    baseline_ms = record["baseline_step_ms"]
-    one, unit = ("-", "-") if baseline_ms is None else ("1", "1.00")
-    tokens = record["baseline_tokens_per_second"], record["decode_tokens_per_second"]
+    one, unit = (None, None) if record["baseline_step_ms"] is None else ("1", "1.00")
+    most = "gamma + 1" if record["gamma"] == AUTO else record["gamma"] + 1
     lines = [
-        ("tokens per second", *map(_number, tokens)),
-        ("ms per step / round", _number(baseline_ms), _number(record["round_ms"])),
-        ("speedup (all rows busy)", unit, _number(record["speedup"], 2)),
-        ("speedup (to the last row)", unit, _number(record["wall_speedup"], 2)),
-        of_speculation("acceptance rate", "acceptance_rate", 3),
-        (f"tokens per round (of {_most_tokens(record)})", one, _number(record["mean_accepted_length"], 2)),
-        ("identical rows", "-", _identical(record)),
+        ("tokens per second", figure("baseline_tokens_per_second"), figure("decode_tokens_per_second")),
+        ("ms per step / round", figure("baseline_step_ms"), figure("round_ms")),
+        ("speedup (all rows busy)", unit, figure("speedup", 2)),
+        ("speedup (to the last row)", unit, figure("wall_speedup", 2)),
+        ("acceptance rate", None, figure("acceptance_rate", 3)),
+        (f"tokens per round (of {most})", one, figure("mean_accepted_length", 2)),
+        ("identical rows", None, _identical(record)),
     ]
     if record["verify_step_ms"] is not None:
         lines += [
-            of_speculation("ms per draft step", "draft_step_ms", 1),
-            of_speculation("ms per verification", "verify_step_ms", 1),
-            of_speculation("ms of a round's rest", "other_ms_per_round", 1),
+            ("ms per draft step", None, figure("draft_step_ms")),
+            ("ms per verification", None, figure("verify_step_ms")),
+            ("ms of a round's rest", None, figure("other_ms_per_round")),
         ]
     if record["benchmark"] == "baseline":
         return console(lines[:2], COLUMNS[:2])
     shown = console(lines, COLUMNS)
-    if AUTO in (record["gamma"], record["draft_budget"]):
-        shown += f"\n  rounds by choice: {_chosen(record)}"
-    return shown
+    is_chosen = AUTO in (record["gamma"], record["draft_budget"])
+    return f"{shown}\n  rounds by choice: {_chosen(record)}" if is_chosen else shown
+
+
+def _identical(record: dict[str, Any]) -> str | None:
+    same = record["identical_sequences"]
+    if same is None:
+        return None if record["baseline_step_ms"] is None else "not meant to be"
+    return f"{same} of {record['sequences']}"
 
 
 def _chosen(record: dict[str, Any]) -> str:
-    """What rounds chose: `gamma 3: 12 rounds`, with the budget where that is chosen, too."""
+    """What rounds chose: `12 x gamma 3`, with the budget where that is chosen, too."""
     parts = []
     for choice in record["choices"]:
         budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
@@ -56,17 +63,28 @@ def _chosen(record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _most_tokens(record: dict[str, Any]) -> str:
-    """What a round can emit at most."""
-    return "gamma + 1" if record["gamma"] == AUTO else str(record["gamma"] + 1)
-
-
-def _identical(record: dict[str, Any]) -> str:
-    same = record["identical_sequences"]
-    if same is None:
-        return "-" if record["baseline_step_ms"] is None else "not meant to be"
-    return f"{same} of {record['sequences']}"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
+    """One sentence for each thing that the record of a run would be misread without; mostly none."""
+    found = []
+    if waited := {name: seen for name, seen in record["contention"].items() if seen["contended"]}:
+        each = (
+            f"{one['threads_waiting'] + one['stolen_processors']:.1f} during {name}" for name, one in waited.items()
+        )
+        found.append(f"threads waited for processors, {', '.join(each)}: no time or speedup here is to be trusted")
+    if record["gen_len"] == 1:
+        found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
+    if not record["choices"] or draft is None:
+        return found
+    if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
+        smallest = draft.of_capacity(draft.capacities[-1]).policy
+        assert isinstance(smallest, BudgetedPolicy)
+        room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
+        found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {room}")
+    if seconds := record["measured_costs_seconds"]:
+        found.append(f"measuring what rounds cost took {seconds:.1f} s, which is in no speedup")
+    n_rounds, compared = record["steady_rounds"], record["speedup"] is not None
+    if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
+        found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
+    elif compared and n_rounds < FEW_ROUNDS:
+        found.append(f"too few rounds with all rows busy for a speedup, {n_rounds}; a longer --gen_len has more")
+    return found

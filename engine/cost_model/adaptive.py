@@ -21,17 +21,14 @@ WORTH_A_CHANGE = 1.03
 class Adaptive:
     """A `Pacing`: every round takes the drafter and gamma of the largest expected speedup, or is plain if none pays.
 
-    Drafters of one kind, from the largest budget to the smallest; `costs[i]` are those of drafter i. The first one
-    drafts until another promises 3% more, and so on from there. `gammas`: those to choose among beside plain rounds,
-    for each drafter the same.
+    `costs[i]`: of drafter i, from the largest budget to the smallest; gammas: of the rounds to choose among beside
+    plain ones. The first drafter drafts until another promises 3% more, and so on from there.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one with a larger budget, since the best of several small
     counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again once the
     evidence against it has faded, if it would pay then (optimistic initial values: Sutton and Barto, Reinforcement
-    Learning, 2018, section 2.6).
-
-    Choices follow from costs and accepted counts alone, so ranks that were given the same costs choose alike.
+    Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
     """
 
     def __init__(self, drafters: Sequence[Drafter], costs: Sequence[Costs], gammas: Sequence[int]) -> None:

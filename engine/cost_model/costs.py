@@ -1,9 +1,8 @@
 """What a round of speculation costs, and what speedup follows from it (MagicDec, arXiv 2408.11049)."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,23 +18,16 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
     Errors: ConfigError.
     """
     if not 0 <= alpha <= 1 or gamma < 0:
-        raise ConfigError(
-            "rounds of no such acceptance rate or gamma",
-            where="tokens_per_round: alpha, gamma",
-            seen=f"{alpha}, {gamma}",
-            required="0 <= alpha <= 1, gamma >= 0",
-            fix="divide accepted drafts by verified ones; gamma 0 is plain decoding",
-        )
+        what, required = "rounds of no such acceptance rate or gamma", "0 <= alpha <= 1, gamma >= 0"
+        fix = "divide accepted drafts by verified ones; gamma 0 is plain decoding"
+        raise ConfigError(what, "tokens_per_round: alpha, gamma", f"{alpha}, {gamma}", required, fix)
     return float(sum(alpha**position for position in range(gamma + 1)))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one batch at one context, for one way to draft.
-
-    plain_ms: a step of plain decoding. verify_ms: a verification of gamma drafts, at the gammas `at`, ascending.
-    draft_ms: one step of the draft. other_ms: what else a round takes. acceptance: what was seen meanwhile, of real
-    text.
+    """Milliseconds of one batch at one context: a step of plain decoding, verifications of so many drafts as in `at`,
+    ascending, one step of the draft, and what else a round takes. acceptance: what was seen meanwhile, of real text.
     """
 
     plain_ms: float
@@ -78,23 +70,15 @@ class CostGrid:
     other: np.ndarray
 
     @classmethod
-    def of(
-        cls,
-        batches: Sequence[int],
-        contexts: Sequence[int],
-        drafts: Sequence[tuple[str, int]],
-        cells: Sequence[Sequence[Sequence[Costs]]],
-    ) -> CostGrid:
-        """`cells[b][s][d]`: the costs of that batch, context and draft."""
+    def of(cls, drafts: Sequence[tuple[str, int]], cells: Mapping[tuple[int, int], Sequence[Costs]]) -> Self:
+        """`cells[batch, context]`: the costs of each of the drafts there; they differ in the draft step alone."""
+        batches, contexts = (tuple(sorted(set(sizes))) for sizes in zip(*cells, strict=True))
 
-        def table(values) -> np.ndarray:
-            return np.array([[values(cell) for cell in row] for row in cells], dtype=float)
+        def table(values: Callable[[Sequence[Costs]], Any]) -> np.ndarray:
+            return np.array([[values(cells[batch, context]) for context in contexts] for batch in batches])
 
         return cls(
-            batches=tuple(batches),
-            contexts=tuple(contexts),
-            gammas=cells[0][0][0].at,
-            drafts=tuple(drafts),
+            *(batches, contexts, cells[batches[0], contexts[0]][0].at, tuple(drafts)),
             plain=table(lambda cell: cell[0].plain_ms),
             verify=table(lambda cell: cell[0].verify_ms),
             draft=table(lambda cell: [costs.draft_ms for costs in cell]),
@@ -108,26 +92,18 @@ class CostGrid:
         for value, measured, name in ((batch, self.batches, "batch"), (context, self.contexts, "context")):
             if not measured[0] <= value <= measured[-1]:
                 raise _unmeasured(name, value, f"{measured[0]} to {measured[-1]}")
-
-        def between(values: np.ndarray) -> np.ndarray:
-            """`[B, S, ...] -> [...]`."""
-            in_batches = np.apply_along_axis(lambda row: np.interp(context, self.contexts, row), 1, values)
-            return np.apply_along_axis(lambda column: np.interp(batch, self.batches, column), 0, in_batches)
-
-        return Costs(
-            plain_ms=float(between(self.plain)),
-            at=self.gammas,
-            verify_ms=tuple(map(float, between(self.verify))),
-            draft_ms=float(between(self.draft)[self.drafts.index(draft)]),
-            other_ms=float(between(self.other)),
+        weights = np.outer(_weights(batch, self.batches), _weights(context, self.contexts))
+        plain, verify, of_drafts, other = (
+            np.tensordot(weights, ms, axes=2).tolist() for ms in (self.plain, self.verify, self.draft, self.other)
         )
+        return Costs(plain, self.gammas, tuple(verify), of_drafts[self.drafts.index(draft)], other)
+
+
+def _weights(size: int, measured: Sequence[int]) -> list[float]:
+    """Of what was measured at those sizes: how much each counts at another one, on the line between its neighbours."""
+    return [float(np.interp(size, measured, only)) for only in np.eye(len(measured))]
 
 
 def _unmeasured(name: str, value: object, measured: object) -> ConfigError:
-    return ConfigError(
-        f"costs of this {name} were not measured",
-        where=f"CostGrid.at: {name}",
-        seen=value,
-        required=measured,
-        fix=f"measure a grid that has this {name}",
-    )
+    what, fix = f"costs of this {name} were not measured", f"measure a grid that has this {name}"
+    return ConfigError(what, f"CostGrid.at: {name}", value, measured, fix)

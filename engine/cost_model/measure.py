@@ -3,6 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
+
+import numpy as np
 
 from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate
@@ -11,7 +14,6 @@ from engine.decoding import generate
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Interleaved
 from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
 from engine.stats import Stats
 from engine.timing import PhaseTimer
 
@@ -24,18 +26,13 @@ UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 
 
 def interleaved_rounds(
-    runner: ModelRunner,
-    pacing: Interleaved,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams | None = None,
-    verification: str = "auto",
+    runner: ModelRunner, pacing: Interleaved, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **how: Any
 ) -> Iterator[tuple[Stats, PhaseTimer]]:
     """Decode behind the prompts, as often as it takes, until the pacing is done.
 
-    Yields what each decode did, and its phases' times. Errors: ConfigError for fewer prompts than rows, or
-    if nothing is to be decoded behind the first token; UserError if logits are not finite.
+    how: sampling and verification, as of `generate`. Yields what each decode did, and its phases' times.
+    Errors: ConfigError for fewer prompts than rows, or if nothing is to be decoded behind the first token; UserError
+    if logits are not finite.
     """
     if len(prompts) < runner.max_batch or max_new_tokens < 2:
         raise ConfigError(
@@ -47,16 +44,8 @@ def interleaved_rounds(
         )
     while not pacing.done:
         pacing.restart()
-        timer = PhaseTimer(runner.device)
-        output = generate(
-            runner,
-            prompts[: runner.max_batch],
-            max_new_tokens=max_new_tokens,
-            pacing=pacing,
-            sampling=sampling,
-            verification=verification,
-            phase=timer,
-        )
+        timer, filling = PhaseTimer(runner.device), prompts[: runner.max_batch]
+        output = generate(runner, filling, max_new_tokens=max_new_tokens, pacing=pacing, phase=timer, **how)
         output.require_finite("measuring costs")
         yield output.stats, timer
 
@@ -67,21 +56,16 @@ def measure_costs(
     prompts: Sequence[Sequence[int]],
     *,
     gammas: Sequence[int],
-    max_new_tokens: int,
-    sampling: SamplingParams | None = None,
-    verification: str = "auto",
     seconds: float = MEASURING_SECONDS,
+    **how: Any,
 ) -> list[Costs]:
     """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of interleaved rounds.
 
-    Only the first drafter's rounds are measured at every one of the gammas, which ascend; its draft step is that of all
-    of them. What the others' differ in is their draft step, which is measured at the middle gamma. They come in the
-    order of what they cost, the dearest first, as budgets do. `max_new_tokens`, 2 or more, is what the cache has room
-    for. As many prompts as the runner has rows. `seconds`: what all rounds may take, and a draft model's runs of the
-    prompts, unless the fewest take longer; what first compiles or captures should have run before.
-    Errors: as of `interleaved_rounds`.
+    Only the first drafter's rounds are measured at every one of the gammas, which ascend; of the others, which come in
+    the order of what they cost, the dearest first, only the draft step is, at the middle gamma. `seconds`: what all
+    rounds may take, and a draft model's runs of the prompts, unless the fewest take longer; what first compiles or
+    captures should have run before. `how`, errors: as of `interleaved_rounds`.
     """
-    gammas = tuple(gammas)
     middle = gammas[len(gammas) // 2]
     choices = [PLAIN, *(Choice(0, gamma) for gamma in gammas)]
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
@@ -89,29 +73,26 @@ def measure_costs(
     fewest = untimed + FEWEST_TIMED
     pacing = Interleaved(drafters, choices, runner.max_batch, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+    decodes: list[Stats] = []
 
-    def measure(n_rounds: int) -> list[Stats]:
-        """Until every choice had so many rounds; returns what each decode of those that were missing did."""
-        pacing.n_rounds, decodes = n_rounds, []
-        for stats, timer in interleaved_rounds(
-            runner, pacing, prompts, max_new_tokens=max_new_tokens, sampling=sampling, verification=verification
-        ):
+    def measure(n_rounds: int) -> None:
+        """Until every choice had so many rounds."""
+        pacing.n_rounds = n_rounds
+        for stats, timer in interleaved_rounds(runner, pacing, prompts, **how):
             decodes.append(stats)
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
             for round_, resume, draft, verify in zip(stats.rounds, *phases, strict=True):
                 other = round_.seconds - resume - draft - verify
                 if round_.busy == runner.max_batch:
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
-        return decodes
 
-    first = measure(fewest)
-    taken = sum(stats.draft_prefill_seconds + stats.decode_seconds for stats in first)
+    measure(fewest)
+    taken = sum(stats.draft_prefill_seconds + stats.decode_seconds for stats in decodes)
     # A draft model runs the prompts in every decode, so also in one for a single round more.
-    left = seconds - taken - first[-1].draft_prefill_seconds
+    left = seconds - taken - decodes[-1].draft_prefill_seconds
     # The leader's clock decides, so that all ranks run the same rounds.
     n_more = runner.ranks.shared(lambda: int(left / taken * fewest))
     measure(fewest + min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
-
     timed = {choice: times[untimed:] for choice, times in found.items()}
     return costs_of_rounds(timed, gammas, pacing.acceptance)
 
@@ -143,15 +124,13 @@ def costs_of_rounds(
 
 
 def _non_increasing(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The sequence that never grows and is nearest to the values, in weighted squares: neighbours that grow get their
-    weighted mean (pool adjacent violators: Ayer et al. 1955, Annals of Mathematical Statistics 26(4), 641-647).
+    """The sequence that never grows and is nearest to the values, in weighted squares: of the means of all stretches
+    around a place, the least over their beginnings of the largest over their ends (Ayer et al. 1955, Annals of
+    Mathematical Statistics 26(4), 641-647).
     """
-    pools: list[tuple[float, float, int]] = []  # value, weight, how many
-    for value, weight in zip(values, weights, strict=True):
-        n = 1
-        while pools and pools[-1][0] < value:
-            before, weight_before, n_before = pools.pop()
-            value = (before * weight_before + value * weight) / (weight_before + weight)
-            weight, n = weight_before + weight, n_before + n
-        pools.append((value, weight, n))
-    return [value for value, _, n in pools for _ in range(n)]
+
+    def mean(first: int, last: int) -> float:
+        return float(np.average(values[first : last + 1], weights=weights[first : last + 1]))
+
+    n = len(values)
+    return [min(max(mean(first, last) for last in range(at, n)) for first in range(at + 1)) for at in range(n)]
