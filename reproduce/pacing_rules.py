@@ -21,13 +21,13 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 import common.startup
 
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
+from common.tables import Column, console
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import Output
 from engine.cost_model.adaptive import Adaptive
@@ -52,6 +52,7 @@ RULES: dict[str, Callable[[Sequence[Drafter], Sequence[Costs], Sequence[int]], P
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
     "adaptive": Adaptive,
 }
+COLUMNS = (Column("scenario", "share of the oracle", align="<"), *(Column(rule, rule, ".3f") for rule in RULES))
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
     rng = random.Random(seed)
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
-    seen = [_measured(scenario, drafter, rng) for drafter in range(n_drafters)]
-    given = [replace(one, acceptance=rate) for one, rate in zip(costs, seen, strict=True)]
+    given = [replace(one, acceptance=_measured(scenario, index, rng)) for index, one in enumerate(costs)]
     pacing = RULES[rule]([NoDrafter()] * n_drafters, given, GAMMAS)  # type: ignore[list-item]
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
@@ -199,11 +199,8 @@ def main(flags: Flags) -> None:
         shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(flags.seeds)) for rule in RULES}
         rows.append({"scenario": scenario.name, **{rule: round(share, 4) for rule, share in shares.items()}})
     rows.append({"scenario": "mean", **{rule: round(fmean(row[rule] for row in rows), 4) for rule in RULES}})
-    lines = [f"{row['scenario']:<40}" + "".join(f"{row[rule]:>10.3f}" for rule in RULES) for row in rows]
     record = {"benchmark": "pacing_rules", "seeds": flags.seeds, "rows": rows, **provenance()}
-    publish(
-        flags.output.output, record, f"{'share of the oracle':<40}" + "".join(f"{rule:>10}" for rule in RULES), *lines
-    )
+    publish(flags.output.output, record, console(rows, COLUMNS, indent=""))
 
 
 if __name__ == "__main__":
