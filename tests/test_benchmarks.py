@@ -12,15 +12,13 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import ROOT, Ended
+from programs import ROOT, python
 from rank_jobs import copy_edited
 
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
@@ -70,21 +68,13 @@ def check_record(record: dict[str, Any], *, benchmark: str, n_prompts: int, gamm
         assert record["speedup"] == pytest.approx(ratio, rel=1e-3, abs=1e-4)
 
 
-def started(launcher: list[str], name: str, arguments: list[str], cwd: Path) -> Ended:
-    """How a script ended that was a process of its own."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(ROOT / name), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
 def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     """More prompts than slots, phase times, printed rows, a results file that already has a line."""
     results, saved = tmp_path / "results.jsonl", tmp_path / "rows.jsonl"
     results.write_text('{"an": "earlier record"}\n')
     paths = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {results} --save_rows {saved}"
     flags = f"{paths} {SIZES} {DRAFT} --num_prompts 5 --dtype float64 --benchmark --printoutput"
-    run = started([], SELFSPEC, flags.split(), tmp_path)
+    run = python(ROOT / SELFSPEC, *flags.split(), cwd=tmp_path)
     record = run.record
     check_record(record, benchmark="selfspec", n_prompts=5, gamma=GAMMA, nulls={"seed"})
     asked = {"model": checkpoint.name, "draft": "self", "draft_policy": "streaming", "draft_budget": 16, "n_sink": 4}
@@ -140,7 +130,7 @@ def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "only").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "only")
     flags = f"--model only/model.pth --load_format dummy --save_rows rows.jsonl --device cpu {SIZES} {DRAFT}"
-    run = started([], SELFSPEC, [*flags.split(), "--benchmark", "--printoutput"], tmp_path)
+    run = python(ROOT / SELFSPEC, *flags.split(), "--benchmark", "--printoutput", cwd=tmp_path)
     nulls = {"seed", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_REAL_WEIGHTS}
     check_record(run.record, benchmark="selfspec", n_prompts=2, gamma=GAMMA, nulls=nulls)
     assert (run.record["load_format"], run.record["dtype"]) == ("dummy", "float32")
@@ -187,7 +177,7 @@ def test_rejection_is_reported_without_comparing_rows(draft: str, call) -> None:
 def test_baseline_under_torchrun(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
     flags = f"--model {checkpoint} --dataset {books} --output results.jsonl --num_prompts 3 --printoutput {SIZES}"
-    run = started(launcher, BASELINE, flags.split(), tmp_path)
+    run = python(*launcher, ROOT / BASELINE, *flags.split(), cwd=tmp_path)
     record = run.record
     nulls = {"seed", "identical_sequences", *OF_DRAFT, *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_PHASES}
     check_record(record, benchmark="baseline", n_prompts=3, gamma=0, nulls=nulls)

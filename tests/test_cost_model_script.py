@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import COST_MODEL, ROOT
+from programs import COST_MODEL, ROOT, python
 
 from common.pipes import UNREAD_CODE
 
@@ -77,7 +77,5 @@ def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp
 
 def test_the_cost_model_is_run_as_a_module_without_a_warning():
     """It would be imported twice if the package imported it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.cost_model", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "") and "--acceptance_rows" in done.stdout
+    ended = python("-m", "engine.cost_model", "--help")
+    assert (ended.code, ended.err) == (0, "") and "--acceptance_rows" in ended.out
