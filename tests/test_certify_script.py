@@ -92,14 +92,3 @@ def test_a_certificate_that_fails_ends_with_code_1(certified, tmp_path, monkeypa
     assert ended.code == 1 and any(line.endswith("FAILS") for line in ended.lines)
     assert record["holds"] is False and record["flips_outside_near_ties"] > 0
     assert json.loads((tmp_path / "records.jsonl").read_text()) == record
-
-
-def test_what_is_refused_leaves_no_file(certified, tmp_path):
-    """As all bad command lines, which are in tests/snapshots/errors.json; two of its own lengths."""
-    for changes, says in (
-        ({"--prefix_len": 3}, "required: >= 4"),
-        ({"--tokens": 600}, "60 + 200 + 3 + 1 = 264"),
-        ({"--prefix_len": 190, "--tokens": 9}, "3 distinct prompts of 222"),
-    ):
-        assert says in certified(changes).refusal
-        assert list(tmp_path.iterdir()) == []
