@@ -95,24 +95,11 @@ class Scenario:
         paced = self.drafter == PACED
         drafter = None if paced else self._drafter(self.drafter, runner, room, futures)
         pacing = self._random_pacing(world, runner, room, futures) if paced else None
-
-        def ordered(values: list) -> list:
-            return [values[i] for i in order]
-
-        return [
-            generate(
-                runner,
-                ordered(self.prompts),
-                max_new_tokens=ordered(self.limits),
-                drafter=drafter,
-                pacing=pacing,
-                sampling=ordered(self.samplings),
-                verification=self.mode,
-                request_ids=ordered(self.ids),
-                stop_tokens=ordered(self.stops),
-            )
-            for _ in range(repeats)
-        ]
+        own = {"max_new_tokens": self.limits, "sampling": self.samplings, "request_ids": self.ids}
+        own |= {"prompts": self.prompts, "stop_tokens": self.stops}
+        ordered = {name: [values[i] for i in order] for name, values in own.items()}
+        common = {"drafter": drafter, "pacing": pacing, "verification": self.mode}
+        return [generate(runner, **ordered, **common) for _ in range(repeats)]
 
     def _random_pacing(self, world: World, runner: ModelRunner, room: int, futures: list[list[int]]) -> RandomPacing:
         rng = random.Random(room)

@@ -33,12 +33,12 @@ def test_the_page_lists_every_bug_with_its_file():
 
 
 def test_a_kill_a_survivor_and_a_misfit_are_told_apart():
-    killed = mutants.try_mutant(TOP_P)
+    killed = mutants.try_mutant(TOP_P, TOP_P.tests)
     assert killed.killed_by and killed.killed_by.startswith("test_sampling.py::")
     harmless = replace(TOP_P, new=TOP_P.old + " ")
-    assert mutants.try_mutant(harmless).killed_by is None
+    assert mutants.try_mutant(harmless, TOP_P.tests)[:2] == (None, None)
     with pytest.raises(ValueError, match="0 places like"):
-        mutants.try_mutant(replace(TOP_P, old="no such line"))
+        mutants.try_mutant(replace(TOP_P, old="no such line"), TOP_P.tests)
 
 
 def test_a_filter_that_matches_nothing_is_not_a_success(tmp_path):
