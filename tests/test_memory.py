@@ -11,7 +11,8 @@ import pytest
 import torch
 from fake_cuda_linear import cuda_linears
 from live_bytes import LiveBytes
-from recorded_graph import RecordedGraph, RecordedGraphs
+from machine import needs_vnni
+from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
@@ -55,11 +56,14 @@ def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
     model = load_model("none", load_format="dummy", config=config, dtype=dtype, prepack=prepack)
-    tensors = list(model.parameters())
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            tensors += [tensor for tensor in (module.weight, module.bias) if tensor is not None]
-    return sum(tensor.numel() * dtype.itemsize for tensor in tensors)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    tensors = [*model.parameters(), *(tensor for module in packed for tensor in (module.weight, module.bias))]
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor is not None)
+
+
+def check_kv(plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype) -> None:
+    assert 3 * plan.target_kv_per_row == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
+    assert 3 * plan.draft_kv_per_row == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -69,24 +73,20 @@ def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.
     assert config.n_parameters * dtype.itemsize == loaded_bytes(config, dtype, prepack=False)
     packed = loaded_bytes(config, dtype, prepack=True)
     assert plan.weights == packed or (plan.weights > packed and dtype != torch.float32)
-    assert 3 * plan.target_kv_per_row == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.draft_kv_per_row == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
+    check_kv(plan, config, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_8_bit_caches_are_counted_with_their_scales(dtype: torch.dtype) -> None:
-    plan = plan_of(TINY, kv_dtype=dtype, draft=DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype))
-    assert 3 * plan.target_kv_per_row == FullKVCache(TINY, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.draft_kv_per_row == StreamingKVCache(TINY, 3, BUDGET, dtype=dtype).n_bytes
+    draft = DraftFootprint(TINY, torch.float32, (BUDGET,), True, kv_dtype=dtype)
+    check_kv(plan_of(TINY, kv_dtype=dtype, draft=draft), TINY, dtype)
 
 
 def test_sampling_and_filters_take_memory_of_their_own() -> None:
     """By the logit: distributions and noise; sorted values and masses on top where a filter sorts."""
     logits = BLOCK * TINY.vocab_size
-    greedy, sampled, filtered = (
-        plan_of(TINY, sampling=sampling)
-        for sampling in (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
-    )
+    each = (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
+    greedy, sampled, filtered = (plan_of(TINY, sampling=sampling) for sampling in each)
     assert greedy == plan_of(TINY)
     assert sampled.logits_per_row - greedy.logits_per_row >= logits * (4 * 4 + 4 + 8)
     assert filtered.logits_per_row - sampled.logits_per_row >= logits * (4 + 8 + 3 * 8)
@@ -118,9 +118,8 @@ def test_where_no_batch_fits_what_is_in_the_way_is_said() -> None:
 
 def test_the_refusal_is_itemised_and_adds_up() -> None:
     gib = 2**30
-    plan = MemoryPlan(
-        weights=6 * gib, target_kv_per_row=2 * gib, draft_kv_per_row=gib, activations=gib, logits_per_row=gib // 2
-    )
+    per_row = {"target_kv_per_row": 2 * gib, "draft_kv_per_row": gib, "logits_per_row": gib // 2}
+    plan = MemoryPlan(weights=6 * gib, activations=gib, **per_row)
     with pytest.raises(OutOfMemoryError) as refusal:
         require_memory(plan, 4, 12 * gib, "cuda:1")
     message = str(refusal.value)
@@ -132,14 +131,11 @@ def test_the_refusal_is_itemised_and_adds_up() -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
-    if scheme == "int8" and not torch.cpu._is_vnni_supported():
-        pytest.skip("no VNNI")
-    config = replace(
-        TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024, tie_embeddings=tied
-    )
+    wide = {"dim": 512, "n_head": 8, "n_kv_head": 2, "head_dim": 64, "ffn_dim": 768, "vocab_size": 1024}
+    config = replace(TINY, **wide, tie_embeddings=tied)
     planned = plan_of(config, quantize=scheme, draft=None).weights
     model = load_model("none", load_format="dummy", config=config, quantize=scheme)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
@@ -166,9 +162,9 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
+    each = ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
     read, all_rows, one_row, longer = (
-        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, block=block)
-        for dequantizes, block in ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
+        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, block=block) for dequantizes, block in each
     )
     assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token: False) == read
     assert read.dequantized_per_row == one_row.dequantized_per_row == 0
@@ -258,16 +254,14 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     """Two budgets and three gammas, plain rounds among them and as the baseline: all but those of one longest round."""
     kept: list[Any] = []
 
-    class Keeping(RecordedGraph):
+    class Keeping(RecordedGraphs):
         def capture(self, part: Any) -> Any:
-            kept.append(super().capture(part))
-            return kept[-1]
-
-    class KeepingGraphs(RecordedGraphs):
-        Graph = Keeping
+            replay, outputs = super().capture(part)
+            kept.append(outputs)
+            return replay, outputs
 
     model = tiny_model(dtype=torch.float32)
-    runner = ModelRunner(model, full_cache(model, 2), new_graphs=KeepingGraphs)
+    runner = ModelRunner(model, full_cache(model, 2), new_graphs=Keeping)
     budgets = (16, 12)
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]

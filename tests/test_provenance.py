@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,17 +122,6 @@ def test_appending_looks_at_the_ends_of_a_file_alone(tmp_path):
     assert path.stat().st_size == 50_000_000 + len(b'\n{"a": 1}\n')
 
 
-class Output(io.StringIO):
-    """A stdout that fails when it is written out."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__()
-        self.error = error
-
-    def flush(self) -> None:
-        raise self.error
-
-
 def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
     with pytest.raises(ConfigError, match=r"(?s)could not be appended.*/dev/full.*No space left"):
         publish("/dev/full", {"a": "\ud800"}, "a table")
@@ -143,8 +133,9 @@ def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
     "error,raised", [(BrokenPipeError("left"), BrokenPipeError), (OSError(28, "No space left"), ConfigError)]
 )
 def test_a_record_that_cannot_be_printed_is_appended(tmp_path, monkeypatch, error, raised):
-    path = tmp_path / "results.jsonl"
-    monkeypatch.setattr(sys, "stdout", Output(error))
+    path, stdout = tmp_path / "results.jsonl", io.StringIO()
+    monkeypatch.setattr(stdout, "flush", Mock(side_effect=error))
+    monkeypatch.setattr(sys, "stdout", stdout)
     with pytest.raises(raised):
         publish(str(path), {"a": 1}, "a table")
     assert records(path) == [{"a": 1}]
