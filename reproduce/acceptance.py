@@ -26,17 +26,20 @@ from common import cli
 from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import publish
 from common.say import say
+from common.tables import console
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
-from reproduce.paper.columns import TEXTS
+from reproduce.paper.columns import TEXTS, of
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
 # Settings that are each row's own.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature"}
 ROW_SETTINGS |= {one.name for kind in policies().values() for one in fields(kind)}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
+COLUMNS = of("draft_policy", "budget or all", "text", "acceptance_rate", "judged", "mean_accepted_length")
+COLUMNS += of("distinct_4gram_fraction")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def main(flags: Flags) -> None:
     for draft, text in itertools.product(drafts, flags.texts):
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(record.rounded(_row(own, text)))
-        say(_line(rows[-1]))
+    say(console(rows, COLUMNS))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))
 
@@ -135,14 +138,6 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
         "mean_accepted_length": counts.mean_accepted_length,
         "distinct_4gram_fraction": record.distinct_4gram_fraction(written),
     }
-
-
-def _line(row: dict[str, Any]) -> str:
-    draft = row["draft_policy"] if row["draft_budget"] is None else f"{row['draft_policy']} {row['draft_budget']}"
-    return (
-        f"{row['text']:<8}{draft}: acceptance {row['acceptance_rate']:.3f} of {row['judged']}, "
-        f"{row['mean_accepted_length']:.2f} tokens a round, distinct 4-grams {row['distinct_4gram_fraction']:.2f}"
-    )
 
 
 if __name__ == "__main__":
