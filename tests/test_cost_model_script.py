@@ -66,9 +66,8 @@ def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp
     read_end, write_end = os.pipe()
     os.close(read_end)
     sizes = "--batches 1 --contexts 40 --policies streaming --budgets 16 --gammas 1 --alpha 0.8 --device cpu"
-    files = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books)]
-    files += ["--output", str(tmp_path / "costs.jsonl")]
-    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files]
+    files = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {tmp_path / 'costs.jsonl'}"
+    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files.split()]
     with open(write_end, "wb") as nobody:
         done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True)
     assert done.returncode == UNREAD_CODE, done.stderr

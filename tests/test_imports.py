@@ -20,9 +20,8 @@ def beside_decoys(tmp_path_factory) -> dict[str, str]:
     """The environment of a site-packages with unrelated packages of the same names."""
     folder = tmp_path_factory.mktemp("site-packages")
     for name in LIBRARY:
-        package = folder / name
-        package.mkdir()
-        (package / "__init__.py").write_text(f"raise SystemExit('the decoy {name} was imported')\n")
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise SystemExit('the decoy {name} was imported')\n")
     return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": ""}
 
 
