@@ -15,14 +15,6 @@ PLAIN, AT, VERIFY, DRAFT, OTHER = 100.0, (1, 3, 5), (110.0, 130.0, 170.0), 20.0,
 DRAFTS = [("streaming", 64), ("snapkv", 512)]
 
 
-ALIKE = Costs(100, (1,), (110,), 5, 1)
-
-
-def grid_of(*each: Costs) -> CostGrid:
-    """One batch and one context, at which each of `DRAFTS` costs that."""
-    return CostGrid.of((1,), (100,), DRAFTS[: len(each)], [[list(each)]])
-
-
 def given(alphas, judged=None):
     """The acceptance of each of `DRAFTS`, by context."""
     return {
@@ -90,7 +82,7 @@ def test_the_grid_is_interpolated_in_batch_and_context():
 
 def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
     cheap, dear = Costs(100, (1, 3), (110, 130), 5, 1), Costs(100, (1, 3), (110, 130), 40, 1)
-    grid = grid_of(cheap, dear)
+    grid = CostGrid.of((1,), (100,), DRAFTS, [[[cheap, dear]]])
     for alphas in ((0.5, 0.99), (0.9, 0.91), (0.1, 0.95)):
         by_hand = {
             (*draft, gamma): tokens_per_round(alpha, gamma) * 100 / costs.round_ms(gamma)
@@ -121,9 +113,12 @@ def test_each_context_is_predicted_from_its_own_acceptance():
 
 def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
     """At gamma 1 a speedup is (1 + alpha) * 100 / 116, and moves by the standard error * 100 / 116."""
+    costs = Costs(100, (1,), (110,), 5, 1)
+    grid = CostGrid.of((1,), (100,), DRAFTS, [[[costs, costs]]])
 
     def found(judged, alphas):
-        best = cost_tables.best_of(grid_of(ALIKE, ALIKE), 1, 100, given({100: alphas}, judged), [1])
+        acceptances = given({100: alphas}, judged)
+        best = cost_tables.best_of(grid, 1, 100, acceptances, [1])
         return best["within_noise_of"], cost_tables.best_table([{"B": 1, "prefix_len": 100, **best}])
 
     near, table = found(100, (0.80, 0.78))
@@ -140,15 +135,17 @@ def test_choices_that_acceptance_does_not_tell_apart_are_said_to_be_so():
 
 
 def test_a_draft_that_was_never_rejected_may_be_no_better_than_another():
+    costs = Costs(100, (1,), (110,), 5, 1)
+    grid = CostGrid.of((1,), (100,), DRAFTS, [[[costs, costs]]])
     acceptances = given({100: (1.0, 0.8)}, judged=5)
-    best = cost_tables.best_of(grid_of(ALIKE, ALIKE), 1, 100, acceptances, [1])
-    assert best["within_noise_of"]["draft_policy"] == "snapkv"
+    near = cost_tables.best_of(grid, 1, 100, acceptances, [1])["within_noise_of"]
+    assert near["draft_policy"] == "snapkv"
     printed = cost_tables.acceptance_table(DRAFTS, acceptances).splitlines()[-2].split()
     assert printed == ["streaming", "64", "100", "1.000", "±", "0.132", "5"]
 
 
 def test_plain_decoding_may_be_as_good_and_a_draft_as_good_as_plain_decoding():
-    grid = grid_of(Costs(100, (1,), (149,), 10, 1))
+    grid = CostGrid.of((1,), (100,), DRAFTS[:1], [[[Costs(100, (1,), (149,), 10, 1)]]])
     for alpha, says in (
         (0.62, "streaming 64, gamma 1: 1.01 (within noise of plain decoding)"),
         (0.58, "none: plain decoding is faster (within noise of streaming 64, gamma 1)"),
@@ -171,9 +168,9 @@ def test_the_gammas_of_one_draft_share_its_noise():
 
 
 def test_rates_are_recorded_and_printed_with_the_drafts_behind_them():
-    rates = {100: ((0.8, 400), (0.5, 100)), 200: ((0.9, 100), (2 / 3, 90))}
     acceptances = {
-        n: dict(zip(DRAFTS, (AcceptanceRate(*one) for one in each), strict=True)) for n, each in rates.items()
+        100: {DRAFTS[0]: AcceptanceRate(0.8, 400), DRAFTS[1]: AcceptanceRate(0.5, 100)},
+        200: {DRAFTS[0]: AcceptanceRate(0.9, 100), DRAFTS[1]: AcceptanceRate(2 / 3, 90)},
     }
     record = cost_report.acceptance_record(DRAFTS, acceptances)
     assert record == {
