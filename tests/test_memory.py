@@ -18,16 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
+from engine.bench import memory
 from engine.bench.config import RunConfig, Target
-from engine.bench.memory import (
-    CUDA_BYTES,
-    NCCL_BYTES,
-    DraftFootprint,
-    MemoryPlan,
-    available_bytes,
-    plan_memory,
-    require_memory,
-)
+from engine.bench.memory import DraftFootprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
 from engine.bench.room import captured_rows
 from engine.drafters import SelfConfig
@@ -49,9 +42,9 @@ CONFIGS = {
 
 
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
-    sizes = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8} | changes
-    draft = DraftFootprint(config, dtype, (sizes.pop("draft_capacity", BUDGET),), shares_weights=True)
-    return plan_memory(config, dtype=dtype, **{"draft": draft, "device": "cpu"} | sizes)
+    draft = DraftFootprint(config, dtype, (BUDGET,), shares_weights=True)
+    usual = {"capacity": CAPACITY, "block": BLOCK, "prefill_chunk": 8, "draft": draft, "device": "cpu"}
+    return plan_memory(config, dtype=dtype, **usual | changes)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
@@ -105,11 +98,9 @@ def test_largest_batch_is_exact(batch: int) -> None:
 
 def test_where_no_batch_fits_what_is_in_the_way_is_said() -> None:
     plan, alone = plan_of(TINY), plan_of(TINY, draft=None)
-    for of, free, fix in (
-        (plan, 0, "narrower --dtype"),
-        (plan, plan.total(1) - 1, "shorter --prefix_len, or a smaller draft budget"),
-        (alone, alone.total(0), "use a shorter --prefix_len"),
-    ):
+    shorter = "shorter --prefix_len, or a smaller draft budget"
+    cases = (plan, 0, "narrower --dtype"), (plan, plan.total(1) - 1, shorter)
+    for of, free, fix in (*cases, (alone, alone.total(0), "use a shorter --prefix_len")):
         assert of.largest_batch(free) == 0
         with pytest.raises(OutOfMemoryError, match=rf"{fix}[^\n]*$") as refusal:
             require_memory(of, 1, free, "cpu")
@@ -204,8 +195,8 @@ def test_on_a_gpu_libraries_and_every_communicator_take_memory_of_their_own() ->
     on_cpu, alone, two = (
         plan_of(TINY, device=device, n_communicator=n) for device, n in (("cpu", 2), ("cuda:0", 0), ("cuda:0", 2))
     )
-    assert on_cpu.libraries == 0 and alone.libraries == CUDA_BYTES
-    assert two.total(3) - alone.total(3) == 2 * NCCL_BYTES
+    assert on_cpu.libraries == 0 and alone.libraries == memory.CUDA_BYTES
+    assert two.total(3) - alone.total(3) == 2 * memory.NCCL_BYTES
     with pytest.raises(OutOfMemoryError, match=r"CUDA and NCCL 3\.98 GiB"):
         require_memory(two, 1, 0, "cuda:0")
 
