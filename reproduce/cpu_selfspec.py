@@ -45,6 +45,8 @@ MEDIANS = (
     *("acceptance_rate", "mean_accepted_length", "identical_sequences"),
 )
 Drafts: Any = draft_flags()
+DraftDtypes = tuple[Literal["same"] | Dtype, ...]
+DraftWeights = tuple[Literal["same"] | Scheme, ...]
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,13 @@ class Flags:
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
     draft: Drafts = field(default_factory=Drafts)
-    gammas: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: --gamma)")] = ()
+    gammas: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --gamma)")] = None
     """draft lengths to compare"""
-    budgets: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: --draft_budget)")] = ()
+    budgets: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --draft_budget)")] = None
     """budgets to compare"""
-    draft_dtypes: Annotated[
-        tuple[Literal["same"] | Dtype, ...], arg(help_behavior_hint="(default: --draft_dtype)")
-    ] = ()
+    draft_dtypes: Annotated[DraftDtypes | None, arg(help_behavior_hint="(default: --draft_dtype)")] = None
     """draft dtypes to compare"""
-    weights: Annotated[tuple[Literal["same"] | Scheme, ...], arg(help_behavior_hint="(default: --draft_weights)")] = ()
+    weights: Annotated[DraftWeights | None, arg(help_behavior_hint="(default: --draft_weights)")] = None
     """draft weights to compare"""
     eager: bool = False
     """also with PyTorch's own pointwise functions"""
@@ -89,7 +89,7 @@ class Flags:
 
     def check(self) -> None:
         require_at_least("pairs", self.pairs, 1)
-        require_at_least("gammas", min(self.gammas, default=0), 0)
+        require_at_least("gammas", min(self.gammas or [0]), 0)
         given = self.draft.given()
         if "auto" in (given.get("gamma"), given.get("draft_budget")):
             where, fix = f"{flag('gamma')}, {flag('draft_budget')}", "compare auto with them by reproduce/gamma_cell.py"
@@ -146,10 +146,13 @@ def main(flags: Flags) -> None:
     functions = [(pointwise_beside(session.runner.model.backend), in_passes, False)]
     functions += [(compiled(), compiled_source(), True)] if flags.target.compile else []
     functions += [(EAGER, in_passes, False)] if flags.eager else []
-    kinds = [(*how, [session.variant(draft=draft, compile=how[-1]) for draft in drafts]) for how in functions]
+    kinds = [
+        (pointwise, source, [session.variant(draft=draft, compile=is_compiled) for draft in drafts])
+        for pointwise, source, is_compiled in functions
+    ]
     prefill_seconds = passes.prefill(session)
     records: dict[tuple[int, int], list[dict]] = {}
-    for pair, (kind, (pointwise, source, _, cells)) in itertools.product(range(flags.pairs), enumerate(kinds)):
+    for pair, (kind, (pointwise, source, cells)) in itertools.product(range(flags.pairs), enumerate(kinds)):
         session.runner.noise_source = source
         for model in (session.runner.model, *session.models.values()):
             use_pointwise(model, pointwise)
@@ -164,9 +167,9 @@ def main(flags: Flags) -> None:
             speculative = passes.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
             # On a CPU a phase needs no synchronisation, so timing it costs nothing.
             made = passes.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
-            made_record = record.make_record("cpu_selfspec", cell, made)
-            records.setdefault((index, kind), []).append(made_record)
-            append_or_put_off(output, made_record, session.put_off)
+            measured = record.make_record("cpu_selfspec", cell, made)
+            records.setdefault((index, kind), []).append(measured)
+            append_or_put_off(output, measured, session.put_off)
     *others, last = [record.rounded(summarise(records[cell])) for cell in sorted(records)]
     for summary in others:
         append_or_put_off(output, summary, session.put_off)

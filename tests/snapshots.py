@@ -82,7 +82,7 @@ def _flags_in(kind: type, own: object = None) -> Iterator[tuple[str, dict[str, A
         name = next((how.name for how in said if getattr(how, "name", None)), one.name)
         aliases = [alias for how in said for alias in getattr(how, "aliases", None) or ()]
         defaults = [how.help_behavior_hint for how in said if getattr(how, "help_behavior_hint", None)]
-        if default in (None, ()) and defaults:  # what stands for it is only said
+        if default is None and defaults:  # what stands for it is only said
             default = defaults[0].removeprefix("(default: ").removesuffix(")")
         names = sorted([name if positional else f"--{name}", *aliases])
         kinds = [hint, *get_args(hint)]
