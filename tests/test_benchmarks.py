@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from programs import ROOT, python
+from rank_jobs import copy_edited
 
 from models.attention import AttentionSpec, Selection, TorchAttention, select_backend
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
@@ -264,6 +265,15 @@ def test_entries_that_attention_cannot_read_take_memory(
     script, given = (LONGSPEC, f"{flags} {checkpoint}") if flags.endswith("--target") else (SELFSPEC, flags)
     message = call(script, f"{SIZES} --B 5000 --attention torch --dtype bfloat16 {policy} {given}").refusal
     assert "weights" in message and ("dequantised KV" in message) == of_all_rows
+
+
+def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(call, checkpoint: Path, tmp_path: Path) -> None:
+    def renumbered(content: dict[str, Any]) -> dict[str, Any]:
+        content["model"]["vocab"]["1"] = len(content["model"]["vocab"])
+        return content
+
+    copy_edited(checkpoint, tmp_path / "larger", "tokenizer.json", renumbered)
+    assert "not this model's" in call(BASELINE, f"{SIZES} --model {tmp_path / 'larger'}").refusal
 
 
 def test_the_default_model_is_asked_for_by_name(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
