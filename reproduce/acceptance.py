@@ -26,20 +26,20 @@ from common import cli
 from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import publish
 from common.say import say
+from common.tables import console
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
+from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
-from reproduce.paper.columns import TEXTS
+from reproduce.paper.columns import TEXTS, of
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
 # Settings that are each row's own.
-# Those of all policies, in the order of records.
-OF_POLICY = ("n_sink", "snapkv_window", "draft_positions")
-OF_POLICY += tuple(
-    sorted({one.name for kind in policies().values() for one in fields(kind)} - {"draft_budget", *OF_POLICY})
-)
-ROW_SETTINGS = ("draft_policy", "draft_budget", *OF_POLICY, "verification", "temperature")
+ROW_SETTINGS = {"draft_policy", "verification", "temperature"}
+ROW_SETTINGS |= {one.name for kind in policies().values() for one in fields(kind)}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
+COLUMNS = of("draft_policy", "budget or all", "text", "acceptance_rate", "judged", "mean_accepted_length")
+COLUMNS += of("distinct_4gram_fraction")
 
 
 @dataclass(frozen=True)
@@ -71,33 +71,26 @@ class Flags:
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
         if self.target.load_format == "dummy":
-            raise ConfigError(
-                "random weights have no acceptance",
-                where=flag("load_format"),
-                seen="dummy",
-                required="a trained model",
-                fix=f"leave out {flag('load_format')}",
-            )
+            fix = f"leave out {flag('load_format')}"
+            what = "random weights have no acceptance"
+            raise ConfigError(what, flag("load_format"), "dummy", "a trained model", fix)
         unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
         if unlike and "sampled" not in self.texts:
             what, seen = "only sampled text is sampled", f"{flag('texts')} {' '.join(self.texts)}"
             raise without_effect(unlike, what, seen=seen, required="sampled among the texts")
         if self.sampling.temperature == 0 and "sampled" in self.texts:
-            raise ConfigError(
-                "sampled text needs a temperature",
-                where=f"{flag('temperature')} with {flag('texts')} sampled",
-                seen=0.0,
-                required="> 0",
-                fix=f"leave out {flag('temperature')}",
-            )
+            where, fix = f"{flag('temperature')} with {flag('texts')} sampled", f"leave out {flag('temperature')}"
+            raise ConfigError("sampled text needs a temperature", where, 0.0, "> 0", fix)
 
-    def drafts(self) -> list[dict[str, Any]]:
-        """What each of the drafts is chosen to be."""
-        own_model = {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
-        pairs = itertools.product([policy for policy in self.policies if policy != "full"], self.budgets)
+    def drafts(self) -> list[DrafterConfig]:
+        common = {"gamma": self.gamma}
+        if self.draft_model is not None:
+            common = {"draft": "standalone", "draft_model": self.draft_model, **common}
+        budgeted = [policy for policy in self.policies if policy != "full"]
+        pairs = itertools.product(budgeted, self.budgets)
         chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
         chosen += [{"draft_policy": "full"}] if "full" in self.policies else []
-        return [{**own_model, "gamma": self.gamma, **one} for one in chosen]
+        return self.draft.variants(*(common | one for one in chosen))
 
 
 def main(flags: Flags) -> None:
@@ -106,17 +99,17 @@ def main(flags: Flags) -> None:
     from engine.bench.resolved import largest_draft
 
     flags.check()
-    variants = flags.draft.variants(*flags.drafts())
+    drafts = flags.drafts()
     # All are checked before anything is loaded, and there is room for the one that needs most.
-    most = largest_draft(variants, flags.target, flags.sizes)
+    most = largest_draft(drafts, flags.target, flags.sizes)
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output, draft=most)
     session = engine.Session.of_plan(resolve(config), n_continued=flags.sizes.gen_len)
     prefill_seconds = passes.prefill(session)
     rows = []
-    for variant, text in itertools.product(variants, flags.texts):
-        own = session.variant(draft=variant, sampling=flags.sampling if text == "sampled" else GREEDY)
-        rows.append(_row(own, text))
-        say(_line(rows[-1]))
+    for draft, text in itertools.product(drafts, flags.texts):
+        own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
+        rows.append(record.rounded(_row(own, text)))
+    say(console(rows, COLUMNS))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))
 
@@ -134,29 +127,17 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
         output = passes.decode(session, text, drafter)
         counts, written = output.stats.counts, output.tokens
     session.runner.drop_graphs()
-    settings = record.settings_record(session)
-    row = {
+    own = {name: value for name, value in record.settings_record(session).items() if name in ROW_SETTINGS}
+    return {
         "text": text,
-        "temperature": session.sampling.params.temperature,
-        "verification": session.sampling.mode,
-        "draft_policy": settings["draft_policy"],
-        "draft_budget": settings["draft_budget"] if settings["draft_policy"] != "full" else None,
-        **{name: settings[name] for name in OF_POLICY},
+        **own,
+        "draft_budget": None if own["draft_policy"] == "full" else own["draft_budget"],
         "acceptance_rate": counts.acceptance_rate,
         "judged": counts.verified,
         "acceptance_per_position": counts.acceptance_per_position,
         "mean_accepted_length": counts.mean_accepted_length,
         "distinct_4gram_fraction": record.distinct_4gram_fraction(written),
     }
-    return record.rounded(row)
-
-
-def _line(row: dict[str, Any]) -> str:
-    budget = "" if row["draft_budget"] is None else f" {row['draft_budget']}"
-    return (
-        f"{row['text']:<8}{row['draft_policy']}{budget}: acceptance {row['acceptance_rate']:.3f} of {row['judged']}, "
-        f"{row['mean_accepted_length']:.2f} tokens a round, distinct 4-grams {row['distinct_4gram_fraction']:.2f}"
-    )
 
 
 if __name__ == "__main__":

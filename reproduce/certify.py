@@ -24,7 +24,7 @@ import math
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,13 +38,8 @@ from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.say import say
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
-from engine.bench.draft_flags import ALIASES, draft_flags
-from kv_cache.policy import BudgetedPolicy, policies
+from engine.bench.draft_flags import ALIASES, BudgetedName, draft_flags
 
-if TYPE_CHECKING:
-    from engine.evaluation.certificate import Calibration, Certificate
-
-BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
 Draft: Any = draft_flags(["self"], without=["gamma", "draft_policy", "draft_budget", "draft_positions"])
 
 
@@ -82,8 +77,7 @@ class Flags:
     @property
     def n_forced(self) -> int:
         """Forced tokens per row: whole blocks."""
-        block = self.gamma + 1
-        return block * math.ceil(self.calibration_positions / block)
+        return math.ceil(self.calibration_positions / (self.gamma + 1)) * (self.gamma + 1)
 
     def config(self) -> RunConfig:
         """The run, with room for what is forced. Errors: ConfigError for the certificate's own flags."""
@@ -91,37 +85,41 @@ class Flags:
             require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
         if self.target.load_format == "dummy":
-            raise ConfigError(
-                "random weights certify nothing",
-                where=flag("load_format"),
-                seen="dummy",
-                required="a trained model",
-                fix=f"leave out {flag('load_format')}",
-            )
-        mode: Literal["greedy", "coupled"] = "coupled" if self.temperature else "greedy"
+            fix = f"leave out {flag('load_format')}"
+            raise ConfigError("random weights certify nothing", flag("load_format"), "dummy", "a trained model", fix)
         chosen = {name: getattr(self, name) for name in ("gamma", "draft_policy", "draft_budget")}
         return RunConfig(
             target=self.target,
             text=self.text,
             sizes=Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced)),
-            sampling=Sampling(self.temperature, seed=self.seed, verification=mode),
+            sampling=Sampling(
+                self.temperature, seed=self.seed, verification="coupled" if self.temperature else "greedy"
+            ),
             output=self.output,
             draft=self.draft.config(**chosen),
         )
 
 
-def make_record(
-    session: engine.Session,
-    output: engine.GenerateOutput,
-    calibration: Calibration,
-    result: Certificate,
-    strict: Certificate | None,
-) -> dict[str, Any]:
-    from engine.bench.record import distinct_4gram_fraction, record_of
+def certified(session: engine.Session, following: list[list[int]]) -> dict[str, Any]:
+    """The record of the three steps. following: how the data set goes on behind each prompt."""
+    import torch
 
-    counts = output.stats.counts
+    from engine.bench.passes import decode
+    from engine.bench.record import distinct_4gram_fraction, record_of
+    from engine.evaluation.certificate import calibrate, certify, replay
+
+    runner, params, prompts = session.runner, session.sampling.params, session.prompts
+    say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
+    forced = torch.tensor(following, device=runner.device)
+    calibration = calibrate(runner.model, runner.cache, prompts, forced, session.draft.gamma + 1)
+    output = decode(session, "speculation", session.drafter())
+    say("comparing with plain decoding, one token at a time")
+    seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)
+    result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
+    # Noise makes rivals of tokens whose logits calibration saw far apart.
+    strict = certify(seen, calibration.gap_change / 2) if params.greedy else None
     measured = {
-        "shortest_prompt": min(map(len, session.prompts)),
+        "shortest_prompt": min(map(len, prompts)),
         "eps": calibration.eps,
         "eps_median": calibration.median,
         "gap_change": calibration.gap_change,
@@ -132,8 +130,8 @@ def make_record(
         "holds": result.holds and calibration.trusted,
         "strict_near_tie_fraction": strict.near_tie_fraction if strict else None,
         "strict_flips_outside_near_ties": strict.flips_outside_near_ties if strict else None,
-        "acceptance_rate": counts.acceptance_rate,
-        "mean_accepted_length": counts.mean_accepted_length,
+        "acceptance_rate": output.stats.counts.acceptance_rate,
+        "mean_accepted_length": output.stats.counts.mean_accepted_length,
         "distinct_4gram_fraction": distinct_4gram_fraction(output.tokens),
     }
     record = record_of("certify", session, measured)
@@ -147,58 +145,37 @@ def table(record: dict[str, Any]) -> str:
     fails = "FAILS" if record["calibration_trusted"] else "FAILS: calibration flips"
     calibrated = f"{record['calibration_positions']} ({record['calibration_flips']})"
     strict = "-" if share is None else f"{100 * share:.1f}%, {record['strict_flips_outside_near_ties']}"
-    rows = (
-        ("eps (median of positions)", f"{record['eps']:.3g} ({record['eps_median']:.3g})"),
-        ("calibration positions (flips among them)", calibrated),
-        ("tokens (rows)", f"{record['tokens']} ({record['rows']})"),
-        (f"near-ties: gap <= 2 eps{unit}", f"{record['near_ties']} ({100 * record['near_tie_fraction']:.1f}%)"),
-        ("flips", record["flips"]),
-        ("largest gap at a flip", "-" if gap is None else f"{gap:.3g}"),
-        ("a stricter bound: largest gap change", f"{record['gap_change']:.3g}"),
-        ("near-ties, flips outside by that bound", strict),
-        ("rows without a flip", f"{record['rows_without_flip']} of {record['rows']}"),
-        ("acceptance rate", f"{record['acceptance_rate'] or 0:.3f}"),
-        ("flips outside near-ties", record["flips_outside_near_ties"]),
-        ("certificate", "holds" if record["holds"] else fails),
-    )
+    rows = {
+        "eps (median of positions)": f"{record['eps']:.3g} ({record['eps_median']:.3g})",
+        "calibration positions (flips among them)": calibrated,
+        "tokens (rows)": f"{record['tokens']} ({record['rows']})",
+        f"near-ties: gap <= 2 eps{unit}": f"{record['near_ties']} ({100 * record['near_tie_fraction']:.1f}%)",
+        "flips": record["flips"],
+        "largest gap at a flip": "-" if gap is None else f"{gap:.3g}",
+        "a stricter bound: largest gap change": f"{record['gap_change']:.3g}",
+        "near-ties, flips outside by that bound": strict,
+        "rows without a flip": f"{record['rows_without_flip']} of {record['rows']}",
+        "acceptance rate": f"{record['acceptance_rate'] or 0:.3f}",
+        "flips outside near-ties": record["flips_outside_near_ties"],
+        "certificate": "holds" if record["holds"] else fails,
+    }
     weights = f"{record['quantize']} weights, " if record["quantize"] else ""
     headline = (
         f"{record['model']}, {record['device']}, {record['dtype']}, {weights}KV in {record['kv_dtype']}, "
         f"{record['attention']} attention, {record['verification']}"
     )
-    return "\n".join([f"\n  {headline}\n", *(f"  {name:<44}{value:>20}" for name, value in rows), ""])
+    return "\n".join([f"\n  {headline}\n", *(f"  {name:<44}{value:>20}" for name, value in rows.items()), ""])
 
 
 def main(flags: Flags) -> None:
-    import torch
+    from engine.bench.plan import resolve
 
-    from engine.bench.data import make_prompts
-    from engine.bench.passes import decode
-    from engine.evaluation.certificate import calibrate, certify, replay
-
-    session = engine.Session.open(flags.config())
-    assert session.tokenizer is not None
-    length = flags.prefix_len + flags.n_forced
-    texts = make_prompts(session.books(), session.tokenizer, n_prompts=flags.B, prefix_len=length)
+    session = engine.Session.of_plan(resolve(flags.config()), n_continued=flags.n_forced)
+    texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
     shorter = max(1, flags.prefix_len // (4 * flags.B))
-    lengths = [flags.prefix_len - row * shorter for row in range(flags.B)]
-    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
-    following = [text[length : length + flags.n_forced] for text, length in zip(texts, lengths, strict=True)]
-    session = session.variant(gen_len=flags.gen_len, prompts=prompts)
-    runner, params = session.runner, session.sampling.params
-
-    say(f"calibrating eps: {flags.n_forced} forced tokens in each of {flags.B} rows")
-    forced = torch.tensor(following, device=runner.device)
-    calibration = calibrate(runner.model, runner.cache, prompts, forced, flags.gamma + 1)
-    output = decode(session, "speculation", session.drafter())
-    say("comparing with plain decoding, one token at a time")
-    emitted = torch.tensor(output.tokens, device=runner.device)
-    seen = replay(runner.model, runner.cache, prompts, emitted, params)
-    result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
-    # Noise makes rivals of tokens whose logits calibration saw far apart.
-    strict = certify(seen, calibration.gap_change / 2) if params.greedy else None
-
-    record = make_record(session, output, calibration, result, strict)
+    cut = [(text, flags.prefix_len - row * shorter) for row, text in enumerate(texts)]
+    session = session.variant(gen_len=flags.gen_len, prompts=[text[:length] for text, length in cut])
+    record = certified(session, [text[length : length + flags.n_forced] for text, length in cut])
     publish(flags.output.output, record, table(record))
     if not record["holds"]:
         sys.exit(1)

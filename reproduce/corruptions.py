@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests: the modules that damage checkpoints
@@ -67,8 +67,7 @@ class Flags:
     """for the record"""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One kind of damage to one file of a folder that `make_folders` made; `number` tells repeats apart."""
 
     folder: str
@@ -131,11 +130,9 @@ def outcome(case: Case, made: Path, wanted: list[Any], seed: int) -> str:
     """`refused`, `harmless`, `wrong`, or `crashed` with the exception."""
     from checkpoint_damage import damage
 
-    rng = random.Random(f"{seed} {case}")
     with quietly() as scratch:
-        folder = scratch / case.folder
-        shutil.copytree(made / "model" / case.folder, folder)
-        other = made / "other" / case.folder / case.file
+        folder = shutil.copytree(made / "model" / case.folder, scratch / case.folder)
+        other, rng = made / "other" / case.folder / case.file, random.Random(f"{seed} {case}")
         damage(folder / case.file, case.kind, other, case.number, case.manifest, rng)
         if not case.manifest:
             (folder / MANIFEST).unlink()
@@ -156,10 +153,8 @@ def run(cases: Sequence[Case], seed: int) -> list[tuple[Case, str]]:
     with quietly() as made:
         make_folders(made / "model", HF_CONFIG)
         make_folders(made / "other", OTHER)
-        wanted = {}
-        for name in {case.folder for case in cases}:
-            shutil.copytree(made / "model" / name, made / "whole" / name)
-            wanted[name] = use(made / "whole" / name)
+        names = {case.folder for case in cases}
+        wanted = {name: use(shutil.copytree(made / "model" / name, made / "whole" / name)) for name in names}
         return [(case, outcome(case, made, wanted[case.folder], seed)) for case in cases]
 
 

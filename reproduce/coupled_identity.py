@@ -10,10 +10,9 @@ differ at near-ties: reproduce/certify.py tells those from errors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,21 +22,23 @@ from tyro.conf import arg
 
 import engine
 from common import cli
-from common.errors import ConfigError, UserError, flag, require_at_least
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_or_put_off, publish
-from common.provenance import provenance
-from common.say import dtype_name, say
+from common.say import say
+from common.tables import Column, markdown
 from engine.bench.config import Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from engine.drafters.config import DrafterConfig
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.saved_text import OracleConfig
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
+from reproduce.paper.columns import of
 
 SHORTER_BY = 37  # tokens, from each row to the next
 MAX_GAMMA, N_SINK, SEED = 5, 4, 7
 # Behind the sinks there is room for one verification block.
 LEAST_BUDGET = N_SINK + MAX_GAMMA + 1
+COLUMNS = of(Column("way", "way", align="<"), "identical", "acceptance_rate", "mean_accepted_length")
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,12 @@ class Flags:
             sampling = replace(sampling, seed=SEED)
         resolved = resolve_sampling(sampling)
         if not resolved.reproducible:
-            raise ConfigError(
+            what, required = (
                 "samples of this mode depend on the drafter, by design",
-                where=flag("verification"),
-                seen=resolved.mode,
-                required="coupled, or greedy at temperature 0",
-                fix=f"use {flag('verification')} coupled",
+                "coupled, or greedy at temperature 0",
             )
+            fix = f"use {flag('verification')} coupled"
+            raise ConfigError(what, flag("verification"), resolved.mode, required, fix)
         return RunConfig(
             target=self.target,
             text=self.text,
@@ -97,8 +97,7 @@ class Flags:
         )
 
 
-@dataclass(frozen=True)
-class Decoding:
+class Way(NamedTuple):
     """What drafts, the order in which the prompts are handed in, and how many rows are decoded together."""
 
     name: str
@@ -111,7 +110,7 @@ def streaming(gamma: int, budget: int) -> SelfConfig:
     return SelfConfig(gamma=gamma, policy=Streaming(draft_budget=budget, n_sink=N_SINK))
 
 
-def decodings(n_prompts: int, n_rows: int, budgets: Sequence[int]) -> list[Decoding]:
+def ways(n_prompts: int, n_rows: int, budgets: tuple[int, ...]) -> list[Way]:
     """What has to give the baseline's tokens. A prompt's place is also its request id."""
     given, half = list(range(n_prompts)), max(1, n_rows // 2)
     pairs = [(gamma, budget) for gamma in (1, 3, 5) for budget in budgets]
@@ -120,43 +119,33 @@ def decodings(n_prompts: int, n_rows: int, budgets: Sequence[int]) -> list[Decod
     drafts |= {f"n-gram, gamma {gamma}": NGramConfig(gamma=gamma) for gamma in (1, 5)}
     drafts |= {f"oracle, gamma {MAX_GAMMA}": OracleConfig(gamma=MAX_GAMMA)}
     return [
-        *(Decoding(name, draft, given, n_rows) for name, draft in drafts.items()),
-        Decoding("rows reversed, self, gamma 3", streaming(3, budgets[-1]), given[::-1], n_rows),
-        Decoding("rows rotated, no draft", None, given[1:] + given[:1], n_rows),
-        Decoding(f"rows at a time: {half}, n-gram, gamma 3", NGramConfig(gamma=3), given, half),
+        *(Way(name, draft, given, n_rows) for name, draft in drafts.items()),
+        Way("rows reversed, self, gamma 3", streaming(3, budgets[-1]), given[::-1], n_rows),
+        Way("rows rotated, no draft", None, given[1:] + given[:1], n_rows),
+        Way(f"rows at a time: {half}, n-gram, gamma 3", NGramConfig(gamma=3), given, half),
     ]
 
 
-def run_one(session: engine.Session, one: Decoding, baseline: list[list[int]]) -> dict[str, Any]:
+def compared(session: engine.Session, way: Way, baseline: list[list[int]]) -> dict:
     """Decode so; the record of how it compares with the baseline."""
-    from engine.bench.record import identical_rows, rounded, tokens_sha256
+    from engine.bench.record import identical_rows, record_of, rounded, tokens_sha256
 
-    prompts = session.prompts
-    session = session.variant(draft=one.draft, prompts=[prompts[i] for i in one.order])
-    if one.n_rows != session.plan.n_rows:
-        session = session.narrowed(one.n_rows, session.plan.capacity)
-    out = session.generate(session.drafter(texts=baseline) if one.draft else None, request_ids=one.order)
-    tokens = [out.tokens[one.order.index(i)] for i in range(len(one.order))]
-    counts = out.stats.counts
-    return rounded(
-        {
-            "benchmark": "coupled_identity",
-            "model": session.name,
-            "dtype": dtype_name(session.plan.dtype),
-            "way": one.name,
-            "B": one.n_rows,
-            "prompt_lengths": [len(prompt) for prompt in prompts],
-            "gen_len": session.plan.gen_len,
-            "verification": session.sampling.mode,
-            **asdict(session.sampling.params),
-            "identical_sequences": identical_rows(tokens, baseline),
-            "sequences": len(tokens),
-            "tokens_sha256": tokens_sha256(tokens),
-            "acceptance_rate": counts.acceptance_rate,
-            "mean_accepted_length": counts.mean_accepted_length,
-            **provenance(),
-        }
-    )
+    lengths = [len(prompt) for prompt in session.prompts]
+    session = session.variant(draft=way.draft, prompts=[session.prompts[i] for i in way.order])
+    if way.n_rows != session.plan.n_rows:
+        session = session.narrowed(way.n_rows, session.plan.capacity)
+    out = session.generate(session.drafter(texts=baseline) if way.draft else None, request_ids=way.order)
+    tokens = [out.tokens[way.order.index(i)] for i in range(len(way.order))]
+    measured = {
+        "way": way.name,
+        "prompt_lengths": lengths,
+        "identical_sequences": identical_rows(tokens, baseline),
+        "sequences": len(tokens),
+        "tokens_sha256": tokens_sha256(tokens),
+        "acceptance_rate": out.stats.counts.acceptance_rate,
+        "mean_accepted_length": out.stats.counts.mean_accepted_length,
+    }
+    return rounded(record_of("coupled_identity", session, measured))
 
 
 def main(flags: Flags) -> None:
@@ -165,18 +154,14 @@ def main(flags: Flags) -> None:
     session = session.variant(prompts=prompts)
     say("plain decoding")
     baseline = session.generate().tokens
-    put_off: list[UserError] = []
-    lines, records = ["| way | identical rows | acceptance | tokens per round |", "|---|---|---|---|"], []
-    for one in decodings(len(session.prompts), session.plan.n_rows, flags.budgets):
-        record = run_one(session, one, baseline)
-        append_or_put_off(flags.output.output, record, put_off)
-        records.append(record)
-        same, rate = f"{record['identical_sequences']} of {record['sequences']}", record["acceptance_rate"]
-        lines.append(f"| {one.name} | {same} | {'-' if rate is None else rate} | {record['mean_accepted_length']} |")
-        say(f"{one.name}: {same} rows identical")
+    records = []
+    for way in ways(len(prompts), session.plan.n_rows, flags.budgets):
+        records.append(compared(session, way, baseline))
+        append_or_put_off(flags.output.output, records[-1], session.put_off)
+        say(f"{way.name}: {records[-1]['identical_sequences']} of {len(prompts)} rows identical")
     differing = sum(record["sequences"] - record["identical_sequences"] for record in records)
     summary = {"benchmark": "coupled_identity", "ways": len(records), "rows_that_differ": differing}
-    publish(None, summary, *lines, put_off=put_off)
+    publish(None, summary, markdown(records, COLUMNS), put_off=session.put_off)
     sys.exit(1 if differing else 0)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -31,8 +31,6 @@ import engine
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
-from common.provenance import provenance
-from common.say import dtype_name
 from engine.bench.config import Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.names import Scheme
@@ -67,7 +65,7 @@ class StepTimes(list[float]):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def transformers_turns(model: Any, cache: Any, prompts: Sequence[Sequence[int]], n_tokens: int) -> Turns:
+def transformers_turns(model: Any, cache: Any, prompts: list[list[int]], n_tokens: int) -> Turns:
     """Turns of `generate` over `cache`, which holds the KV of every token but the last."""
     tokens = torch.tensor(prompts)
     while True:
@@ -85,12 +83,11 @@ def transformers_turns(model: Any, cache: Any, prompts: Sequence[Sequence[int]],
         tokens = longer
 
 
-def foretoken_turns(runner: engine.ModelRunner, prompts: Sequence[Sequence[int]], n_tokens: int) -> Turns:
+def foretoken_turns(runner: engine.ModelRunner, prompts: list[list[int]], n_tokens: int) -> Turns:
     """Ours: the same tokens from the rows' own KV, and like the peers with more context every turn."""
     for done in count(0, n_tokens):
         out = engine.generate(runner, prompts, max_new_tokens=done + n_tokens)
-        new = slice(done, done + n_tokens)
-        yield [1e3 * round_.seconds for round_ in out.stats.rounds][new], out.tokens[0][new]
+        yield [1e3 * round_.seconds for round_ in out.stats.rounds][done:], out.tokens[0][done:]
 
 
 def quantised(session: engine.Session, scheme: Scheme) -> engine.ModelRunner:
@@ -98,10 +95,8 @@ def quantised(session: engine.Session, scheme: Scheme) -> engine.ModelRunner:
     from engine.drafters.self_speculation import SelfConfig
 
     model = session.variant(draft=SelfConfig(draft_dtype="same", draft_weights=scheme)).draft_model
-    assert model is not None
     # The notes of what is prefilled name the model.
-    cache = copy.deepcopy(session.runner.cache, {id(session.runner.model): model})
-    return engine.ModelRunner(model, cache)
+    return engine.ModelRunner(model, copy.deepcopy(session.runner.cache, {id(session.runner.model): model}))
 
 
 def filled(cache: Any, session: engine.Session) -> Any:
@@ -117,7 +112,7 @@ def main(flags: Flags) -> None:
     from transformers import __version__ as transformers_version
 
     from engine.bench.passes import prefill
-    from engine.bench.record import rounded
+    from engine.bench.record import record_of, rounded
     from models.quantize import check_scheme
 
     require_at_least("turns", flags.turns, 1)
@@ -125,41 +120,36 @@ def main(flags: Flags) -> None:
     for scheme in flags.schemes:
         check_scheme(scheme, "cpu")
     sizes = Sizes(flags.B, flags.prefix_len, flags.turns * flags.tokens_per_turn)
-    target, output = Target(device="cpu", dtype="float32"), Output(flags.output)
-    session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=output))
+    target = Target(device="cpu", dtype="float32")
+    session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=Output(flags.output)))
     prefill_seconds = prefill(session)
     gguf = next(DEFAULT_CHECKPOINT.glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=session.plan.dtype, attn_implementation="sdpa"
     )
-    prompts, n_tokens = session.prompts, flags.tokens_per_turn
     with torch.inference_mode():
         static = StaticCache(config=model.config, max_cache_len=flags.prefix_len + session.plan.gen_len + 1)
-        dynamic = DynamicCache(config=model.config)
-        own_models = {f"foretoken, {scheme}": quantised(session, scheme) for scheme in flags.schemes}
-        peers = {
-            "foretoken": foretoken_turns(session.runner, prompts, n_tokens),
-            "transformers, static cache, sdpa": transformers_turns(model, filled(static, session), prompts, n_tokens),
-            "transformers, default cache": transformers_turns(model, filled(dynamic, session), prompts, n_tokens),
-            **{name: foretoken_turns(runner, prompts, n_tokens) for name, runner in own_models.items()},
+        caches = {"static cache, sdpa": static, "default cache": DynamicCache(config=model.config)}
+        how = session.prompts, flags.tokens_per_turn
+        peers = {"foretoken": foretoken_turns(session.runner, *how)}
+        peers |= {
+            f"transformers, {name}": transformers_turns(model, filled(cache, session), *how)
+            for name, cache in caches.items()
         }
+        same_weights = list(peers)
+        for scheme in flags.schemes:
+            peers[f"foretoken, {scheme}"] = foretoken_turns(quantised(session, scheme), *how)
         seen = [{name: next(turns) for name, turns in peers.items()} for _ in range(flags.turns)]
     medians = {name: median(ms for turn in seen for ms in turn[name][0]) for name in peers}
-    texts = {str([turn[name][1] for turn in seen]) for name in peers if name not in own_models}
-    record = {
-        "benchmark": "cpu_peers",
-        "model": session.name,
-        "B": flags.B,
-        "prefix_len": flags.prefix_len,
-        "dtype": dtype_name(session.plan.dtype),
+    texts = [[turn[name][1] for turn in seen] for name in same_weights]
+    measured = {
         "prefill_seconds": prefill_seconds,
         **{f"step_ms: {name}": value for name, value in medians.items()},
         **{f"slower than foretoken: {name}": value / medians["foretoken"] for name, value in medians.items()},
-        "same_tokens_row_0": len(texts) == 1,
+        "same_tokens_row_0": all(text == texts[0] for text in texts),
         "transformers_version": transformers_version,
-        **provenance(),
     }
-    publish(flags.output, rounded(record))
+    publish(flags.output, rounded(record_of("cpu_peers", session, measured)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,15 +30,11 @@ from common.jsonl import append_or_put_off, publish
 from common.provenance import provenance
 from engine.bench.config import Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
+from engine.drafters.config import DrafterConfig
 from models.names import Dtype, Scheme
-
-if TYPE_CHECKING:
-    from engine.noise import Source
-    from models.pointwise import Pointwise
 
 # Prompt tokens per row, where none are asked for.
 PREFIX_LEN = 7500
-USUAL, COMPILED, IN_EAGER = "usual", "compiled", "eager"
 SHARED = (
     *("model", "B", "prefix_len", "gen_len", "verification", "temperature", "draft", "gamma", "draft_policy"),
     *("draft_budget", "n_sink", "draft_dtype", "draft_weights", "attention", "pointwise", "compile", "sequences"),
@@ -49,14 +45,8 @@ MEDIANS = (
     *("acceptance_rate", "mean_accepted_length", "identical_sequences"),
 )
 Drafts: Any = draft_flags()
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One draft, by its options, and how pointwise functions run."""
-
-    options: tuple[tuple[str, Any], ...]
-    functions: str
+DraftDtypes = tuple[Literal["same"] | Dtype, ...]
+DraftWeights = tuple[Literal["same"] | Scheme, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +59,14 @@ class LongSizes(Sizes):
 
 @dataclass(frozen=True)
 class Flags:
+    # The lists that hold several values of an option.
+    LISTS: ClassVar[dict[str, str]] = {
+        "gamma": "gammas",
+        "draft_budget": "budgets",
+        "draft_dtype": "draft_dtypes",
+        "draft_weights": "weights",
+    }
+
     target: Target = field(default_factory=lambda: Target(device="cpu"))
     text: Text = field(default_factory=Text)
     sizes: LongSizes = field(default_factory=LongSizes)
@@ -80,80 +78,53 @@ class Flags:
     """draft lengths to compare"""
     budgets: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --draft_budget)")] = None
     """budgets to compare"""
-    draft_dtypes: Annotated[
-        tuple[Literal["same"] | Dtype, ...] | None, arg(help_behavior_hint="(default: --draft_dtype)")
-    ] = None
+    draft_dtypes: Annotated[DraftDtypes | None, arg(help_behavior_hint="(default: --draft_dtype)")] = None
     """draft dtypes to compare"""
-    weights: Annotated[
-        tuple[Literal["same"] | Scheme, ...] | None, arg(help_behavior_hint="(default: --draft_weights)")
-    ] = None
+    weights: Annotated[DraftWeights | None, arg(help_behavior_hint="(default: --draft_weights)")] = None
     """draft weights to compare"""
     eager: bool = False
     """also with PyTorch's own pointwise functions"""
     pairs: int = 5
     """interleaved repetitions of every cell"""
 
-    # The options that each list has several values of.
-    LISTS: ClassVar[dict[str, str]] = {
-        "gamma": "gammas",
-        "draft_budget": "budgets",
-        "draft_dtype": "draft_dtypes",
-        "draft_weights": "weights",
-    }
-
     def check(self) -> None:
         require_at_least("pairs", self.pairs, 1)
         require_at_least("gammas", min(self.gammas or [0]), 0)
         given = self.draft.given()
         if "auto" in (given.get("gamma"), given.get("draft_budget")):
-            raise ConfigError(
-                "fixed drafts are compared here",
-                where=f"{flag('gamma')}, {flag('draft_budget')}",
-                seen="auto",
-                required="numbers",
-                fix="compare auto with them by reproduce/gamma_cell.py",
-            )
-        for option, several in self.LISTS.items():
-            if getattr(self, several) and option in given:
-                raise ConfigError(
-                    "one value and several were given",
-                    where=f"{flag(option)} and {flag(several)}",
-                    seen=f"{given[option]} and {' '.join(map(str, getattr(self, several)))}",
-                    required="either",
-                    fix=f"leave out {flag(option)}",
-                )
+            where, fix = f"{flag('gamma')}, {flag('draft_budget')}", "compare auto with them by reproduce/gamma_cell.py"
+            raise ConfigError("fixed drafts are compared here", where, "auto", "numbers", fix)
+        for option, name in self.LISTS.items():
+            if (several := getattr(self, name)) and option in given:
+                where, fix = f"{flag(option)} and {flag(name)}", f"leave out {flag(option)}"
+                seen = f"{given[option]} and {' '.join(map(str, several))}"
+                raise ConfigError("one value and several were given", where, seen, "either", fix)
 
-    def cells(self) -> list[Cell]:
-        several = {option: dict.fromkeys(getattr(self, name) or ()) for option, name in self.LISTS.items()}
-        lists = [[(option, value) for value in values] for option, values in several.items() if values]
-        functions = [USUAL, *([COMPILED] if self.target.compile else []), *([IN_EAGER] if self.eager else [])]
-        return [Cell(*values) for values in itertools.product(itertools.product(*lists), functions)]
-
-
-def use_functions(session: engine.Session, pointwise: Pointwise, source: Source) -> None:
-    from models.pointwise import use_pointwise
-
-    session.runner.noise_source = source
-    for model in filter(None, (session.runner.model, session.draft_model)):
-        use_pointwise(model, pointwise)
+    def drafts(self) -> list[DrafterConfig]:
+        """Each combination of what the lists hold, once."""
+        lists = [
+            [(option, value) for value in dict.fromkeys(getattr(self, name))]
+            for option, name in self.LISTS.items()
+            if getattr(self, name)
+        ]
+        return self.draft.variants(*map(dict, itertools.product(*lists)))
 
 
 def summarise(records: list[dict]) -> dict:
-    """Medians over the pairs of one cell, the settings they share, and every pair's speedup."""
+    """Medians over the pairs of one cell, the settings they share, and every pair's speedup.
+
+    Null where a cell does not have the figure, such as a draft step at gamma 0.
+    """
+    seen = {key: [record[key] for record in records] for key in (*SHARED, *MEDIANS)}
     return {
         "benchmark": "cpu_selfspec_summary",
-        **{key: records[0][key] for key in SHARED},
+        **{key: seen[key][0] for key in SHARED},
         "pairs": len(records),
-        "median": {key: _median([record[key] for record in records]) for key in MEDIANS},
-        "speedups": [record["speedup"] for record in records],
+        "median": {key: None if None in seen[key] else median(seen[key]) for key in MEDIANS},
+        "speedups": seen["speedup"],
         "peak_memory_bytes": records[-1]["peak_memory_bytes"],
         **provenance(),
     }
-
-
-def _median(values: list) -> float | None:
-    """None where a cell does not have the figure, such as a draft step at gamma 0."""
-    return None if None in values else median(values)
 
 
 def main(flags: Flags) -> None:
@@ -161,49 +132,48 @@ def main(flags: Flags) -> None:
     from engine.bench.resolved import largest_draft
     from engine.noise import compiled_source, in_passes
     from engine.timing import PhaseTimer
-    from models.pointwise import EAGER, compiled
+    from models.pointwise import EAGER, compiled, use_pointwise
     from models.pointwise_cpp import pointwise_beside
 
     flags.check()
-    cells = flags.cells()
-    drafts = dict(zip(cells, flags.draft.variants(*(dict(cell.options) for cell in cells)), strict=True))
-    target = replace(flags.target, compile=False)
+    drafts, target, output = flags.drafts(), replace(flags.target, compile=False), flags.output.output
     own_length = flags.sizes.prefix_len is not None or flags.rows.prompts is not None
     sizes = flags.sizes if own_length else replace(flags.sizes, prefix_len=PREFIX_LEN)
-    most = largest_draft(list(drafts.values()), target, sizes)
-    deepest = replace(most, gamma=max(int(draft.gamma) for draft in drafts.values()))
+    deepest = replace(largest_draft(drafts, target, sizes), gamma=max(int(draft.gamma) for draft in drafts))
     config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
     session = engine.Session.open(config)
-    sessions = {
-        cell: session.variant(draft=draft, compile=cell.functions == COMPILED) for cell, draft in drafts.items()
-    }
-    functions = {USUAL: (pointwise_beside(session.runner.model.backend), in_passes), IN_EAGER: (EAGER, in_passes)}
-    functions |= {COMPILED: (compiled(), compiled_source())} if flags.target.compile else {}
+    # Pointwise functions and noise, those of a run without flags first, and whether they are compiled.
+    functions = [(pointwise_beside(session.runner.model.backend), in_passes, False)]
+    functions += [(compiled(), compiled_source(), True)] if flags.target.compile else []
+    functions += [(EAGER, in_passes, False)] if flags.eager else []
+    kinds = [
+        (pointwise, source, [session.variant(draft=draft, compile=is_compiled) for draft in drafts])
+        for pointwise, source, is_compiled in functions
+    ]
     prefill_seconds = passes.prefill(session)
-    records: dict[Cell, list[dict]] = {cell: [] for cell in cells}
-    for pair, kind in itertools.product(range(flags.pairs), dict.fromkeys(cell.functions for cell in cells)):
-        own_cells = [cell for cell in cells if cell.functions == kind]
-        plain = sessions[own_cells[0]]
-        use_functions(plain, *functions[kind])
+    records: dict[tuple[int, int], list[dict]] = {}
+    for pair, (kind, (pointwise, source, cells)) in itertools.product(range(flags.pairs), enumerate(kinds)):
+        session.runner.noise_source = source
+        for model in (session.runner.model, *session.models.values()):
+            use_pointwise(model, pointwise)
         if pair == 0:
-            passes.warm_up(plain)
-        baseline = passes.decode(plain, f"baseline {pair}")
-        for cell in own_cells:
-            own = sessions[cell]
-            use_functions(own, *functions[kind])
-            drafter = own.drafter(texts=baseline.tokens)
+            passes.warm_up(cells[0])
+        baseline = passes.decode(cells[0], f"baseline {pair}")
+        for index, cell in enumerate(cells):
+            drafter = cell.drafter(texts=baseline.tokens)
             if pair == 0:
-                passes.warm_up(own, [drafter])
-            timer = PhaseTimer(own.runner.device)
-            speculative = passes.decode(own, f"gamma {drafter.gamma}", drafter, timer)
+                passes.warm_up(cell, [drafter])
+            timer = PhaseTimer(cell.runner.device)
+            speculative = passes.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
             # On a CPU a phase needs no synchronisation, so timing it costs nothing.
             made = passes.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
-            records[cell].append(record.make_record("cpu_selfspec", own, made))
-            append_or_put_off(flags.output.output, records[cell][-1], session.put_off)
-    *others, last = [record.rounded(summarise(kept)) for kept in records.values()]
+            measured = record.make_record("cpu_selfspec", cell, made)
+            records.setdefault((index, kind), []).append(measured)
+            append_or_put_off(output, measured, session.put_off)
+    *others, last = [record.rounded(summarise(records[cell])) for cell in sorted(records)]
     for summary in others:
-        append_or_put_off(flags.output.output, summary, session.put_off)
-    publish(flags.output.output, last, *map(json.dumps, others), put_off=session.put_off)
+        append_or_put_off(output, summary, session.put_off)
+    publish(output, last, *map(json.dumps, others), put_off=session.put_off)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,8 +35,6 @@ from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 if TYPE_CHECKING:
     from engine.cost_model.costs import Costs
 
-# Settings that are each row's own.
-ROW_SETTINGS = ("gamma", "draft_budget")
 SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 
@@ -76,13 +74,12 @@ class Flags:
         }
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """costs: what the run chose by, measured in `cost_seconds`; none where it had nothing to choose."""
 
     output: engine.GenerateOutput
-    costs: Sequence[Costs]
-    cost_seconds: float
+    costs: Sequence[Costs] = ()
+    cost_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,20 +88,50 @@ class Contender:
 
     name: str
     session: engine.Session
-    budget: int | str | None
-    gamma: int | str
     drafters: Sequence[engine.Drafter] = ()
+    budget: int | str | None = None
+    gamma: int | str = 0
 
     def run(self) -> Run:
         from engine.bench.passes import costs_of, decode, make_pacing
 
         if not self.drafters:
-            return Run(decode(self.session, self.name), (), 0.0)
+            return Run(decode(self.session, self.name))
         started = time.perf_counter()
         costs = costs_of(self.session, self.drafters)
         cost_seconds = time.perf_counter() - started
         pacing = make_pacing(self.session, self.drafters, costs)
         return Run(decode(self.session, self.name, pacing=pacing), costs, cost_seconds)
+
+    def row(self, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+        """Lists have one value a repeat, but `measured_costs`, which has one a drafter for each.
+
+        speedups: to plain decoding in the same repeat; speedup: their median.
+        """
+        from engine.bench.record import costs_record, drafting_budget, identical_rows, rounded, tokens_per_second
+        from engine.stats import total
+
+        # LEAST_GEN_LEN makes every rate a number.
+        rates, plain_rates = ([tokens_per_second(run.output) for run in each] for each in (runs, plain))
+        speedups = [rate / base for rate, base in zip(rates, plain_rates, strict=True)]
+        choices = [[round_.choice for round_ in run.output.stats.rounds] for run in runs]
+        same = [identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(runs, plain, strict=True)]
+        budgets = [[drafting_budget(self.session, choice) for choice in run] for run in choices]
+        row = {
+            "way": self.name,
+            "draft_budget": self.budget,
+            "gamma": self.gamma,
+            "tokens_per_second": rates,
+            "speedup": median(speedups),
+            "speedups": speedups,
+            "acceptance_rate": total([run.output.stats.counts for run in runs]).acceptance_rate,
+            "identical_rows": min(same) if self.session.sampling.reproducible else None,
+            "gammas": [[choice.gamma for choice in run] for run in choices] if self.gamma == AUTO else None,
+            "budgets": budgets if self.budget == AUTO else None,
+            "measured_costs": [costs_record(self.session, run.costs) for run in runs] if runs[0].costs else None,
+            "measured_costs_seconds": [run.cost_seconds for run in runs] if runs[0].costs else None,
+        }
+        return rounded(row)
 
 
 def main(flags: Flags) -> None:
@@ -113,64 +140,24 @@ def main(flags: Flags) -> None:
 
     flags.check()
     chosen = flags.drafts()
-    drafts = dict(zip(chosen, flags.draft.variants(*chosen.values()), strict=True))
+    drafts = flags.draft.variants(*chosen.values())
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session = engine.Session.of_plan(resolve_several(config, list(drafts.values())))
+    session = engine.Session.of_plan(resolve_several(config, drafts))
     prefill_seconds = passes.prefill(session)
-    passes.warm_up(session)
-    plain = Contender("plain", session, None, 0)
-    contenders = [plain]
-    for name, draft in drafts.items():
+    contenders = [Contender("plain", session)]
+    for (name, options), draft in zip(chosen.items(), drafts, strict=True):
         own = session.variant(draft=draft)
-        drafters = own.drafters()
-        passes.warm_up(own, drafters)
-        contenders.append(Contender(name, own, chosen[name]["draft_budget"], chosen[name]["gamma"], drafters))
+        contenders.append(Contender(name, own, own.drafters(), options["draft_budget"], options["gamma"]))
+    for one in contenders:
+        passes.warm_up(one.session, one.drafters)
     runs: dict[str, list[Run]] = {one.name: [] for one in contenders}
     for repeat in range(flags.repeats):
         for one in contenders if repeat % 2 == 0 else reversed(contenders):  # against drift
             runs[one.name].append(one.run())
-    rows = [_row(one, runs[one.name], runs[plain.name]) for one in contenders]
+    rows = [one.row(runs[one.name], runs["plain"]) for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    publish(flags.output.output, record.record_of("gamma_cell", session, measured, ROW_SETTINGS))
-
-
-def _row(one: Contender, own: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """Lists have one value a repeat, but `measured_costs`, which has one a drafter for each.
-
-    speedups: to plain decoding in the same repeat; speedup: their median.
-    """
-    from engine.bench import record
-    from engine.stats import total
-
-    rates = list(map(_tokens_per_second, own))
-    speedups = [rate / _tokens_per_second(base) for rate, base in zip(rates, plain, strict=True)]
-    choices = [[round_.choice for round_ in run.output.stats.rounds] for run in own]
-    same = [record.identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(own, plain, strict=True)]
-    row = {
-        "way": one.name,
-        "draft_budget": one.budget,
-        "gamma": one.gamma,
-        "tokens_per_second": rates,
-        "speedup": median(speedups),
-        "speedups": speedups,
-        "acceptance_rate": total([run.output.stats.counts for run in own]).acceptance_rate,
-        "identical_rows": min(same) if one.session.sampling.reproducible else None,
-        "gammas": [[choice.gamma for choice in run] for run in choices] if one.gamma == AUTO else None,
-        "budgets": [[record.drafting_budget(one.session, choice) for choice in run] for run in choices]
-        if one.budget == AUTO
-        else None,
-        "measured_costs": [record.costs_record(one.session, run.costs) for run in own] if own[0].costs else None,
-        "measured_costs_seconds": [run.cost_seconds for run in own] if own[0].costs else None,
-    }
-    return record.rounded(row)
-
-
-def _tokens_per_second(run: Run) -> float:
-    from engine.bench import record
-
-    rate = record.tokens_per_second(run.output)
-    assert rate is not None  # LEAST_GEN_LEN
-    return rate
+    own_settings = ("gamma", "draft_budget")
+    publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=own_settings))
 
 
 if __name__ == "__main__":

@@ -21,37 +21,33 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 import common.startup
 
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
+from common.tables import Column, console
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import Output
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
 from engine.drafters import Drafter
+from engine.drafters.ngram import NGramConfig
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 
 COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
 GAMMAS = range(7)
 # Draft positions a row that were verified of each drafter while costs were measured: most are of the first one.
 VERIFIED, VERIFIED_OTHERS = 90, 16
-
-
-class NoDrafter:
-    """Stands for a drafter: nothing is drafted."""
-
-    gamma = 3
-
-
+# Stands for a drafter: nothing is drafted.
+NO_DRAFTER = NGramConfig(gamma=3)
 RULES: dict[str, Callable[[Sequence[Drafter], Sequence[Costs], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
     "adaptive": Adaptive,
 }
+COLUMNS = (Column("scenario", "share of the oracle", align="<"), *(Column(rule, rule, ".3f") for rule in RULES))
 
 
 @dataclass(frozen=True)
@@ -114,12 +110,14 @@ SCENARIOS = (
 
 def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
     """By (rows, context), from the largest budget to the smallest."""
-    found = {}
     records = (json.loads(line)["record"] for line in COSTS.read_text().splitlines())
-    for record in (record for record in records if record["benchmark"] == "gamma_cell"):
-        (way,) = (row for row in record["rows"] if row["way"] == "auto budget")
-        found[record["B"], record["prefix_len"]] = [_median(runs) for runs in zip(*way["measured_costs"], strict=True)]
-    return found
+    return {
+        (record["B"], record["prefix_len"]): [_median(runs) for runs in zip(*row["measured_costs"], strict=True)]
+        for record in records
+        if record["benchmark"] == "gamma_cell"
+        for row in record["rows"]
+        if row["way"] == "auto budget"
+    }
 
 
 def _median(runs: Sequence[dict]) -> Costs:
@@ -133,9 +131,8 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
     rng = random.Random(seed)
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
-    seen = [_measured(scenario, drafter, rng) for drafter in range(n_drafters)]
-    given = [replace(one, acceptance=rate) for one, rate in zip(costs, seen, strict=True)]
-    pacing = RULES[rule]([NoDrafter()] * n_drafters, given, GAMMAS)  # type: ignore[list-item]
+    given = [replace(one, acceptance=_measured(scenario, index, rng)) for index, one in enumerate(costs)]
+    pacing = RULES[rule]([NO_DRAFTER] * n_drafters, given, GAMMAS)  # type: ignore[list-item]
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
@@ -164,10 +161,8 @@ def _measured(scenario: Scenario, drafter: int, rng: random.Random) -> Acceptanc
 def _n_accepted(scenario: Scenario, choice: Choice, position: float, rng: random.Random) -> int:
     if choice.drafter is None:
         return 0
-    rate, n = rng.choice(scenario.rates(choice.drafter, position)), 0
-    while n < choice.gamma and rng.random() < rate:
-        n += 1
-    return n
+    rate = rng.choice(scenario.rates(choice.drafter, position))
+    return next(n for n in itertools.count() if n == choice.gamma or rng.random() >= rate)
 
 
 def oracle_ms(scenario: Scenario, costs: Sequence[Costs]) -> float:
@@ -199,11 +194,8 @@ def main(flags: Flags) -> None:
         shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(flags.seeds)) for rule in RULES}
         rows.append({"scenario": scenario.name, **{rule: round(share, 4) for rule, share in shares.items()}})
     rows.append({"scenario": "mean", **{rule: round(fmean(row[rule] for row in rows), 4) for rule in RULES}})
-    lines = [f"{row['scenario']:<40}" + "".join(f"{row[rule]:>10.3f}" for rule in RULES) for row in rows]
     record = {"benchmark": "pacing_rules", "seeds": flags.seeds, "rows": rows, **provenance()}
-    publish(
-        flags.output.output, record, f"{'share of the oracle':<40}" + "".join(f"{rule:>10}" for rule in RULES), *lines
-    )
+    publish(flags.output.output, record, console(rows, COLUMNS, indent=""))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from byte_tokenizer import ALPHABET, save_tokenizer
 from gguf_files import metadata_of, write_gguf
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
 from models.checkpoints.manifest import describe, update_manifest
 from models.config import ModelConfig
 
-VOCABULARY = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+VOCABULARY = [*ALPHABET, "th"]
 MERGE = ("t", "h")
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,10 +46,7 @@ def write_side_files(folder: Path, hf_config: dict[str, Any], merges: tuple[tupl
     """config.json and tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(VOCABULARY)}, list(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(folder, VOCABULARY, merges)
     return ModelConfig.from_json(folder / "config.json")
 
 

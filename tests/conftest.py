@@ -27,11 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def combined(properties: Iterable[tuple[str, object]]) -> dict[str, float]:
     """One figure per name, in order of first appearance."""
-    figures: dict[str, list[float]] = {}
+    figures: dict[str, float] = {}
     for name, value in properties:
-        if name.partition(":")[0] in COMBINE:
-            figures.setdefault(name, []).append(value)
-    return {name: COMBINE[name.partition(":")[0]](values) for name, values in figures.items()}
+        if combine := COMBINE.get(name.partition(":")[0]):
+            figures[name] = combine((figures[name], value)) if name in figures else value
+    return figures
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Config) -> None:
@@ -52,34 +52,23 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
 @pytest.fixture
 def call(checkpoint: Path, books: Path):
     """Runs a program in this process on the checkpoint and the books: `call(program, flags)`."""
-    from programs import Ended, run
+    from programs import run
 
-    def call(program: str, flags: str) -> Ended:
-        return run(program, ["--model", str(checkpoint / "model.pth"), "--dataset", str(books), *flags.split()])
-
-    return call
+    paths = f"--model {checkpoint / 'model.pth'} --dataset {books}"
+    return lambda program, flags: run(program, f"{paths} {flags}".split())
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted random Llama, one token a byte; every seventh token ends a row where ends are asked for."""
-    from hf_tiny import N_TOKENS, random_model, save_folder
+    from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
     from transformers import LlamaConfig
 
     from convert_hf_checkpoint import convert
 
     folder = tmp_path_factory.mktemp("checkpoint")
-    config = LlamaConfig(
-        vocab_size=N_TOKENS,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=list(range(3, N_TOKENS, 7)),
-    )
+    shape = SHAPE | {"max_position_embeddings": 256}
+    config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=list(range(3, N_TOKENS, 7)))
     save_folder(random_model(config), folder)
     convert(folder, folder)
     return folder

@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from byte_tokenizer import ALPHABET
 from gguf import GGMLQuantizationType as Quantization
-from tokenizers import pre_tokenizers
 
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
@@ -18,7 +18,7 @@ from models.config import ModelConfig
 
 HF_TO_GGUF = {theirs: ours for ours, theirs in NAMES.items()}
 WORDS = ["Ġthe", "th", "he", "12", "<|im_start|>", "<|im_end|>", "<extra>"]
-TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "the", *WORDS]
+TOKENS = [*ALPHABET, "the", *WORDS]
 MERGES = ["t h", "h e", "1 2", "th e", "Ġ the"]
 KINDS = {"<|im_start|>": 3, "<|im_end|>": 3, "<extra>": 4}
 SIZES = {"vocab_size": len(TOKENS), "n_layer": 2, "dim": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "ffn_dim": 96}

@@ -1,4 +1,4 @@
-"""Checkpoint folders like those of the hub: random tiny transformers models with a byte-level tokenizer."""
+"""Checkpoint folders like those of the hub: random tiny transformers models, one token a byte behind a BOS."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizer import ALPHABET, BOS, save_tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-N_TOKENS = 257  # BOS and the bytes
+TOKENS = [BOS, *ALPHABET]
+N_TOKENS = len(TOKENS)
 SHAPE = {
     "vocab_size": N_TOKENS,
     "hidden_size": 64,
@@ -33,17 +34,6 @@ def llama3_rope(factor: float) -> dict[str, Any]:
     return rope(500000.0, "llama3", factor=factor, **LLAMA3_CORNERS)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """One token per byte, behind a BOS."""
-    alphabet = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Logits of order 1 to which attention, positions, biases and norms all matter."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -63,4 +53,4 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def save_folder(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> None:
     """What a download leaves: config.json, safetensors, tokenizer.json."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    save_tokenizer(folder)
+    save_tokenizer(folder, TOKENS, adds_bos=True)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,8 +49,7 @@ class Flags:
     """append the JSON record to this file"""
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a test run said: the first test that failed, None if all passed; `broken` if no test ran to an end."""
 
     killed_by: str | None
@@ -80,7 +79,7 @@ def apply(mutant: Mutant, root: Path) -> None:
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
-def run_tests(tests: tuple[str, ...], root: Path) -> Result:
+def run_tests(tests: Sequence[str], root: Path) -> Result:
     """Run test files in `root` up to the first failure."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WITNESS_SCENARIOS": "200", "LLAMA_SCENARIOS": "20"}
     environment.pop("PYTHONPATH", None)
@@ -90,25 +89,19 @@ def run_tests(tests: tuple[str, ...], root: Path) -> Result:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return Result(None, f"no end within {SECONDS} s", SECONDS)
-    seconds = time.perf_counter() - started
     failed = re.findall(r"^FAILED (?:tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if failed:
-        return Result(failed[0], None, seconds)
-    return Result(None, None if done.returncode == 0 else (done.stdout + done.stderr)[-2000:], seconds)
+    is_broken = done.returncode and not failed
+    said = (done.stdout + done.stderr)[-2000:] if is_broken else None
+    return Result(failed[0] if failed else None, said, time.perf_counter() - started)
 
 
-def try_mutant(mutant: Mutant) -> Result:
+def try_mutant(mutant: Mutant | None, tests: Sequence[str]) -> Result:
+    """Run test files on a copy with that bug. With none they have to pass, or no kill would mean anything."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = copy_sources(Path(folder))
-        apply(mutant, root)
-        return run_tests(tuple(f"tests/{name}" for name in mutant.tests), root)
-
-
-def try_without(mutants: Sequence[Mutant]) -> Result:
-    """The same tests on the source as it is: they have to pass, or no kill would mean anything."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        tests = sorted({f"tests/{name}" for mutant in mutants for name in mutant.tests})
-        return run_tests(tuple(tests), copy_sources(Path(folder)))
+        if mutant is not None:
+            apply(mutant, root)
+        return run_tests([f"tests/{name}" for name in tests], root)
 
 
 def main(flags: Flags) -> None:
@@ -116,21 +109,17 @@ def main(flags: Flags) -> None:
     require_appendable(flags.output)
     mutants = [mutant for mutant in MUTANTS if not flags.only or flags.only in mutant.bug]
     if not mutants:
-        raise ConfigError(
-            "no bug is described like that",
-            where=flag("only"),
-            seen=flags.only,
-            required="a word of a description in tests/mutant_table",
-            fix=f"leave out {flag('only')}",
-        )
-    without = try_without(mutants)
+        required, fix = "a word of a description in tests/mutant_table", f"leave out {flag('only')}"
+        raise ConfigError("no bug is described like that", flag("only"), flags.only, required, fix)
+    without = try_mutant(None, sorted({name for mutant in mutants for name in mutant.tests}))
     if without.killed_by or without.broken:
         print(f"the tests fail without any bug: {without.killed_by or without.broken}")
         sys.exit(1)
     say(f"without a bug: all tests pass, {without.seconds:.0f} s")
     lines, bugs = ["| bug | in | killed by | s |", "|---|---|---|---|"], []
     with ThreadPoolExecutor(flags.jobs) as pool:
-        for mutant, result in zip(mutants, pool.map(try_mutant, mutants), strict=True):
+        results = pool.map(lambda mutant: try_mutant(mutant, mutant.tests), mutants)
+        for mutant, result in zip(mutants, results, strict=True):
             killed_by = result.killed_by or result.broken or "SURVIVES"
             say(f"{mutant.bug}: {killed_by}")
             lines.append(f"| {mutant.bug} | {mutant.file} | {killed_by} | {result.seconds:.0f} |")

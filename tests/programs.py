@@ -1,12 +1,14 @@
-"""The project's programs, run in this process as a user starts them."""
+"""The project's programs, as a user starts them: in this process, or in one of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+from common.checkout import ROOT
+
 COST_MODEL = "python -m engine.cost_model"
 
 
@@ -44,6 +47,15 @@ class Ended:
         assert (self.code, self.out) == (2, "") and "Traceback" not in self.err, self.err
         assert len(re.findall(r"^error: \S", self.err, re.MULTILINE)) == 1, self.err
         return self.err[self.err.index("error: ") :]
+
+
+def python(*words: object, cwd: Path = ROOT, **environment: str) -> Ended:
+    """Run Python with those words in a process of its own, whose PYTHONPATH is none but one that is given."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    own |= {"OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=600)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:

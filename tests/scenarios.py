@@ -20,9 +20,7 @@ from kv_cache import FullKVCache
 
 PACED = "paced"
 # What needs no model, made of a runner and gamma.
-TEXT_DRAFTERS = {
-    "ngram": NGram,
-}
+TEXT_DRAFTERS = {"ngram": NGram}
 DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
 
 
@@ -95,17 +93,11 @@ class Scenario:
         paced = self.drafter == PACED
         drafter = None if paced else self._drafter(self.drafter, runner, room, futures)
         pacing = self._random_pacing(world, runner, room, futures) if paced else None
-
-        given = {
-            "prompts": self.prompts,
-            "max_new_tokens": self.limits,
-            "sampling": self.samplings,
-            "request_ids": self.ids,
-            "stop_tokens": self.stops,
-        }
-        ordered = {name: [values[i] for i in order] for name, values in given.items()}
-        how = {"drafter": drafter, "pacing": pacing, "verification": self.mode}
-        return [generate(runner, **ordered, **how) for _ in range(repeats)]
+        own = {"max_new_tokens": self.limits, "sampling": self.samplings, "request_ids": self.ids}
+        own |= {"prompts": self.prompts, "stop_tokens": self.stops}
+        ordered = {name: [values[i] for i in order] for name, values in own.items()}
+        common = {"drafter": drafter, "pacing": pacing, "verification": self.mode}
+        return [generate(runner, **ordered, **common) for _ in range(repeats)]
 
     def _random_pacing(self, world: World, runner: ModelRunner, room: int, futures: list[list[int]]) -> RandomPacing:
         rng = random.Random(room)

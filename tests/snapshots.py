@@ -86,18 +86,15 @@ def _flags_in(kind: type, own: object = None) -> Iterator[tuple[str, dict[str, A
             default = defaults[0].removeprefix("(default: ").removesuffix(")")
         names = sorted([name if positional else f"--{name}", *aliases])
         kinds = [hint, *get_args(hint)]
-        yield (
-            names[0],
-            {
-                "names": names,
-                "takes": "flag" if hint is bool else "many" if {tuple, list} & set(map(get_origin, kinds)) else "one",
-                "required": required,
-                "default": masked(str(default)) if isinstance(default, (Path, str)) else default,
-                "choices": None
-                if {int, float, str, Path} & set(kinds)
-                else [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)] or None,
-            },
-        )
+        choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        found = {
+            "names": names,
+            "takes": "flag" if hint is bool else "many" if {tuple, list} & set(map(get_origin, kinds)) else "one",
+            "required": required,
+            "default": masked(str(default)) if isinstance(default, (Path, str)) else default,
+            "choices": None if {int, float, str, Path} & set(kinds) else choices or None,
+        }
+        yield names[0], found
 
 
 def _default(one: Field[Any]) -> Any:
@@ -136,9 +133,8 @@ def errors_of(program: str, commands: Sequence[str]) -> dict[str, dict[str, Any]
     found = {}
     for command in commands:
         ended = _run_line(program, command)
-        late = {"loaded": True} if "loading " in ended.err else {}
-        left = {"left": list(map(str, filter(Path.exists, WRITTEN)))} if any(map(Path.exists, WRITTEN)) else {}
-        found[command] = _told(ended) | (late | left if ended.code else {})
+        later = {"loaded": "loading " in ended.err, "left": [str(path) for path in WRITTEN if path.exists()]}
+        found[command] = _told(ended) | {name: seen for name, seen in later.items() if seen and ended.code}
     return found
 
 
@@ -147,16 +143,13 @@ def _run_line(program: str, command: str) -> Ended:
     environment = dict(word.split("=", 1) for word in takewhile(re.compile(r"[A-Z_]+=").match, words))
     for path in WRITTEN:
         path.unlink(missing_ok=True)
+    unreachable = OSError("no network")
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch("huggingface_hub.snapshot_download", _unreachable),
-        mock.patch("huggingface_hub.HfApi.model_info", _unreachable),
+        mock.patch("huggingface_hub.snapshot_download", side_effect=unreachable),
+        mock.patch("huggingface_hub.HfApi.model_info", side_effect=unreachable),
     ):
         return run(program, words[len(environment) :])
-
-
-def _unreachable(*args: object, **kwargs: object) -> NoReturn:
-    raise OSError("no network")
 
 
 def _told(ended: Ended) -> dict[str, Any]:
@@ -192,12 +185,10 @@ def dump(value: Any, depth: int) -> str:
     """JSON, whose outer `depth` levels have a line for each entry."""
     if depth == 0 or not isinstance(value, (dict, list)) or not value:
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        begin, end, entries = "[", "]", [dump(entry, depth - 1) for entry in value]
-    else:
-        begin, end = "{", "}"
-        entries = [f"{json.dumps(name)}: {dump(entry, depth - 1)}" for name, entry in value.items()]
-    return "\n".join([begin, textwrap.indent(",\n".join(entries), " "), end])
+    begin, end = "[]" if isinstance(value, list) else "{}"
+    named = [("", entry) for entry in value] if begin == "[" else [(f"{json.dumps(k)}: ", v) for k, v in value.items()]
+    entries = ",\n".join(name + dump(entry, depth - 1) for name, entry in named)
+    return "\n".join([begin, textwrap.indent(entries, " "), end])
 
 
 def main(words: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pacings import Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -132,8 +132,9 @@ def test_another_budget_is_preferred_for_its_costs_not_for_its_luck(small, wante
 
 def drafters_of(runner: ModelRunner) -> list:
     """One of each kind that can fall behind: two budgets, a model of its own, and the row's own text."""
-    small, large = (StreamingKVCache(TINY, runner.max_batch, n, 2, dtype=torch.float64) for n in (10, 24))
-    own = StreamingKVCache(TINY, runner.max_batch, 24, 2, dtype=torch.float64, rotate_on_read=True)
+    sizes = {"max_batch": runner.max_batch, "n_sink": 2, "dtype": torch.float64}
+    small, large = (StreamingKVCache(TINY, budget=n, **sizes) for n in (10, 24))
+    own = StreamingKVCache(TINY, budget=24, **sizes, rotate_on_read=True)
     return [
         SelfSpeculation(runner, large, gamma=4),
         SelfSpeculation(runner, small, gamma=4),
@@ -155,13 +156,11 @@ def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     sampling = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5)
     drafters, limits = drafters_of(runner), [40, 9, 33, 30, 41]
+    expected = recomputed(model, prompts, limits, sampling)
     for _ in range(3):
         pacing = Scripted(drafters, SCRIPT)
         out = generate(runner, prompts, max_new_tokens=limits, pacing=pacing, sampling=sampling, verification=mode)
-        assert out.tokens == [
-            continue_by_recomputing(model, prompt, n, sampling, i)
-            for i, (prompt, n) in enumerate(zip(prompts, limits, strict=True))
-        ]
+        assert out.tokens == expected
     assert {round_.choice for round_ in out.stats.rounds} == set(SCRIPT)
     # Four graphs of every choice, three of a plain step.
     assert len(graphs) == 4 * (len(set(SCRIPT)) - 1) + 3
@@ -212,7 +211,7 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
     out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
     assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
     assert admitted == ["no phase"] * 2 + ["all ranks"] and out.stats.draft_prefill_seconds > 0
-    assert out.tokens == [continue_by_recomputing(runner.model, prompt, 20) for prompt in prompts]
+    assert out.tokens == recomputed(runner.model, prompts, 20)
 
 
 def test_a_pacing_can_end_the_decode():
@@ -223,10 +222,10 @@ def test_a_pacing_can_end_the_decode():
     out = generate(runner, prompts, max_new_tokens=60, pacing=pacing)
     assert pacing.done and [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
     assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
-    for prompt, tokens in zip(prompts[:2], out.tokens, strict=False):
-        assert 7 <= len(tokens) <= 13 and tokens == continue_by_recomputing(runner.model, prompt, len(tokens))
+    lengths = [len(tokens) for tokens in out.tokens[:2]]
+    assert all(7 <= n <= 13 for n in lengths) and out.tokens[:2] == recomputed(runner.model, prompts[:2], lengths)
     again = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
-    assert again.tokens == [continue_by_recomputing(runner.model, prompt, 10) for prompt in prompts]
+    assert again.tokens == recomputed(runner.model, prompts, 10)
 
 
 def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():

@@ -12,6 +12,7 @@ from engine.cost_model.measure import measure_costs
 
 SELFSPEC, LONGSPEC = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+SNAPKV = "--draft_policy snapkv --draft_budget 40"
 
 
 @pytest.fixture
@@ -58,14 +59,12 @@ def test_the_budget_is_chosen_among_those_that_leave_something_out(call, draftin
     assert record["identical_sequences"] == 2
 
 
-@pytest.mark.parametrize("drafter", ["--draft ngram", "--draft oracle", "--draft_policy full", "--draft_policy snapkv"])
-def test_every_drafter_takes_an_automatic_gamma(call, drafting_pays, drafter):
-    record = call(SELFSPEC, f"{SIZES} --gamma auto {drafter}").record
+@pytest.mark.parametrize(
+    "drafter", ["--draft ngram", "--draft oracle", "--draft_policy full", SNAPKV, f"{SNAPKV} --target"]
+)
+def test_every_drafter_takes_an_automatic_gamma(call, checkpoint, drafting_pays, drafter):
+    script, given = (LONGSPEC, f"{drafter} {checkpoint}") if drafter.endswith("--target") else (SELFSPEC, drafter)
+    record = call(script, f"{SIZES} --gamma auto {given}").record
     assert record["identical_sequences"] == 2 and record["gamma"] == "auto" and drafting(record)
-
-
-def test_a_standalone_draft_with_snapkv_and_an_automatic_gamma(call, checkpoint):
-    flags = f"{SIZES} --target {checkpoint}/model.pth --gamma auto --draft_policy snapkv --draft_budget 40"
-    record = call(LONGSPEC, flags).record
-    assert record["draft_policy"] == "snapkv" and record["identical_sequences"] == 2
-    assert record["snapkv_window"] == 32 and record["n_sink"] is None
+    if SNAPKV in drafter:
+        assert (record["draft_policy"], record["snapkv_window"], record["n_sink"]) == ("snapkv", 32, None)

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from certificate_cases import Faulty
 from machine import needs_vnni
-from programs import run
 
 from engine.evaluation.certificate import certify
 
-FLAGS = {
-    "--B": 3,
-    "--tokens": 100,
-    "--prefix_len": 60,
-    "--calibration_positions": 30,
-    "--gamma": 3,
-    "--streamingllm_budget": 16,
-    "--output": "records.jsonl",
-}
+SIZES = "--B 3 --tokens 100 --prefix_len 60 --calibration_positions 30 --gamma 3 --streamingllm_budget 16"
 
 
 @pytest.fixture
-def flags(checkpoint: Path, books: Path) -> dict[str, object]:
-    return FLAGS | {"--model": checkpoint / "model.pth", "--dataset": books}
-
-
-@pytest.fixture
-def certified(flags, tmp_path, monkeypatch):
-    """Runs the script in this process with some flags changed."""
+def certified(call, tmp_path, monkeypatch):
+    """Runs the script in this process with more flags."""
     monkeypatch.chdir(tmp_path)
-    return lambda changes: run("reproduce/certify.py", flat(flags | changes))
-
-
-def flat(arguments: dict[str, object]) -> list[str]:
-    return [str(word) for pair in arguments.items() for word in pair]
+    return lambda more: call("reproduce/certify.py", f"{SIZES} --output records.jsonl {more}")
 
 
 def test_bfloat16_is_certified_beside_earlier_records(certified, tmp_path):
     (tmp_path / "records.jsonl").write_text('{"an": "earlier record"}\n')
-    ended = certified({"--dtype": "bfloat16"})
+    ended = certified("--dtype bfloat16")
     assert any("certificate" in line and line.endswith("holds") for line in ended.lines)
     record = ended.record
     assert json.loads((tmp_path / "records.jsonl").read_text().splitlines()[1]) == record
@@ -64,7 +45,7 @@ def test_the_coupled_mode_is_held_to_eps_over_the_temperature(certified, monkeyp
     monkeypatch.setattr(
         "engine.evaluation.certificate.certify", lambda seen, eps: held_to.append(eps) or certify(seen, eps)
     )
-    record = certified({"--dtype": "float64", "--temperature": 0.7, "--seed": 3}).record
+    record = certified("--dtype float64 --temperature 0.7 --seed 3").record
     expected = {"verification": "coupled", "temperature": 0.7, "seed": 3, "near_ties": 0, "flips": 0}
     expected |= {"strict_near_tie_fraction": None, "strict_flips_outside_near_ties": None}
     assert record.items() >= expected.items()
@@ -74,8 +55,7 @@ def test_the_coupled_mode_is_held_to_eps_over_the_temperature(certified, monkeyp
 
 @needs_vnni
 def test_a_target_in_few_bits_is_certified(certified):
-    flags = {"--kv_dtype": "fp8", "--quantize": "int4", "--attention": "torch", "--dtype": "float64"}
-    ended = certified(flags)
+    ended = certified("--kv_dtype fp8 --quantize int4 --attention torch --dtype float64")
     record = ended.record
     assert any("int4 weights, KV in float8_e4m3fn, torch attention" in line for line in ended.lines)
     expected = {"kv_dtype": "float8_e4m3fn", "quantize": "int4", "attention": "torch", "dtype": "float64"}
@@ -87,19 +67,8 @@ def test_a_target_in_few_bits_is_certified(certified):
 def test_a_certificate_that_fails_ends_with_code_1(certified, tmp_path, monkeypatch, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
     monkeypatch.setattr("engine.bench.session.ModelRunner", Faulty)
-    ended = certified({"--dtype": "bfloat16", "--temperature": temperature})
+    ended = certified(f"--dtype bfloat16 --temperature {temperature}")
     record = json.loads(ended.out.splitlines()[-1])
     assert ended.code == 1 and any(line.endswith("FAILS") for line in ended.lines)
     assert record["holds"] is False and record["flips_outside_near_ties"] > 0
     assert json.loads((tmp_path / "records.jsonl").read_text()) == record
-
-
-def test_what_is_refused_leaves_no_file(certified, tmp_path):
-    """As all bad command lines, which are in tests/snapshots/errors.json; two of its own lengths."""
-    for changes, says in (
-        ({"--prefix_len": 3}, "required: >= 4"),
-        ({"--tokens": 600}, "60 + 200 + 3 + 1 = 264"),
-        ({"--prefix_len": 190, "--tokens": 9}, "3 distinct prompts of 222"),
-    ):
-        assert says in certified(changes).refusal
-        assert list(tmp_path.iterdir()) == []

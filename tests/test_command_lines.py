@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import resource
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from programs import COST_MODEL, ROOT, run
+from programs import COST_MODEL, ROOT, Ended, python, run
 from snapshots import PROGRAMS, kept_of
 
 from common.cli import read
@@ -124,27 +121,19 @@ def test_a_token_is_not_repeated():
 def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
     """It is pressed by a stand-in for torch."""
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    programs = ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py")
-    started = [subprocess.Popen([sys.executable, ROOT / one], env=environment, **pipes) for one in programs]
-    ends = {one: (*process.communicate(), process.returncode) for one, process in zip(programs, started, strict=True)}
-    assert ends == dict.fromkeys(programs, (b"", b"interrupted\n", 130))
+    for program in ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py"):
+        assert python(ROOT / program, PYTHONPATH=str(tmp_path)) == Ended(130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("program", BENCHMARKS)
 def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
     """Of processor time, in the best of three; without torch, which takes seconds."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    seconds = []
+    own, seconds = (ROOT / program).read_text().splitlines()[0].strip('"'), []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, ROOT / program, "--help"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        ended = python(ROOT / program, "--help", PYTHONPATH=str(tmp_path))
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
-        own = (ROOT / program).read_text().splitlines()[0].strip('"')
-        assert own[:50] in done.stdout
+        assert ended.code == 0 and ended.out.startswith("usage:") and own[:50] in ended.out, ended.err
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5, seconds

@@ -15,11 +15,14 @@ CALM = Usage(threads=2, seconds=10.0, had=19.0, waits={"7": (0.3, 10)}, stolen=0
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     """Of threads that were there all along, and one that came."""
-    counters = {"perf_counter": 100.0, "process_time": 20.0}
-    steal = {"steal": 3.0}
-    for thread, waited in (("7", 10**9), ("8", 2 * 10**9)):
-        (tmp_path / thread).mkdir()
-        (tmp_path / thread / "schedstat").write_text(f"123 {waited} 10\n")
+    counters, steal = {"perf_counter": 100.0, "process_time": 20.0}, {"steal": 3.0}
+
+    def count(thread: str, waited: int, n: int) -> None:
+        (tmp_path / thread).mkdir(exist_ok=True)
+        (tmp_path / thread / "schedstat").write_text(f"123 {waited} {n}\n")
+
+    count("7", 10**9, 10)
+    count("8", 2 * 10**9, 10)
     waiting = module._waits
     monkeypatch.setattr(module, "_waits", lambda: waiting(tmp_path))
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(**steal))
@@ -28,9 +31,8 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     before = usage_so_far()
     counters |= {"perf_counter": 110.0, "process_time": 36.0}
     steal["steal"] = 4.0
-    (tmp_path / "8" / "schedstat").write_text(f"999 {4 * 10**9} 50\n")
-    (tmp_path / "9").mkdir()
-    (tmp_path / "9" / "schedstat").write_text(f"5 {10**9} 960\n")
+    count("8", 4 * 10**9, 50)
+    count("9", 10**9, 960)
     between = usage_so_far().since(before)
     waits = {"7": (0.0, 0), "8": (2.0, 40), "9": (1.0, 960)}
     assert between == Usage(threads=2, seconds=10.0, had=16.0, waits=waits, stolen=1.0)

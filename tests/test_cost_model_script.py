@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import COST_MODEL, ROOT
+from programs import COST_MODEL, ROOT, python
 
 from common.pipes import UNREAD_CODE
 
@@ -66,9 +66,8 @@ def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp
     read_end, write_end = os.pipe()
     os.close(read_end)
     sizes = "--batches 1 --contexts 40 --policies streaming --budgets 16 --gammas 1 --alpha 0.8 --device cpu"
-    files = ["--model", str(checkpoint / "model.pth"), "--dataset", str(books)]
-    files += ["--output", str(tmp_path / "costs.jsonl")]
-    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files]
+    files = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {tmp_path / 'costs.jsonl'}"
+    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files.split()]
     with open(write_end, "wb") as nobody:
         done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True)
     assert done.returncode == UNREAD_CODE, done.stderr
@@ -77,7 +76,5 @@ def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp
 
 def test_the_cost_model_is_run_as_a_module_without_a_warning():
     """It would be imported twice if the package imported it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.cost_model", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "") and "--acceptance_rows" in done.stdout
+    ended = python("-m", "engine.cost_model", "--help")
+    assert (ended.code, ended.err) == (0, "") and "--acceptance_rows" in ended.out

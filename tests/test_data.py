@@ -26,8 +26,7 @@ class CharacterTokenizer:
     """One token per character; counts the books that it was given."""
 
     def __init__(self, bos: list[int] | None = None) -> None:
-        self.bos = bos or []
-        self.books_read = 0
+        self.bos, self.books_read = bos or [], 0
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         self.books_read += not add_bos
@@ -65,8 +64,8 @@ def write_books(folder: Path, kind: str) -> Path:
     """What holds BOOKS: a folder or a file."""
     path = folder if kind.endswith("folder") else folder / f"books.{kind}"
     if kind == "txt folder":
-        for name, book in zip(("a.txt", "b.txt", "c.txt"), BOOKS, strict=True):
-            (folder / name).write_text(book, encoding="utf-8")
+        for name, book in zip("abc", BOOKS, strict=True):
+            (folder / f"{name}.txt").write_text(book, encoding="utf-8")
         (folder / "notes.md").write_text("not a book")
     elif kind == "jsonl":
         lines = [json.dumps({"title": "t", "text": book}) for book in BOOKS]
@@ -140,8 +139,7 @@ def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot, split):
     write_pg19(folder / "data" / "train-00000-of-00001-2b13.parquet", ["another split"])
     assert list(load_books("pg19", split=split)) == BOOKS
     [(repository, options)] = calls
-    assert repository == data.PG19_REPOSITORY
-    assert options["repo_type"] == "dataset"
+    assert repository == data.PG19_REPOSITORY and options["repo_type"] == "dataset"
     assert options["allow_patterns"] == f"data/{split}-*.parquet"
 
 
@@ -156,8 +154,7 @@ def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
     sizes = []
     monkeypatch.setattr(data, "_text_of", lambda value, path, number: sizes.append(number) or value)
     books = load_books(str(path))
-    assert next(books) == "book 0"
-    assert sizes == [1]
+    assert next(books) == "book 0" and sizes == [1]
     assert list(books) == [f"book {i}" for i in range(1, 50)]
 
 
@@ -241,8 +238,7 @@ def test_too_little_text_gives_the_numbers_and_a_length_that_fits():
         prompts_of(books, 8, 31, bos=[BOS])
     message = str(error.value)
     assert "3 books, 155 tokens" in message
-    assert re.search(r"seen: +4 distinct prompts of 31 tokens", message)
-    assert re.search(r"required: +8 distinct prompts of 31 tokens", message)
+    assert re.search(r"seen: +4 distinct prompts of 31 tokens\n +required: +8 distinct prompts of 31 tokens", message)
     fits = int(re.search(r"shorten the prompts to (\d+) tokens", message)[1])
     assert len(prompts_of(books, 8, fits, bos=[BOS])) == 8
     with pytest.raises(DataError):

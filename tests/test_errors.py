@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from textwrap import indent
 
 import pytest
 
+from common.checkout import ROOT
 from common.pipes import readers_may_leave
 
-ROOT = Path(__file__).resolve().parents[1]
 ALONE = "from common.exit import exit_on_user_error as run"
 ON_RANKS = "from engine.parallel.launch import run_on_ranks as run"
 PROGRAM = """
@@ -49,13 +48,12 @@ def run(
     environment |= {"PYTHONIOENCODING": encoding} | (FIRST_OF_TWO if how == ON_RANKS else {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, **pipes) as started:
-        streams = {"stdout": started.stdout, "stderr": started.stderr}
         read = {}
         if leave:
-            read[leave] = b"".join(streams[leave].readline() for _ in range(lines))
-            streams.pop(leave).close()
-        for name, stream in streams.items():
-            read[name] = stream.read()
+            with getattr(started, leave) as stream:
+                read[leave] = b"".join(stream.readline() for _ in range(lines))
+        for name in pipes.keys() - read:
+            read[name] = getattr(started, name).read()
         return started.wait(), read["stdout"], read["stderr"]
 
 
@@ -63,17 +61,16 @@ def test_a_user_error_is_one_message():
     assert run(REFUSE) == (2, b"", REFUSAL)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "for i in range(100_000): print(i)",
-        "print(0, flush=True)\nuntil_unread(1)\nprint(1)",
-        "os.write(1, b'0\\n')\nuntil_unread(1)\nos.write(1, b'1\\n')",
-    ],
-    ids=["more than a pipe holds", "less than a buffer holds", "past the buffer"],
-)
-def test_whoever_stops_reading_sees_no_error(body):
-    assert run(body, leave="stdout", lines=1) == (UNREAD_CODE, b"0\n", b"")
+SAYING = {
+    "more than a pipe holds": "for i in range(100_000): print(i)",
+    "less than a buffer holds": "print(0, flush=True)\nuntil_unread(1)\nprint(1)",
+    "past the buffer": "os.write(1, b'0\\n')\nuntil_unread(1)\nos.write(1, b'1\\n')",
+}
+
+
+@pytest.mark.parametrize("what", SAYING)
+def test_whoever_stops_reading_sees_no_error(what):
+    assert run(SAYING[what], leave="stdout", lines=1) == (UNREAD_CODE, b"0\n", b"")
 
 
 @both

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("common", "kv_cache", "models", "engine", "tests")
 # Where a row goes, and what stands before the file's imports.
 TABLES = {"tests/policies.py": "POLICIES = {\n", "tests/scenarios.py": "TEXT_DRAFTERS = {\n"}
@@ -58,15 +54,6 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, *words: str) -> str:
-    """What a program of that checkout prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_a_policy_and_a_drafter_are_one_file_and_one_row_each() -> None:
     files = {name for name in blocks() if name not in TABLES}
     assert files == {"kv_cache/strided.py", "engine/drafters/bigram.py"} and len(blocks()) == 4
@@ -82,20 +69,21 @@ DRAFTS = {
 def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint: Path, tmp_path: Path) -> None:
     """Three prompts of unlike lengths in two rows; all are identical to plain decoding."""
     texts = ["so long " * 12, "and thanks for " * 9, "all the fish, all the fish, " * 2]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    sizes = f"--model {checkpoint}/model.pth --prompts {prompts} --B 2 --gen_len 40 --dtype float64"
-    record = json.loads(run(extended, "tests/selfspec_benchmark.py", *sizes.split(), *flags.split()).splitlines()[-1])
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    sizes = f"--model {checkpoint}/model.pth --prompts {tmp_path} --B 2 --gen_len 40 --dtype float64"
+    record = python("tests/selfspec_benchmark.py", *sizes.split(), *flags.split(), cwd=extended).record
     assert record["identical_sequences"] == record["sequences"] == 3
     assert 0 < record["accepted"] < record["judged"]
     assert DRAFTS[flags].items() <= record.items()
 
 
 def test_help_lists_both(extended: Path) -> None:
-    listed = run(extended, "tests/selfspec_benchmark.py", "--help")
+    listed = python("tests/selfspec_benchmark.py", "--help", cwd=extended).out
     assert all(name in listed for name in ("strided", "--stride", "bigram", "--min_seen"))
 
 
 def test_their_rows_of_the_test_matrix_pass(extended: Path) -> None:
     files = ("tests/test_policies.py", "tests/test_new_rows.py")
-    assert "8 passed" in run(extended, "-m", "pytest", "-q", "-k", "strided or random_batches", *files)
+    ended = python("-m", "pytest", "-q", "-k", "strided or random_batches", *files, cwd=extended)
+    assert ended.code == 0 and "8 passed" in ended.out, ended.out

@@ -68,9 +68,3 @@ def test_acceptance_on_three_kinds_of_text(call):
     assert min(row["acceptance_rate"] for row in rows.values()) < 1
     # The book's text does not depend on who drafts it.
     assert len({row["distinct_4gram_fraction"] for (text, *_), row in rows.items() if text == "book"}) == 1
-
-
-def test_an_automatic_budget_without_room_is_found_before_anything_is_loaded(call):
-    """`auto` chooses 64 and 128, and 64 sinks leave nothing of 64."""
-    ended = call(GAMMA_CELL, "--device cpu --budgets 512 --gammas 1 --n_sink 64 --prefix_len 100")
-    assert "budget 64, n_sink 64" in ended.refusal and "loading" not in ended.err

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 from common.errors import ConfigError, OutOfMemoryError
 from reproduce import gpu
@@ -22,11 +20,6 @@ from reproduce.gpu_parts.supervisor import Task, run_parts, run_task
 from reproduce.gpu_parts.worker import PARTS, RESTART, cells_of
 
 CPU = Options("cpu", quick=True)
-
-
-def run_script(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, gpu.__file__, *flags], env=environment, capture_output=True, text=True)
 
 
 def never() -> float:
@@ -41,10 +34,10 @@ def collect(*runs, deadline: float | None = None) -> tuple[bool, list[dict]]:
 
 
 def quick_run(output: Path, *parts: str) -> list[dict]:
-    done = run_script("--device", "cpu", "--quick", "--parts", *parts, "--output", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended = python(gpu.__file__, "--device", "cpu", "--quick", "--parts", *parts, "--output", output)
+    assert ended.code == 0, ended.out + ended.err
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert f"{sum(record['status'] == 'done' for record in records)} done" in done.stdout.splitlines()[-1]
+    assert f"{sum(record['status'] == 'done' for record in records)} done" in ended.out.splitlines()[-1]
     assert all(record["quick"] and record["gpu_run"] and record["torch_version"] for record in records)
     return records
 
@@ -106,8 +99,8 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch, tmp_path):
             _ = gpu.Flags(device=device, quick=quick).options
     assert gpu.Flags(device="cpu", quick=True).options == CPU
     if not torch.cuda.device_count():
-        done = run_script("--output", str(tmp_path / "none.jsonl"))
-        assert done.returncode == 2 and done.stderr.startswith("error: the measurements need a GPU")
+        ended = python(gpu.__file__, "--output", tmp_path / "none.jsonl")
+        assert "the measurements need a GPU" in ended.refusal
         assert not (tmp_path / "none.jsonl").exists()
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from common.errors import ConfigError, UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
@@ -48,7 +48,7 @@ def test_costs_and_acceptance_are_those_of_each_drafter(runner, max_new_tokens):
     seen = [one.acceptance for one in both]
     assert all(one and one.n for one in seen) and seen[0].value == 1 and seen[1].value < 0.5
     out = generate(runner, prompts, max_new_tokens=10, drafter=own)
-    assert out.tokens == [continue_by_recomputing(runner.model, prompt, 10) for prompt in prompts]
+    assert out.tokens == recomputed(runner.model, prompts, 10)
 
 
 def test_costs_cannot_be_measured_where_no_round_is_full(runner):
@@ -66,7 +66,7 @@ def test_costs_cannot_be_measured_where_no_round_is_full(runner):
 def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes):
     """One row accepts everything, the other one nothing: rounds of the slow row alone measure nothing."""
     prompts = random_prompts([30, 11])
-    quick, slow = (continue_by_recomputing(runner.model, prompt, 30) for prompt in prompts)
+    quick, slow = recomputed(runner.model, prompts, 30)
     drafter = SavedText(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
     (measured,) = measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=20, seconds=0.0)
     rounds = [[round_.busy for round_ in output.stats.rounds] for output in decodes]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from fake_cuda_linear import cuda_linears
 from live_bytes import LiveBytes
-from recorded_graph import RecordedGraph, RecordedGraphs
+from machine import needs_vnni
+from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
@@ -61,11 +62,14 @@ def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
     model = load_model("none", load_format="dummy", config=config, dtype=dtype, prepack=prepack)
-    tensors = list(model.parameters())
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            tensors += [tensor for tensor in (module.weight, module.bias) if tensor is not None]
-    return sum(tensor.numel() * dtype.itemsize for tensor in tensors)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    tensors = [*model.parameters(), *(tensor for module in packed for tensor in (module.weight, module.bias))]
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor is not None)
+
+
+def check_kv(plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype) -> None:
+    assert 3 * plan.target_kv_per_row == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
+    assert 3 * plan.draft_kv_per_row == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -85,10 +89,8 @@ def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.
 def test_sampling_and_filters_take_memory_of_their_own() -> None:
     """By the logit: distributions and noise; sorted values and masses on top where a filter sorts."""
     logits = BLOCK * TINY.vocab_size
-    greedy, sampled, filtered = (
-        plan_of(TINY, sampling=sampling)
-        for sampling in (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
-    )
+    each = (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
+    greedy, sampled, filtered = (plan_of(TINY, sampling=sampling) for sampling in each)
     assert greedy == plan_of(TINY)
     assert sampled.per_row["logits"] - greedy.per_row["logits"] >= logits * (4 * 4 + 4 + 8)
     assert filtered.per_row["logits"] - sampled.per_row["logits"] >= logits * (4 + 8 + 3 * 8)
@@ -107,11 +109,9 @@ def test_largest_batch_is_exact(batch: int) -> None:
 
 def test_where_no_batch_fits_what_is_in_the_way_is_said() -> None:
     plan, alone = plan_of(TINY), plan_of(TINY, draft=None)
-    for of, free, fix in (
-        (plan, 0, "narrower --dtype"),
-        (plan, plan.total(1) - 1, "shorter --prefix_len, or a smaller draft budget"),
-        (alone, alone.total(0), "use a shorter --prefix_len"),
-    ):
+    shorter = "shorter --prefix_len, or a smaller draft budget"
+    cases = (plan, 0, "narrower --dtype"), (plan, plan.total(1) - 1, shorter)
+    for of, free, fix in (*cases, (alone, alone.total(0), "use a shorter --prefix_len")):
         assert of.largest_batch(free) == 0
         with pytest.raises(OutOfMemoryError, match=rf"{fix}[^\n]*$") as refusal:
             require_memory(of, 1, free, "cpu")
@@ -133,7 +133,7 @@ def test_the_refusal_is_itemised_and_adds_up() -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
     if scheme == "int8" and not torch.cpu._is_vnni_supported():
@@ -167,9 +167,9 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
+    each = ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
     read, all_rows, one_row, longer = (
-        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, block=block)
-        for dequantizes, block in ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
+        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, block=block) for dequantizes, block in each
     )
     assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token: False) == read
     assert read.per_row["dequantised KV"] == one_row.per_row["dequantised KV"] == 0
@@ -259,16 +259,14 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     """Two budgets and three gammas, plain rounds among them and as the baseline: all but those of one longest round."""
     kept: list[Any] = []
 
-    class Keeping(RecordedGraph):
+    class Keeping(RecordedGraphs):
         def capture(self, part: Any) -> Any:
-            kept.append(super().capture(part))
-            return kept[-1]
-
-    class KeepingGraphs(RecordedGraphs):
-        Graph = Keeping
+            replay, outputs = super().capture(part)
+            kept.append(outputs)
+            return replay, outputs
 
     model = tiny_model(dtype=torch.float32)
-    runner = ModelRunner(model, full_cache(model, 2), new_graphs=KeepingGraphs)
+    runner = ModelRunner(model, full_cache(model, 2), new_graphs=Keeping)
     budgets = (16, 12)
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]

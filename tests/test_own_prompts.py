@@ -40,9 +40,3 @@ def test_prompts_are_taken_whole_from_every_kind_of_file(kind: str, checkpoint: 
     asked = {"prompts": str(prompts), "dataset": None, "B": 3, "sequences": 3, "identical_sequences": 3}
     asked |= {"prefix_len": 1 + max(map(len, TEXTS)), "tokens_generated": 3 * 12}
     assert {name: record[name] for name in asked} == asked
-
-
-def test_a_prompt_longer_than_the_context_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text("x" * 300)
-    message = run(BASELINE, ["--model", str(checkpoint), "--prompts", str(tmp_path / "long.txt")]).refusal
-    assert "301 + 64 + 0 + 1 = 366" in message

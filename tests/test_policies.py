@@ -6,7 +6,7 @@ import pytest
 import torch
 from policies import OF_SELF_DRAFTS, POLICIES, Size
 from recorded_graph import RecordedGraphs
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from kv_cache import EMPTY
@@ -30,21 +30,12 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
     """Greedy and coupled; five requests through three rows, called and with captured rounds."""
     model, prompts = tiny_model(), random_prompts(LENGTHS)
     sampling = SamplingParams(temperature, seed=2)
-    expected = [
-        continue_by_recomputing(model, prompt, n, sampling, i)
-        for i, (prompt, n) in enumerate(zip(prompts, LIMITS, strict=True))
-    ]
-    counts = []
+    how = {"sampling": sampling, "verification": "coupled" if temperature else "greedy"}
+    expected, counts = recomputed(model, prompts, LIMITS, sampling), []
     for new_graphs in (None, RecordedGraphs):
         runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
-        out = generate(
-            runner,
-            prompts,
-            max_new_tokens=LIMITS,
-            drafter=make_drafter(kind, policy, runner),
-            sampling=sampling,
-            verification="coupled" if temperature else "greedy",
-        )
+        drafter = make_drafter(kind, policy, runner)
+        out = generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter, **how)
         assert out.tokens == expected
         counts.append(out.stats.counts)
     assert counts[0] == counts[1]

@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,11 @@ from common.errors import ConfigError, UserError
 from common.jsonl import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
 
 N_RECORDS = 400
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "results.jsonl"
 
 
 def records(path: Path) -> list[dict]:
@@ -36,8 +42,8 @@ def write_the_rest(path: Path) -> int:
         os._exit(0)
 
 
-def test_resuming_after_kill_9_loses_no_record_and_repeats_none(tmp_path):
-    path, rng, kills = tmp_path / "results.jsonl", random.Random(0), 0
+def test_resuming_after_kill_9_loses_no_record_and_repeats_none(path):
+    rng, kills = random.Random(0), 0
     while len(records(path)) < N_RECORDS:
         pid = write_the_rest(path)
         if kills < 4:
@@ -49,9 +55,8 @@ def test_resuming_after_kill_9_loses_no_record_and_repeats_none(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 14, 16])
-def test_behind_a_torn_line_a_new_one_begins(tmp_path, cut):
+def test_behind_a_torn_line_a_new_one_begins(path, cut):
     """Also behind a whole one without its newline, which is kept."""
-    path = tmp_path / "results.jsonl"
     append_record(str(path), {"a": 1})
     torn = b'{"b": 2, "c": 3}'[:cut]
     path.write_bytes(path.read_bytes() + torn)
@@ -84,8 +89,7 @@ def test_a_file_of_another_kind_is_refused_and_never_changed(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b'{"a": 1}\n', b'\n{"torn', b"{"])
-def test_what_is_empty_or_begins_like_a_record_is_appended_to(tmp_path, content):
-    path = tmp_path / "results.jsonl"
+def test_what_is_empty_or_begins_like_a_record_is_appended_to(path, content):
     path.write_bytes(content)
     require_appendable(str(path))
     append_record(str(path), {"b": 2})
@@ -99,8 +103,7 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
             require_appendable(path)
 
 
-def test_appending_looks_at_the_ends_of_a_file_alone(tmp_path):
-    path = tmp_path / "results.jsonl"
+def test_appending_looks_at_the_ends_of_a_file_alone(path):
     with path.open("wb") as file:
         file.write(b'{"a": ')
         file.truncate(50_000_000)
@@ -109,19 +112,7 @@ def test_appending_looks_at_the_ends_of_a_file_alone(tmp_path):
     append_record(str(path), {"a": 1})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1_000_000
-    assert path.stat().st_size == 50_000_000 + len(b'\n{"a": 1}\n')
-
-
-class Output(io.StringIO):
-    """A stdout that fails when it is written out."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__()
-        self.error = error
-
-    def flush(self) -> None:
-        raise self.error
+    assert peak < 1_000_000 and path.stat().st_size == 50_000_000 + len(b'\n{"a": 1}\n')
 
 
 def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
@@ -134,22 +125,22 @@ def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
 @pytest.mark.parametrize(
     "error,raised", [(BrokenPipeError("left"), BrokenPipeError), (OSError(28, "No space left"), ConfigError)]
 )
-def test_a_record_that_cannot_be_printed_is_appended(tmp_path, monkeypatch, error, raised):
-    path = tmp_path / "results.jsonl"
-    monkeypatch.setattr(sys, "stdout", Output(error))
+def test_a_record_that_cannot_be_printed_is_appended(path, monkeypatch, error, raised):
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "flush", Mock(side_effect=error))
+    monkeypatch.setattr(sys, "stdout", stdout)
     with pytest.raises(raised):
         publish(str(path), {"a": 1}, "a table")
     assert records(path) == [{"a": 1}]
 
 
-def test_a_run_outlives_what_it_cannot_append_and_ends_with_the_first_error(tmp_path, capsys):
+def test_a_run_outlives_what_it_cannot_append_and_ends_with_the_first_error(path, capsys):
     put_off: list[UserError] = []
     for number in range(3):
         append_or_put_off("/dev/full", {"row": number}, put_off)
     said = capsys.readouterr()
     assert [json.loads(line) for line in said.out.splitlines()] == [{"row": number} for number in range(3)]
     assert said.err.count("could not be appended") == 1
-    path = tmp_path / "results.jsonl"
     with pytest.raises(UserError) as raised:
         publish(str(path), {"a": 1}, put_off=put_off)
     assert raised.value is put_off[0] and records(path) == [{"a": 1}]

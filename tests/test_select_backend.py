@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from programs import python
 
 from common.errors import ConfigError
 from models.attention import AttentionSpec, TorchAttention, flash_backend, select_backend
 from models.attention.flash_backend import FA2, FA3, Flavour
 
-ROOT = Path(__file__).resolve().parents[1]
 SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
 FLOAT32 = AttentionSpec(32, 8, 128, None, torch.float32)
 
@@ -58,8 +57,8 @@ def test_importing_the_backends_imports_no_package():
     code = "import sys, models.attention, models.attention.flash_backend as flash\n"
     code += "packages = {package.module for package in (flash.FA2, flash.FA3, flash.FA3_FWD)}\n"
     code += "print((packages | {'models.attention.triton_backend'}) & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.strip() == "set()", result.stderr
+    ended = python("-c", code)
+    assert ended.out.strip() == "set()", ended.err
 
 
 def no_package(monkeypatch, name: str) -> None:

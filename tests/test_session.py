@@ -30,9 +30,13 @@ def config(checkpoint: Path) -> RunConfig:
     return RunConfig(target=target, sizes=Sizes(B=2, gen_len=12), draft=replace(SMALL, draft_dtype="same"))
 
 
-def test_rows_of_different_lengths_are_the_targets_own(config: RunConfig) -> None:
+@pytest.fixture
+def session(config: RunConfig) -> Session:
+    return Session.open(config, prompts=TEXTS)
+
+
+def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None:
     """Three prompts in two rows; what drafts shares the target's weights."""
-    session = Session.open(config, prompts=TEXTS)
     assert [len(prompt) for prompt in session.prompts] == [1 + len(text) for text in TEXTS]
     plain, drafted = session.generate(), session.generate(session.drafter())
     assert drafted.tokens == plain.tokens and all(len(tokens) == 12 for tokens in plain.tokens)
@@ -43,9 +47,8 @@ def test_rows_of_different_lengths_are_the_targets_own(config: RunConfig) -> Non
     assert session.draft_model is None and not session.models and session.plan.shares_weights
 
 
-def test_a_variant_shares_weights_and_cache(config: RunConfig) -> None:
+def test_a_variant_shares_weights_and_cache(session: Session) -> None:
     """Every draft over one prefilled target; only another form of the weights is loaded, and once."""
-    session = Session.open(config, prompts=TEXTS)
     plain = session.generate().tokens
     drafts = [NGramConfig(gamma=2), SelfConfig(gamma=2, policy=Full(), draft_dtype="same")]
     drafts.append(SelfConfig(gamma=1, policy=SnapKV(24, snapkv_window=8), draft_dtype="same"))
@@ -60,8 +63,7 @@ def test_a_variant_shares_weights_and_cache(config: RunConfig) -> None:
     assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
 
 
-def test_a_variant_of_another_sampling(config: RunConfig) -> None:
-    session = Session.open(config, prompts=TEXTS)
+def test_a_variant_of_another_sampling(session: Session) -> None:
     coupled = session.variant(sampling=Sampling(temperature=1.2, seed=3, verification="coupled"))
     assert coupled.sampling.mode in MODES and coupled.generate(coupled.drafter()).tokens == coupled.generate().tokens
     assert coupled.generate().tokens != session.generate().tokens
@@ -69,8 +71,7 @@ def test_a_variant_of_another_sampling(config: RunConfig) -> None:
         session.variant(sampling=Sampling(seed=3))
 
 
-def test_narrowed_is_a_session_of_fewer_rows_and_slots(config: RunConfig) -> None:
-    session = Session.open(config, prompts=TEXTS)
+def test_narrowed_is_a_session_of_fewer_rows_and_slots(session: Session) -> None:
     narrow = session.narrowed(1, 40)
     assert narrow.runner.max_batch == 1 and narrow.runner.cache.capacity == 40
     assert narrow.runner.model is session.runner.model

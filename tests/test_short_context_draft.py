@@ -28,11 +28,8 @@ N_NEW = 40
 def make_rules() -> Tensor:
     """`[N_RULE, N_WORD]` ids: the successor of each word. Every rule is one cycle through all words."""
     generator = torch.Generator().manual_seed(0)
-    successors = torch.empty(N_RULE, N_WORD, dtype=torch.int64)
-    for row in successors:
-        cycle = torch.randperm(N_WORD, generator=generator)
-        row[cycle] = cycle.roll(-1)
-    return successors + N_RULE
+    cycles = torch.stack([torch.randperm(N_WORD, generator=generator) for _ in range(N_RULE)])
+    return torch.empty_like(cycles).scatter_(1, cycles, cycles.roll(-1, dims=1)) + N_RULE
 
 
 RULES = make_rules()
@@ -109,11 +106,10 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 def decode(prompts: list[list[int]], draft: Transformer | None = None, **cache_settings) -> GenerateOutput:
-    n_rows = len(prompts)
-    target = ModelRunner(Target(), FullKVCache(Target.config, n_rows, 2100, dtype=torch.int64))
+    target = ModelRunner(Target(), FullKVCache(Target.config, len(prompts), 2100, dtype=torch.int64))
     drafter = None
     if draft:
-        cache = StreamingKVCache(DRAFT, n_rows, n_sink=4, **cache_settings)
+        cache = StreamingKVCache(DRAFT, len(prompts), n_sink=4, **cache_settings)
         drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=3)
     return generate(target, prompts, max_new_tokens=N_NEW, drafter=drafter)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from programs import python
 
 from common import cli
 from common.checkout import ROOT
@@ -254,9 +255,9 @@ def test_a_sweep_by_flags(script, output, capsys):
     run_sweep(*command, "--list")
     assert [line.split()[1:3] for line in capsys.readouterr().out.splitlines()[:2]] == [["to", "run"]] * 2
     assert not output.exists() and not runs_of(script)
-    done = subprocess.run([sys.executable, sweep.__file__, *command], cwd=ROOT.parent, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == f"2 ok of 2 cells in {output}\n", done.stderr
-    first, *lines = done.stderr.splitlines()
+    ended = python(sweep.__file__, *command, cwd=ROOT.parent)
+    assert ended.code == 0 and ended.out == f"2 ok of 2 cells in {output}\n", ended.err
+    first, *lines = ended.err.splitlines()
     assert "0 of 2" in first and len(lines) == 2
     assert re.fullmatch(r"\[1 of 2\]  n=1  \d\.\d s  ok  about \d s left", lines[0])
     assert re.fullmatch(r"\[2 of 2\]  n=2  \d\.\d s  ok  done", lines[1])

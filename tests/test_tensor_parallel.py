@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import parallel_cases
 import pytest
 import torch
 from fake_symmetric_memory import STEPS
+from programs import python
 from tiny import TINY, tiny_model
 
 from common.errors import ConfigError
@@ -23,11 +21,8 @@ from models.tensor_parallel import Shard, shard_config, shard_tensor, spans
 
 
 def torchrun(n_ranks: int, *arguments: object) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command += map(str, arguments)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    ended = python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}", *arguments)
+    assert ended.code == 0, ended.err
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizer import ALPHABET, BOS, save_tokenizer
 
 from common.errors import CheckpointError
 from models.checkpoints.tokenizer import load_tokenizer
@@ -16,16 +16,7 @@ TEXT = "It is a truth universally acknowledged, that 12 naïve men must be in wa
 
 
 def write_json(folder: Path, bos: bool) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<s>", *alphabet, "th"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.enable_truncation(4)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(folder, [BOS, *ALPHABET, "th"], [("t", "h")], adds_bos=bos, longest=4)
 
 
 def write_sentencepiece(folder: Path, bos: bool) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 pytest.importorskip("triton")
 
@@ -22,10 +20,8 @@ CASES = Path(__file__).with_name("triton_cases.py")
 
 def test_equals_the_torch_backend():
     """All of triton_cases.py; see there for why it runs in a process of its own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", CASES, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 
 @pytest.mark.parametrize("kv_itemsize", [1, 2])

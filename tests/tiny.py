@@ -68,3 +68,11 @@ def continue_by_recomputing(
             scores = law.logprobs(logits) + noise
         tokens.append(int(scores[0].argmax()))
     return tokens[len(prompt) :]
+
+
+def recomputed(
+    model: Transformer, prompts: list[list[int]], limits: int | list[int], sampling: SamplingParams | None = None
+) -> list[list[int]]:
+    """The same of several prompts, each by its place."""
+    each = zip(prompts, limits if isinstance(limits, list) else [limits] * len(prompts), strict=True)
+    return [continue_by_recomputing(model, prompt, n, sampling, place) for place, (prompt, n) in enumerate(each)]

@@ -35,9 +35,10 @@ def with_words(**ids: int) -> Callable[[bytes], bytes]:
     return change
 
 
+Changes = dict[str, Callable[[bytes], bytes] | None]
 # Checkpoints of which something is wrong: copies of what, and what becomes of their files, None for nothing.
-UNLISTED: dict[str, Callable[[bytes], bytes] | None] = {"manifest.json": None}
-DAMAGED: dict[str, tuple[str, dict[str, Callable[[bytes], bytes] | None]]] = {
+UNLISTED: Changes = {"manifest.json": None}
+DAMAGED: dict[str, tuple[str, Changes]] = {
     "weightless": ("checkpoint", {"model.pth": None}),
     "configless": ("checkpoint", {"config.json": None}),
     "wordless": ("checkpoint", {"tokenizer.json": None}),
@@ -70,14 +71,12 @@ def make_workspace(folder: Path, made: dict[str, Any]) -> None:
     for name, (source, changes) in DAMAGED.items():
         shutil.copytree(folder / source, folder / name)
         for file, change in changes.items():
-            before = (folder / name / file).read_bytes()
-            (folder / name / file).unlink()
+            path = folder / name / file
+            before = path.read_bytes()
+            path.unlink()
             if change:
-                (folder / name / file).write_bytes(change(before))
-    for name, values in made["shapes"].items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(made["model"] | values))
-    for name, content in made["files"].items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content.encode("latin-1"))
+                path.write_bytes(change(before))
+    configs = {f"{name}/config.json": json.dumps(made["model"] | values) for name, values in made["shapes"].items()}
+    for name, content in (configs | made["files"]).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content.encode("latin-1"))

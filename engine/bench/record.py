@@ -96,7 +96,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "tensor_parallel": len(session.target_ranks.ranks),
         "rank_group": session.target_ranks.ranks,
         "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
-        "all_reduce": session.target_ranks.reduce.name,
+        "all_reduce": session.target_ranks.all_reduce.name,
         "check_ranks": session.ranks.check,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **{key: getattr(drafted.stats.counts, name) if drafted else None for key, name in COUNTED.items()},
