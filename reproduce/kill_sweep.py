@@ -8,8 +8,6 @@ kills fall anywhere, a third shortly before a row is written, a third on the fir
 summary and last one JSON object. Exit code 1 if a row was lost, written twice or changed, or a process survived.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
@@ -44,7 +42,6 @@ N_CELLS, ROW_LETTERS, SLEEP_SECONDS = 30, 1_000_000, 0.05
 ANYWHERE_SECONDS, BEFORE_SECONDS, IN_ROW_SECONDS = 0.6, 0.02, 0.0005
 PATIENCE_SECONDS, SURVIVAL_SECONDS = 120, 10
 DIFFERENT = ("seconds", "started", "git_commit")
-Start = Callable[[Path], psutil.Process]
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,6 @@ def wait_for(runner: psutil.Process, is_so: Callable[[], bool] = lambda: False, 
     return True
 
 
-def rows_in(output: Path) -> list[dict]:
-    """The file's rows; what kills left of others is none."""
-    return [row for _, row in read_lines(output)]
-
-
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -104,7 +96,7 @@ def wait_for_moment(
         until = time.monotonic() + rng.uniform(0, ANYWHERE_SECONDS)
         return wait_for(runner, lambda: time.monotonic() > until)
     # Not the first row: the log of its cell may be that of a runner that was killed.
-    n_rows = len(rows_in(output)) + rng.randint(1, 2)
+    n_rows = len(list(read_lines(output))) + rng.randint(1, 2)
     if n_rows >= len(cells):
         return wait_for(runner)
     log = logs_of(output) / f"{cells[n_rows].key}.log"
@@ -140,9 +132,9 @@ def finish(runner: psutil.Process, output: Path) -> None:
 
 
 def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[str, int]:
-    """Rows that are not there, there twice, or other than those of the undisturbed run."""
+    """Rows that are not there, there twice, or other than those of the undisturbed run; what kills tore is none."""
     rows, same = (
-        [{name: value for name, value in row.items() if name not in DIFFERENT} for row in rows_in(path)]
+        [{name: value for name, value in row.items() if name not in DIFFERENT} for _, row in read_lines(path)]
         for path in (output, undisturbed)
     )
     keys, is_cut_off = [row["key"] for row in rows], is_torn(output.read_bytes().rpartition(b"\n")[2])
@@ -154,7 +146,9 @@ def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[
     }
 
 
-def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Start) -> dict:
+def disturb(
+    cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Callable[[Path], psutil.Process]
+) -> dict:
     """As many sweeps as it takes to spend all kills, each compared with an undisturbed one."""
     kills, seen, longest_survival = Counter[str](), Counter[str](), 0.0
     undisturbed = folder / "undisturbed.jsonl"
@@ -192,13 +186,11 @@ def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Pat
 
 def main(flags: Flags) -> None:
     if flags.kills < 1:
-        what, fix = "nothing would be disturbed", f"use {flag('kills')} 50"
-        raise ConfigError(what, where=flag("kills"), seen=flags.kills, required=">= 1", fix=fix)
+        raise ConfigError("nothing would be disturbed", flag("kills"), flags.kills, ">= 1", f"use {flag('kills')} 50")
     require_appendable(flags.output)
     cells = sleepers(N_CELLS, ROW_LETTERS)
     with tempfile.TemporaryDirectory() as folder:
-        rng, start = random.Random(flags.seed), partial(start_command, cells)
-        seen = disturb(cells, flags.kills, rng, Path(folder), start)
+        seen = disturb(cells, flags.kills, random.Random(flags.seed), Path(folder), partial(start_command, cells))
     summary = (
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"

@@ -21,10 +21,9 @@ from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
 from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, setups, speculation
-from reproduce.gpu_parts.backends import Named
 from reproduce.gpu_parts.cells import Options
-from reproduce.gpu_parts.devices import Timing
-from reproduce.gpu_parts.worker import PARTS, cells_of
+from reproduce.gpu_parts.devices import Named, Timing
+from reproduce.gpu_parts.supervisor import PARTS, cells_of
 
 CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
 

@@ -17,9 +17,8 @@ import torch
 from common.errors import ConfigError, OutOfMemoryError
 from reproduce import gpu
 from reproduce.gpu_parts import supervisor
-from reproduce.gpu_parts.cells import Cell, Options, Shared, Skip, run_cells
-from reproduce.gpu_parts.supervisor import Task, run_parts, run_task
-from reproduce.gpu_parts.worker import PARTS, RESTART, cells_of
+from reproduce.gpu_parts.cells import Cell, Options, Skip, run_cells, shared
+from reproduce.gpu_parts.supervisor import PARTS, RESTART, Task, cells_of, run_parts, run_task
 
 CPU = Options("cpu", quick=True)
 
@@ -193,20 +192,21 @@ emit(start, "skipped")
 
 
 def test_shared_values_are_built_once_and_fail_once():
-    shared, built = Shared(), []
+    built = []
 
+    @shared
     def build(key):
         built.append(key)
         if key == "bad":
             raise ValueError("cannot be built")
         return [key]
 
-    first = shared.get("x", partial(build, "x"))
-    assert shared.get("x", partial(build, "x")) is first
+    first = build("x")
+    assert build("x") is first
     for _ in range(2):
         with pytest.raises(ValueError, match="cannot be built"):
-            shared.get("bad", partial(build, "bad"))
-    assert shared.get("x", partial(build, "x")) is not first
+            build("bad")
+    assert build("x") is not first
     assert built == ["x", "bad", "x"]
 
 

@@ -1,17 +1,15 @@
 """Part d: what steps of published 7B and 8B shapes cost, with random weights over a KV cache of random entries."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from engine.bench.config import Sizes
-from engine.bench.record import make_record, rounded
+from engine.bench.record import rounded
 from engine.bench.session import Session
 from engine.cost_model.costs import tokens_per_round
-from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
+from reproduce.gpu_parts.cells import Cell, Options, Record, shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.gpu_parts.setups import TINY, Filled, dummy_session, self_draft, size_record
-from reproduce.paper.published import SELF, published
+from reproduce.gpu_parts.setups import TINY, Filled, dummy_session, self_draft
+from reproduce.paper.published import SELF, published, target_name
 
 LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
 Setting = tuple[str, int, int, str]
@@ -35,43 +33,31 @@ ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 5
 
 
 def cells(options: Options) -> list[Cell]:
-    shared, found = Shared(), []
-    settings, drafts = (QUICK_SETTINGS, QUICK_DRAFTS) if options.quick else (SETTINGS, DRAFTS)
-    for setting in settings:
+    found = []
+    for setting in QUICK_SETTINGS if options.quick else SETTINGS:
         model, batch, context, kv = setting
-        for weights, budget in drafts:
+        for weights, budget in QUICK_DRAFTS if options.quick else DRAFTS:
             name = f"{model}, B {batch}, S {context}, {kv} KV, draft weights {weights}, budget {budget}"
-            found.append(Cell("d", "gpu_costs", name, partial(costs, options, shared, setting, weights, budget)))
+            found.append(Cell("d", "gpu_costs", name, partial(costs, options, setting, weights, budget)))
     return found
 
 
-def costs(options: Options, shared: Shared, setting: Setting, weights: str, budget: int) -> Record:
+def costs(options: Options, setting: Setting, weights: str, budget: int) -> Record:
     """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
     model, _, context, _ = setting
-    filled: Filled = shared.get(setting, partial(_filled, options, *setting))
-    session, made = filled.passes(self_draft(GAMMA, budget, weights))
-    record = make_record("gpu_costs", session, made)
-    alpha = published_alpha(model, context) if budget == published().draft_budget else None
-    step_ms, read = record["baseline_step_ms"], bytes_per_step(session, context)
+    filled = _filled(options, *setting)
+    record = filled.record("gpu_costs", self_draft(GAMMA, budget, weights))
+    is_published = budget == published().draft_budget
+    alpha = published().alpha(target_name({"model": model}), SELF, context) if is_published else None
+    step_ms, read = record["baseline_step_ms"], bytes_per_step(filled.session, context)
+    predicted = None if alpha is None else tokens_per_round(alpha, GAMMA) * step_ms / record["round_ms"]
     bandwidth = 1e3 * read / step_ms
-    own = {
-        "prefill_seconds": None,
-        "cache_content": "random entries, not a prefill",
-        "rounds": len(made.speculative.stats.rounds),
-        "predicted_speedup": None if alpha is None else tokens_per_round(alpha, GAMMA) * step_ms / record["round_ms"],
-        "predicted_with_alpha": alpha,
-        "alpha_source": None if alpha is None else ALPHA_SOURCE,
-        "baseline_bytes_per_step": read,
-        "baseline_bytes_per_second": bandwidth,
-        "baseline_share_of_copy": bandwidth / copy_bandwidth(options),
-    }
-    return record | size_record(session) | rounded(own)
-
-
-def published_alpha(model: str, context: int) -> float | None:
-    """The acceptance of self-speculation that was published for that model and context."""
-    known = [name for name in published().checkpoint_names if published().is_model(name, model)]
-    return published().alpha(known[0], SELF, context) if known else None
+    own = {"prefill_seconds": None, "cache_content": "random entries, not a prefill"}
+    own |= {"rounds": sum(choice["rounds"] for choice in record["choices"])}
+    own |= {"predicted_speedup": predicted, "predicted_with_alpha": alpha}
+    own |= {"alpha_source": None if alpha is None else ALPHA_SOURCE, "baseline_bytes_per_step": read}
+    own |= {"baseline_bytes_per_second": bandwidth, "baseline_share_of_copy": bandwidth / copy_bandwidth(options)}
+    return record | rounded(own)
 
 
 def bytes_per_step(session: Session, context: int) -> int:
@@ -82,6 +68,7 @@ def bytes_per_step(session: Session, context: int) -> int:
     return read_once * session.plan.dtype.itemsize + kv
 
 
+@shared
 def _filled(options: Options, model: str, batch: int, context: int, kv: str) -> Filled:
     copy_bandwidth(options)  # before the memory is taken: a copy needs some of its own
     weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]

@@ -1,7 +1,5 @@
 """Sessions that several cells share: one model over one filled cache, under different drafts and sampling."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -12,14 +10,14 @@ from engine.bench import passes
 from engine.bench.config import RunConfig, Sampling, Sizes, Target
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve
+from engine.bench.record import make_record
 from engine.bench.room import memory_plan, room
 from engine.bench.session import Session
-from engine.decoding import GenerateOutput
 from engine.drafters.self_speculation import SelfConfig
 from engine.timing import PhaseTimer
 from kv_cache.streaming import Streaming
 from models.presets import PRESETS
-from reproduce.gpu_parts.cells import Options
+from reproduce.gpu_parts.cells import Options, Record
 
 COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
 # A model for a CPU and a test, of kinds of layers that quantise.
@@ -42,23 +40,22 @@ def open_session(options: Options, target: Target, **config: Any) -> Session:
     return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
 
 
-def size_record(session: Session) -> dict[str, int]:
-    """For a record: the rows, those that were asked for, and the bytes that the memory plan has for them."""
-    plan = session.plan
-    return {"B": plan.n_rows, "asked_B": plan.config.sizes.B, "planned_bytes": memory_plan(plan).total(plan.n_rows)}
-
-
 def dummy_session(options: Options, model: str, sizes: Sizes, kv_dtype: Any = "same", **config: Any) -> Session:
     """Random weights of a published shape, or of TINY_CONFIG, over a cache of random entries."""
     with tempfile.TemporaryDirectory() as folder:
-        shape = Path(folder, TINY)
-        shape.mkdir()
-        (shape / "config.json").write_text(json.dumps(TINY_CONFIG))
-        target = Target(model=str(shape)) if model == TINY else Target(model_name=model)
+        Path(folder, TINY).mkdir()
+        Path(folder, TINY, "config.json").write_text(json.dumps(TINY_CONFIG))
+        target = Target(model=f"{folder}/{TINY}") if model == TINY else Target(model_name=model)
         target = replace(target, load_format="dummy", kv_dtype=kv_dtype)
         session = open_session(options, target, sizes=sizes, **config)
     fill_with_noise(session.runner, session.prompts)
     return session
+
+
+def size_record(session: Session) -> Record:
+    """For a record: the rows, those that were asked for, and the bytes that the memory plan has for them."""
+    plan = session.plan
+    return {"B": plan.n_rows, "asked_B": plan.config.sizes.B, "planned_bytes": memory_plan(plan).total(plan.n_rows)}
 
 
 @dataclass(frozen=True)
@@ -67,12 +64,11 @@ class Filled:
 
     session: Session
     prefill_seconds: float = 0.0
-    prompts: dict[str, Any] = field(default_factory=dict)
-    baselines: dict[str, GenerateOutput] = field(default_factory=dict)
+    baselines: dict[str, passes.Decoded] = field(default_factory=dict)
 
-    def passes(self, draft: SelfConfig, sampling: Sampling | None = None) -> tuple[Session, passes.Passes]:
+    def record(self, benchmark: str, draft: SelfConfig, sampling: Sampling | None = None) -> Record:
         """With this draft, beside plain decoding one pass of speculation that is timed as a whole, and one whose
-        phases are. The drafter's cache and graphs are let go afterwards.
+        phases are: a benchmark's record. The drafter's cache and graphs are let go afterwards.
         """
         session = self.session.variant(draft=draft, sampling=sampling or self.session.config.sampling)
         mode = session.sampling.mode
@@ -86,4 +82,5 @@ class Filled:
             timed = timer, passes.decode(session, "phase times", drafter, timer)
         finally:
             session.runner.drop_graphs()
-        return session, passes.Passes(self.prefill_seconds, self.baselines[mode], speculative, timed)
+        made = passes.Passes(self.prefill_seconds, self.baselines[mode], speculative, timed)
+        return make_record(benchmark, session, made) | size_record(session)

@@ -1,19 +1,15 @@
 """Part c: speculation beside plain decoding on the default model and book, many cells over one prefilled state."""
 
-from __future__ import annotations
-
 import json
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from engine.bench import passes
 from engine.bench.config import Sampling, Sizes, Target, Text
-from engine.bench.record import make_record
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from reproduce.gpu_parts.cells import Cell, Options, Record, Shared, Skip
-from reproduce.gpu_parts.setups import COUPLED, Filled, open_session, self_draft, size_record
+from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
+from reproduce.gpu_parts.setups import COUPLED, Filled, open_session, self_draft
 
 SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
 MOST_GAMMA = 4
@@ -33,26 +29,25 @@ def budget_of(options: Options) -> int:
 
 
 def cells(options: Options) -> list[Cell]:
-    shared, found = Shared(), []
+    found = []
     for batch, prefix, drafts in QUICK_SIZES if options.quick else SIZES:
-        prefilled = partial(shared.get, (batch, prefix), partial(_prefilled, options, batch, prefix))
         for sampling in SAMPLINGS:
             for gamma, weights in drafts:
                 name = f"B {batch}, prefix {prefix}, {sampling}, gamma {gamma}, draft weights {weights}"
-                run = partial(speculation, options, prefilled, sampling, gamma, weights)
+                run = partial(speculation, options, batch, prefix, sampling, gamma, weights)
                 found.append(Cell("c", "gpu_selfspec", name, run))
     return found
 
 
-def speculation(options: Options, prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> Record:
+def speculation(options: Options, batch: int, prefix: int, sampling: str, gamma: int, weights: str) -> Record:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
-    filled = prefilled()
-    session, made = filled.passes(self_draft(gamma, budget_of(options), weights), SAMPLINGS[sampling])
-    record = make_record("gpu_selfspec", session, made)
-    return record | size_record(session) | {"dataset": "default"} | filled.prompts
+    filled, prompts = _prefilled(options, batch, prefix)
+    draft = self_draft(gamma, budget_of(options), weights)
+    return filled.record("gpu_selfspec", draft, SAMPLINGS[sampling]) | {"dataset": "default"} | prompts
 
 
-def _prefilled(options: Options, batch: int, prefix: int) -> Filled:
+@shared
+def _prefilled(options: Options, batch: int, prefix: int) -> tuple[Filled, Record]:
     for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK):
         if not path.is_file():
             raise Skip(f"{path.name} of the default model and book is missing: python download.py, then convert")
@@ -65,7 +60,7 @@ def _prefilled(options: Options, batch: int, prefix: int) -> Filled:
     assert session.tokenizer is not None
     overlap = max(0.0, 1 - stride / len(session.tokenizer.decode(session.prompts[0])))
     prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
-    return Filled(session, passes.prefill(session), prompts)
+    return Filled(session, passes.prefill(session)), prompts
 
 
 def _write_windows(file: Path, batch: int, prefix: int) -> int:
@@ -78,6 +73,5 @@ def _write_windows(file: Path, batch: int, prefix: int) -> int:
     around = book + book[:length]
     # A prompt begins with a word.
     begins = [around.find(" ", row * stride) + 1 for row in range(batch)]
-    lines = [json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins]
-    file.write_text("".join(lines), encoding="utf-8")
+    file.write_text("".join(json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins))
     return stride

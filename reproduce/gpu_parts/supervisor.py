@@ -1,21 +1,35 @@
-"""Gives every part of reproduce/gpu.py a process, or several, and starts it again behind a cell that broke it."""
+"""Gives every part of reproduce/gpu.py a process, or several, and starts it again behind a cell that broke it.
 
-from __future__ import annotations
+Run as a program it is such a process: one JSON record a line on stdout, everything else on stderr.
+"""
 
+import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 
+from common.checkout import ROOT
 from common.provenance import provenance
-from reproduce.gpu_parts.cells import ERROR, Options, Record
-from reproduce.gpu_parts.worker import PARTS, RESTART
+from reproduce.gpu_parts.cells import ERROR, Cell, Options, Record, run_cells
 from reproduce.sweeping.child import read_object, run_child
 
-WORKER = ("-m", "reproduce.gpu_parts.worker")
+# By the letter of a part its module, and at most which share of the time limit it has; in the order in which they run:
+# what comes last is what can best be missed.
+PARTS = {
+    "a": ("correctness", 0.25),
+    "b": ("bandwidth", 0.25),
+    "c": ("speculation", 0.45),
+    "e": ("launch_gaps", 0.15),
+    "d": ("costs", 1.0),
+}
+WORKER = ("-m", "reproduce.gpu_parts.supervisor")
+# The exit code that asks to be started again behind the last cell: the device no longer works in this process.
+RESTART = 75
 # Processes that share part a on a GPU, where compiling kernels takes most of its time.
 N_PROCESS = 8
 # Seconds that a cell may run past its part's share, and past the end, before its process is ended; seconds
@@ -36,6 +50,21 @@ class Task:
     kill_at: float
     share: tuple[int, int] = (0, 1)
     start: int = 0
+
+
+def cells_of(part: str, options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
+    """A part's cells; of a share (first, n) every n-th."""
+    first, n_share = share
+    return importlib.import_module(f"reproduce.gpu_parts.{PARTS[part][0]}").cells(options)[first::n_share]
+
+
+def work() -> None:
+    """Run the cells of the task that the command line has."""
+    task = json.loads(sys.argv[1])
+    sys.path.append(str(ROOT / "tests"))  # for the attention cases of the tests
+    cells = cells_of(task["part"], Options(**task["options"]), task["share"])[task["start"] :]
+    went_on = run_cells(cells, task["deadline"], lambda record: print(json.dumps(record), flush=True))
+    sys.exit(0 if went_on else RESTART)
 
 
 def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER) -> None:
@@ -82,3 +111,7 @@ def run_parts(parts: Sequence[str], options: Options, time_limit: float, keep: K
             thread.start()
         for thread in threads:
             thread.join()
+
+
+if __name__ == "__main__":
+    work()

@@ -1,7 +1,5 @@
 """One child process: started below a guardian, ended with its runner, and read when it is over."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -10,15 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.checkout import ROOT
 
 GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500
-ON_RANKS = ("-m", "torch.distributed.run", "--standalone")
+ON_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 STDOUT_FOLLOWS = "\n--- stdout ---\n"
 QUIET_BARS = {"TQDM_MININTERVAL": "30"}
 # How long output may be on its way after the end. A process that a child without its guardian left may hold the pipe.
@@ -51,9 +50,8 @@ def run_child(
     log: gets its stderr as it comes, and its stdout at the end. keep_open: file descriptors that stay open until the
     last of its processes is gone, also where this one is killed. hear: is called with each line of stdout, in a thread.
     """
-    began = time.monotonic()
+    began, printed = time.monotonic(), list[bytes]()
     ours, theirs = socket.socketpair()
-    printed: list[bytes] = []
     with ours, log.open("wb") as stderr:
         with theirs:
             # In a session of its own: Ctrl-C reaches the runner alone, which closes the socket.
@@ -67,8 +65,15 @@ def run_child(
                 pass_fds=(theirs.fileno(), *keep_open),
                 start_new_session=True,
             )
-        assert guardian.stdout is not None
-        reader = Thread(target=_read, args=(guardian.stdout, printed, hear), daemon=True)
+
+        def read() -> None:
+            assert guardian.stdout is not None
+            with guardian.stdout:
+                for line in guardian.stdout:
+                    printed.append(line)
+                    hear(line.decode(errors="replace"))
+
+        reader = Thread(target=read, daemon=True)
         reader.start()
         try:
             ours.settimeout(timeout_s)
@@ -85,10 +90,11 @@ def run_child(
     exit_code = int(answer) if answer else None
     record = last_record(b"".join(printed).decode(errors="replace"))
     error: str | None = None
-    if exit_code is None and timeout_s is not None and seconds >= timeout_s:
-        error = f"timed out after {timeout_s:g} s"
-    elif exit_code is None:
-        error = "the process that watched over it ended before it did"
+    if exit_code is None:
+        is_late = timeout_s is not None and seconds >= timeout_s
+        error = (
+            f"timed out after {timeout_s:g} s" if is_late else "the process that watched over it ended before it did"
+        )
     elif exit_code:
         how = f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         error = f"{words}\n{how}" if words else how
@@ -96,13 +102,6 @@ def run_child(
         error = "exit code 0, but no line of its stdout is a JSON object"
     # Named from the output's folder: a row says nothing of the machine's other folders.
     return Outcome(error and f"{error}; see {log.parent.name}/{log.name}", round(seconds, 3), record, exit_code)
-
-
-def _read(stdout: BinaryIO, printed: list[bytes], hear: Callable[[str], object]) -> None:
-    with stdout:
-        for line in stdout:
-            printed.append(line)
-            hear(line.decode(errors="replace"))
 
 
 def said_in(log: Path) -> str:
@@ -133,5 +132,4 @@ def last_words(said: str) -> str:
     if not starts:
         return "\n".join(lines[-LAST_LINES:])
     first, *rest = lines[starts[-1] :]
-    n_details = next((number for number, line in enumerate(rest) if not line.startswith("  ")), len(rest))
-    return "\n".join([first, *rest[:n_details]])
+    return "\n".join([first, *takewhile(lambda line: line.startswith("  "), rest)])

@@ -8,8 +8,6 @@ everything is killed at once. On Linux the command dies also with this process, 
 of the command that have left its process group; elsewhere those are missed. Needs nothing of the project.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -18,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,31 +38,27 @@ def die_with(parent: int) -> Callable[[], None] | None:
     return bind
 
 
-def children() -> list[int]:
+def children() -> Iterator[int]:
     """Processes whose parent is this one, as far as /proc tells."""
-    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):
             # The name in parentheses may hold anything; the state and the parent follow it.
             if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(stat.parent.name))
-    return found
+                yield int(stat.parent.name)
 
 
 def end_everything(group: int) -> None:
     """Kill the group, then whatever has become a child of this process through that, until there is none."""
-    while True:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-            os.killpg(group, signal.SIGKILL)
-        for pid in children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
+    with suppress(ChildProcessError):
+        while True:
+            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+                os.killpg(group, signal.SIGKILL)
+            for pid in children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        except ChildProcessError:
-            return
-        time.sleep(REAP_SECONDS)
+            time.sleep(REAP_SECONDS)
 
 
 def main() -> None:
