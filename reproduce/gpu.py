@@ -24,8 +24,6 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from common import cli
 from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_or_put_off, require_appendable
@@ -51,6 +49,8 @@ class Flags(Output):
     @property
     def options(self) -> Options:
         """Errors: ConfigError on a machine without a GPU, unless a quick run on the CPU is asked for."""
+        import torch
+
         has_gpu, is_quick = torch.cuda.is_available(), " --quick" if self.quick else ""
         if not (has_gpu if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
             where, required = f"reproduce/gpu.py: {flag('device')}", "a CUDA device, or --device cpu --quick"

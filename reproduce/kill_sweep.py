@@ -35,11 +35,11 @@ from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import logs_of
 
 SLEEPER = "reproduce/sweeping/sleeper.py"
-MOMENTS = ("anywhere", "before the row", "in the row")
 WRONG = ("lost", "twice", "changed", "out_of_order")
 # A row is large so that writing it takes a while, in which a kill can fall.
 N_CELLS, ROW_LETTERS, SLEEP_SECONDS = 30, 1_000_000, 0.05
-ANYWHERE_SECONDS, BEFORE_SECONDS, IN_ROW_SECONDS = 0.6, 0.02, 0.0005
+# When a runner is killed, and so many seconds at most behind the first sign of that.
+MOMENTS = {"anywhere": 0.6, "before the row": 0.02, "in the row": 0.0005}
 PATIENCE_SECONDS, SURVIVAL_SECONDS = 120, 10
 DIFFERENT = ("seconds", "started", "git_commit")
 
@@ -92,25 +92,20 @@ def wait_for_moment(
     lock, mine = logs_of(output) / "lock", f"{runner.pid}\n"
     if not wait_for(runner, lambda: lock.exists() and lock.read_text() == mine):
         return False
-    if moment == "anywhere":
-        until = time.monotonic() + rng.uniform(0, ANYWHERE_SECONDS)
-        return wait_for(runner, lambda: time.monotonic() > until)
-    # Not the first row: the log of its cell may be that of a runner that was killed.
-    n_rows = len(list(read_lines(output))) + rng.randint(1, 2)
-    if n_rows >= len(cells):
-        return wait_for(runner)
-    log = logs_of(output) / f"{cells[n_rows].key}.log"
-    if not wait_for(runner, log.exists):
-        return False
-    # What a cell printed is copied to its log just before its row is written.
-    watched, delay = (output, IN_ROW_SECONDS) if moment == "in the row" else (log, BEFORE_SECONDS)
-    size = size_of(output) if watched == output else 0
-    if not wait_for(runner, lambda: size_of(watched) != size, pause=0):
-        return False
-    until = time.perf_counter() + rng.choice([0.0, rng.uniform(0, delay)])
-    while time.perf_counter() < until:
-        pass
-    return True
+    delay = rng.uniform(0, MOMENTS[moment])
+    if moment != "anywhere":
+        # Not the first row: the log of its cell may be that of a runner that was killed.
+        n_rows = len(list(read_lines(output))) + rng.randint(1, 2)
+        log = logs_of(output) / f"{cells[n_rows].key}.log" if n_rows < len(cells) else None
+        if log is None or not wait_for(runner, log.exists):
+            return wait_for(runner)
+        # What a cell printed is copied to its log just before its row is written.
+        watched, size = (output, size_of(output)) if moment == "in the row" else (log, 0)
+        if not wait_for(runner, lambda: size_of(watched) != size, pause=0):
+            return False
+        delay = rng.choice([0.0, delay])
+    until = time.perf_counter() + delay
+    return wait_for(runner, lambda: time.perf_counter() > until, pause=0)
 
 
 def survivors(tag: object) -> tuple[int, float]:
@@ -157,7 +152,7 @@ def disturb(
         output = folder / f"disturbed_{seen['sweeps']}.jsonl"
         runner = start(output)
         while kills.total() < n_kills:
-            moment = MOMENTS[kills.total() % len(MOMENTS)]
+            moment = list(MOMENTS)[kills.total() % len(MOMENTS)]
             if not wait_for_moment(runner, moment, cells, output, rng):
                 break
             size = size_of(output)
@@ -165,23 +160,17 @@ def disturb(
             runner.wait()
             kills[moment] += 1
             n_alive, seconds = survivors(cells[0].flags["tag"])
-            seen["survivors"] += n_alive
             longest_survival = max(longest_survival, seconds)
-            seen["killed_before_the_row"] += moment == "before the row" and size_of(output) == size
+            is_before = moment == "before the row" and size_of(output) == size
+            seen.update({"survivors": n_alive, "killed_before_the_row": is_before})
             runner = start(output)
         finish(runner, output)
-        seen["torn_rows"] += sum(map(is_torn, output.read_bytes().split(b"\n")))
-        seen["sweeps"] += 1
-        seen.update(differences(cells, output, undisturbed))
+        n_torn = sum(map(is_torn, output.read_bytes().split(b"\n")))
+        seen.update({"sweeps": 1, "torn_rows": n_torn} | differences(cells, output, undisturbed))
         say(f"sweep {seen['sweeps']}: {kills.total()} of {n_kills} kills")
-    return {
-        "kills": kills.total(),
-        "kills_at": dict(kills),
-        "sweeps": seen["sweeps"],
-        "cells": len(cells),
-        **{name: seen[name] for name in ("torn_rows", "killed_before_the_row", *WRONG, "survivors")},
-        "longest_survival_seconds": round(longest_survival, 3),
-    }
+    record = {"kills": kills.total(), "kills_at": dict(kills), "sweeps": seen["sweeps"], "cells": len(cells)}
+    record |= {name: seen[name] for name in ("torn_rows", "killed_before_the_row", *WRONG, "survivors")}
+    return record | {"longest_survival_seconds": round(longest_survival, 3)}
 
 
 def main(flags: Flags) -> None:

@@ -22,7 +22,7 @@ from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
 from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, setups, speculation
 from reproduce.gpu_parts.cells import Options
-from reproduce.gpu_parts.devices import Named, Timing
+from reproduce.gpu_parts.devices import Named
 from reproduce.gpu_parts.supervisor import PARTS, cells_of
 
 CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
@@ -191,9 +191,7 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
 
 def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):
     options = OnCuda("cpu", True)
-    monkeypatch.setattr(
-        bandwidth, "time_calls", lambda calls, options: ([call() for call in calls], Timing(1e-6, "x"))[1]
-    )
+    monkeypatch.setattr(bandwidth, "time_calls", lambda calls, options: ([call() for call in calls], (1e-6, "x"))[1])
     with cuda_linears(monkeypatch) as kernel_rows:
         records = [cell.run() for cell in bandwidth.linear_cells(options)]
         on_gpu = correctness.quantised(options, "int4")

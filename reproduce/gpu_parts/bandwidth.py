@@ -63,19 +63,18 @@ ROWS, QUICK_ROWS = (8, 16, 32, 64, 128, 256, 2048), (8, 32)
 N_LAYER = 8
 DEQUANTISED = "int4, dequantised"
 # Buffers are rotated until together they are so many times the second-level cache.
-L2_MULTIPLE = 16
-MOST_BUFFERS = 40
+L2_MULTIPLE, MOST_BUFFERS = 16, 40
 
 
 def cells(options: Options) -> list[Cell]:
     found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linear_cells(options)]
     for shape in QUICK_SHAPES if options.quick else SHAPES:
-        for batch, storage in itertools.product(shape.batches, (None, torch.int8)):
-            what = f"{shape.model}, B {batch[0]}, S {batch[1]}"
+        for (batch, n_slot), storage in itertools.product(shape.batches, (None, torch.int8)):
+            kind = dtype_name(storage) if storage else "same"
             for named in readers(options, storage):
                 for n_token in QUICK_TOKENS if options.quick or named.name == "torch" else TOKENS:
-                    name = f"{what}, T {n_token}, {dtype_name(storage) if storage else 'same'} KV, {named.name}"
-                    run = partial(attention, options, shape, *batch, storage, named, n_token)
+                    name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
+                    run = partial(attention, options, (shape, batch, n_slot, storage), named, n_token)
                     found.append(Cell("b", "gpu_attention_bandwidth", name, run))
     return found
 
@@ -90,9 +89,7 @@ def readers(options: Options, storage: torch.dtype | None) -> list[Named]:
 
 
 class Unpacked(FlashAttention):
-    """FlashAttention-2 over blocks as they come, without the query groups that the backend packs into rows: it reads
-    a KV head once per query head.
-    """
+    """FlashAttention-2 over blocks as they come, not packed into rows: it reads a KV head once per query head."""
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         lengths = (queries[:, -1] + 1).to(torch.int32)
@@ -101,32 +98,28 @@ class Unpacked(FlashAttention):
 
 def copy(options: Options) -> Record:
     properties = torch.cuda.get_device_properties(options.device) if options.on_cuda else None
-    return {
-        "bytes_per_second": copy_bandwidth(options),
-        "l2_bytes": l2_bytes(options),
-        "multiprocessors": properties.multi_processor_count if properties else None,
-        "memory_bytes": properties.total_memory if properties else None,
-        "backends": [named.name for named in backends(options)],
-        "missing": {name: reason for name, reason in missing_flash().items() if reason},
-    }
+    record = {"bytes_per_second": copy_bandwidth(options), "l2_bytes": l2_bytes(options)}
+    record |= {"multiprocessors": properties.multi_processor_count if properties else None}
+    record |= {"memory_bytes": properties.total_memory if properties else None}
+    record |= {"backends": [named.name for named in backends(options)]}
+    return record | {"missing": {name: reason for name, reason in missing_flash().items() if reason}}
 
 
-def attention(
-    options: Options, shape: Shape, batch: int, n_slot: int, storage: torch.dtype | None, named: Named, n_token: int
-) -> Record:
+def attention(options: Options, filled: tuple, named: Named, n_token: int) -> Record:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
+    shape, batch, n_slot, _ = filled
     spec, calls = shape.spec(options), []
-    backend, caches = named.make(spec), _caches(options, shape, batch, n_slot, storage)
+    backend, caches = named.make(spec), _caches(options, *filled)
     for cache in caches:
         q, queries = shape.block(options, cache, n_token)
         calls.append(partial(backend.attend, q, cache.read(0), backend.prepare(spec, queries, cache)))
     # Enough calls that the first one of a graph, which waits for its launch, weighs little.
-    timing, kv_bytes = time_calls((calls * 8)[: max(len(calls), 8)], options), caches[0].n_bytes
-    bandwidth = kv_bytes / timing.seconds
+    seconds, timed_by = time_calls((calls * 8)[: max(len(calls), 8)], options)
+    kv_bytes, bandwidth = caches[0].n_bytes, caches[0].n_bytes / seconds
     record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": named.name}
     record |= {"dtype": dtype_name(spec.dtype), "kv_dtype": dtype_name(caches[0].entries.dtype), "kv_bytes": kv_bytes}
-    record |= {"is_large": kv_bytes >= LARGE_BYTES, "buffers": len(caches), "timed_by": timing.timed_by}
-    record |= {"microseconds": 1e6 * timing.seconds, "bytes_per_second": bandwidth}
+    record |= {"is_large": kv_bytes >= LARGE_BYTES, "buffers": len(caches), "timed_by": timed_by}
+    record |= {"microseconds": 1e6 * seconds, "bytes_per_second": bandwidth}
     return rounded(record | {"share_of_copy": bandwidth / copy_bandwidth(options)})
 
 
@@ -158,10 +151,10 @@ def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:
     microseconds = {}
     for n_row in QUICK_ROWS if options.quick else ROWS:
         x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
-        timing = time_calls([partial(multiply, x) for multiply in multipliers], options)
-        microseconds[str(n_row)] = 1e6 * timing.seconds
+        seconds, timed_by = time_calls([partial(multiply, x) for multiply in multipliers], options)
+        microseconds[str(n_row)] = 1e6 * seconds
     record = {"kind": kind, "dtype": dtype_name(options.dtype), "outputs": d_out, "inputs": d_in}
-    return rounded(record | {"timed_by": timing.timed_by, "microseconds_by_rows": microseconds})
+    return rounded(record | {"timed_by": timed_by, "microseconds_by_rows": microseconds})
 
 
 def multiplier(kind: str, weight: Tensor, options: Options) -> Callable[[Tensor], Tensor]:

@@ -27,7 +27,7 @@ from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
 from reproduce.gpu_parts.bandwidth import LLAMA_31_8B
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
-from reproduce.gpu_parts.devices import Named, all_backends
+from reproduce.gpu_parts.devices import Named, backends, ours
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -49,7 +49,7 @@ def cells(options: Options) -> list[Cell]:
         *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in modes),
         ("gpu_survival", "one runner's graphs go, another's stay", survival),
     ]
-    for named in all_backends(options):
+    for named in [*backends(options), *([ours("cpp", "cpu")] if options.on_cuda else [])]:
         dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
         for kind in itertools.product(dtypes, STORAGES, (False, True)):
             dtype, storage, ring = kind

@@ -16,12 +16,8 @@ Setting = tuple[str, int, int, str]
 # Model, rows, context, entries of the target's cache: of the published settings those that one card may hold, if need
 # be with fewer rows.
 SETTINGS: tuple[Setting, ...] = (
-    (LLAMA_31_8B, 32, 16000, "same"),
-    (LLAMA_31_8B, 8, 64000, "same"),
-    (LLAMA_2_7B, 32, 4000, "same"),
-    (LLAMA_31_8B, 64, 8000, "same"),
-    (LLAMA_2_7B, 32, 8000, "int8"),
-    (LLAMA_31_8B, 32, 32000, "int8"),
+    *((LLAMA_31_8B, 32, 16000, "same"), (LLAMA_31_8B, 8, 64000, "same"), (LLAMA_2_7B, 32, 4000, "same")),
+    *((LLAMA_31_8B, 64, 8000, "same"), (LLAMA_2_7B, 32, 8000, "int8"), (LLAMA_31_8B, 32, 32000, "int8")),
     (LLAMA_2_7B, 32, 8000, "same"),
 )
 QUICK_SETTINGS: tuple[Setting, ...] = ((TINY, 2, 64, "same"),)

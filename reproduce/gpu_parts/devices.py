@@ -28,16 +28,11 @@ class Named(NamedTuple):
     make: Callable[[AttentionSpec], AttentionBackend]
 
 
-def all_backends(options: Options) -> list[Named]:
-    """Those for the device, and the CPU's own."""
-    return backends(options) + ([_ours("cpp", "cpu")] if options.on_cuda else [])
-
-
 def backends(options: Options) -> list[Named]:
     """The backends for the device, the one that `auto` picks first."""
     there = [name for name, reason in missing_flash().items() if reason is None and options.on_cuda]
     flash = [Named(name, options.device, partial(make_flash, FLASH[name], options.device)) for name in there]
-    return [_ours("triton" if options.on_cuda else "cpp", options.device), *flash, _ours("torch", options.device)]
+    return [ours("triton" if options.on_cuda else "cpp", options.device), *flash, ours("torch", options.device)]
 
 
 @functools.cache
@@ -52,7 +47,7 @@ def missing_flash() -> dict[str, str | None]:
     return reasons
 
 
-def _ours(name: str, device: str) -> Named:
+def ours(name: str, device: str) -> Named:
     def make(spec: AttentionSpec) -> AttentionBackend:
         try:
             backend, why = select_backend(name, device, spec)
@@ -65,9 +60,7 @@ def _ours(name: str, device: str) -> Named:
     return Named(name, device, make)
 
 
-def make_flash(
-    package: Package, device: str, spec: AttentionSpec, kind: type[FlashAttention] = FlashAttention
-) -> FlashAttention:
+def make_flash(package: Package, device: str, spec: AttentionSpec, kind: type = FlashAttention) -> FlashAttention:
     kernel = importlib.import_module(package.module).flash_attn_with_kvcache
     flavour = Flavour(package, kernel, torch.cuda.get_device_properties(device).multi_processor_count)
     if reason := flavour.unsupported(spec):
@@ -77,18 +70,11 @@ def make_flash(
     return kind(flavour, TorchAttention())
 
 
-class Timing(NamedTuple):
-    """Seconds of one call, and how they were taken: "graph", "events" or "clock"."""
+def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:
+    """Median seconds of one of `calls`, run one after the other, and how they were taken: "graph", "events", "clock".
 
-    seconds: float
-    timed_by: str
-
-
-def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timing:
-    """Median seconds of one of `calls`, run one after the other; on a GPU as one CUDA graph.
-
-    In a graph no launch waits for the host, as in the rounds of decoding. Where a call cannot be captured it
-    is timed by events, which then include what the host takes to launch it.
+    In a CUDA graph no launch waits for the host, as in the rounds of decoding. Where a call on a GPU cannot be
+    captured it is timed by events, which then include what the host takes to launch it.
     """
 
     def run_all() -> None:
@@ -98,7 +84,7 @@ def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timin
     for _ in range(WARM_UPS):
         run_all()
     if not options.on_cuda:
-        return Timing(median(timeit(call, number=1) for call in calls), "clock")
+        return median(timeit(call, number=1) for call in calls), "clock"
     torch.cuda.synchronize()
     run, timed_by = run_all, "events"
     try:
@@ -115,7 +101,7 @@ def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timin
         run()
         end.record()
     torch.cuda.synchronize()
-    return Timing(median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls), timed_by)
+    return median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls), timed_by
 
 
 @functools.cache
@@ -123,7 +109,7 @@ def copy_bandwidth(options: Options) -> float:
     """Bytes per second that a copy within the device's memory reads and writes."""
     n_bytes = COPY_BYTES if options.on_cuda else QUICK_COPY_BYTES
     target, source = torch.ones(2, n_bytes, dtype=torch.uint8, device=options.device)
-    seconds = time_calls([partial(target.copy_, source)], options).seconds
+    seconds, _ = time_calls([partial(target.copy_, source)], options)
     del target, source
     if options.on_cuda:
         torch.cuda.empty_cache()  # what follows may need all of the memory

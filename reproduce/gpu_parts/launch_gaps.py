@@ -25,17 +25,15 @@ from reproduce.gpu_parts.setups import COUPLED, TINY, dummy_session, self_draft,
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
 QUICK_SIZES = ((TINY, 2, 64),)
 GEN_LEN, GAMMA, BUDGET = 96, 3, 512
-# Rounds before those that are looked at, and how many of them there are.
-WARM_UP, ROUNDS = 4, 16
-N_KERNELS = 10
+# Rounds before those that are looked at, how many of them there are, and of how many kernels the record says more.
+WARM_UP, ROUNDS, N_KERNELS = 4, 16, 10
 
 
 def cells(options: Options) -> list[Cell]:
+    kinds = itertools.product(QUICK_SIZES if options.quick else SIZES, ("speculation", "plain"))
     return [
-        Cell("e", "gpu_launch_gaps", f"{model}, B {batch}, S {context}, {what}", partial(profiled, options, size, what))
-        for size in (QUICK_SIZES if options.quick else SIZES)
-        for model, batch, context in [size]
-        for what in ("speculation", "plain")
+        Cell("e", "gpu_launch_gaps", "{}, B {}, S {}, {}".format(*size, what), partial(profiled, options, size, what))
+        for size, what in kinds
     ]
 
 
@@ -55,7 +53,6 @@ def around_rounds(device: torch.device, begin: Callable[[], object], end: Callab
 def profiled(options: Options, size: tuple[str, int, int], what: str) -> Record:
     """Wall time of a round without the profiler, time in kernels with it, and the kernels that take most of it."""
     session = _filled(options, *size)
-    assert session.draft is not None
     drafter = session.drafter() if what == "speculation" else None
     try:
         passes.warm_up(session, [drafter] if drafter else [])
@@ -95,12 +92,8 @@ def _wall_and_kernels(options: Options, session: Session, drafter: Drafter | Non
     if not microseconds:
         raise RuntimeError("the profiler saw no kernels")
     kernels = [
-        {
-            "kernel": name[:160],
-            "ms_per_round": sum(each) / 1e3 / ROUNDS,
-            "calls_per_round": round(len(each) / ROUNDS, 2),
-        }
-        for name, each in sorted(microseconds.items(), key=lambda item: -sum(item[1]))
+        {"kernel": name[:160], "ms_per_round": sum(us) / 1e3 / ROUNDS, "calls_per_round": round(len(us) / ROUNDS, 2)}
+        for name, us in sorted(microseconds.items(), key=lambda item: -sum(item[1]))
     ]
     return 1e3 * (times[1] - times[0]) / ROUNDS, kernels
 

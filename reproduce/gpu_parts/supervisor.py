@@ -16,17 +16,12 @@ from threading import Thread
 from common.checkout import ROOT
 from common.provenance import provenance
 from reproduce.gpu_parts.cells import ERROR, Cell, Options, Record, run_cells
-from reproduce.sweeping.child import read_object, run_child
+from reproduce.sweeping.child import run_child
 
 # By the letter of a part its module, and at most which share of the time limit it has; in the order in which they run:
 # what comes last is what can best be missed.
-PARTS = {
-    "a": ("correctness", 0.25),
-    "b": ("bandwidth", 0.25),
-    "c": ("speculation", 0.45),
-    "e": ("launch_gaps", 0.15),
-    "d": ("costs", 1.0),
-}
+PARTS = {"a": ("correctness", 0.25), "b": ("bandwidth", 0.25), "c": ("speculation", 0.45)}
+PARTS |= {"e": ("launch_gaps", 0.15), "d": ("costs", 1.0)}
 WORKER = ("-m", "reproduce.gpu_parts.supervisor")
 # The exit code that asks to be started again behind the last cell: the device no longer works in this process.
 RESTART = 75
@@ -74,9 +69,8 @@ def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER)
     while n_idle < 2:  # a process that ends before its first record would do so again: at an import, say
         kept: list[Record] = []
 
-        def hear(line: str, kept: list[Record] = kept) -> None:
-            record = read_object(line)
-            if record is not None and "cell" in record:  # not what a library prints
+        def hear(record: Record, kept: list[Record] = kept) -> None:
+            if "cell" in record:  # not what a library prints
                 keep(record)
                 kept.append(record)
 

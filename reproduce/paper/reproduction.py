@@ -202,7 +202,7 @@ def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Shown, figure
         print("\n" + table(records) + "\n")
         for path in drawn:
             print(f"  {path}")
-    labels = {cell.key: cell.label for cell in cells}
+    labels = {cell.key: cell.label() for cell in cells}
     failed = [row for row in rows if row["status"] != OK]
     for row in failed:
         print(f"  failed: {labels.get(row['key'], row['key'])}: {row['error']}", file=sys.stderr)

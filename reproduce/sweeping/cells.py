@@ -1,13 +1,13 @@
 """What a sweep runs: cells, the grids that they come from, and the choice among them."""
 
 import hashlib
-import itertools
 import json
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         path = (ROOT / self.script).resolve()
-        is_below = Path(self.script).is_absolute() or path.is_relative_to(ROOT)
-        if not is_below or not path.is_file():
+        if not path.is_file() or not (Path(self.script).is_absolute() or path.is_relative_to(ROOT)):
             required = f"a file below {ROOT}, or an absolute path"
             fix = "name it from the project's root, such as tests/selfspec_benchmark.py"
             raise ConfigError("the script is not there", "script", self.script or "nothing", required, fix)
@@ -57,12 +56,8 @@ class Cell:
         """16 hexadecimal digits of what is run, whatever the order of the flags."""
         return hashlib.sha256(_canonical([self.script, self.given]).encode()).hexdigest()[:16]
 
-    @property
-    def label(self) -> str:
+    def label(self, without: Sequence[str] = (), show_script: bool = True) -> str:
         """The script and its flags, for people."""
-        return self.label_without(())
-
-    def label_without(self, without: Sequence[str], show_script: bool = True) -> str:
         shown = {name: value for name, value in self.given.items() if name not in without}
         words = [name if value is True else f"{name}={value_text(value)}" for name, value in shown.items()]
         return " ".join([Path(self.script).stem, *words] if show_script or not words else words)
@@ -103,8 +98,7 @@ def value_text(value: object) -> str:
 def labels(cells: Sequence[Cell]) -> list[str]:
     """Each cell's label without what all of them share."""
     shared = [name for name, values in varieties(cells).items() if len(values) == 1]
-    show_script = len({cell.script for cell in cells}) > 1
-    return [cell.label_without(shared, show_script) for cell in cells]
+    return [cell.label(shared, show_script=len({cell.script for cell in cells}) > 1) for cell in cells]
 
 
 def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -126,8 +120,7 @@ def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[o
             where, fix = f"{script}: {name}", f"take {name} out of the fixed flags"
             seen = f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}"
             raise ConfigError("a flag is fixed and an axis at once", where, seen, "one of the two", fix)
-    points = itertools.product(*axes.values())
-    return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in points]
+    return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in product(*axes.values())]
 
 
 def read_grid(path: str | Path) -> list[Cell]:
@@ -147,34 +140,24 @@ def read_grid(path: str | Path) -> list[Cell]:
     if set(content) != {"sweep"} or not are_tables:
         seen, required = ", ".join(content) or "an empty file", "tables [[sweep]] and nothing else"
         raise ConfigError("the grid is not made of sweeps", path, seen, required, EXAMPLE)
-    found = [_cells_of_table(table, f"{path}: sweep {number}") for number, table in enumerate(tables, 1)]
-    return list(itertools.chain(*found))
+    return [cell for n, table in enumerate(tables, 1) for cell in _cells_of_table(table, f"{path}: sweep {n}")]
 
 
 def _cells_of_table(table: dict[str, Any], where: str) -> list[Cell]:
     wrong = [f"{name} = {value}" for name, value in table.items() if not isinstance(value, TABLE.get(name, ()))]
     if wrong or "script" not in table:
-        what, seen = "a sweep has other entries than it should", wrong[0] if wrong else "no script"
         required = 'script = "...", and optionally [sweep.flags], [sweep.axes] and skip = [{...}]'
-        raise ConfigError(what, where, seen, required, EXAMPLE)
+        seen = wrong[0] if wrong else "no script"
+        raise ConfigError("a sweep has other entries than it should", where, seen, required, EXAMPLE)
     cells = grid(table["script"], table.get("flags", {}), table.get("axes", {}))
     for point in table.get("skip", []):
-        kept = [cell for cell in cells if not _is_at(cell, point)]
+        names, skipped = point if isinstance(point, dict) else (), _canonical(point)
+        kept = [c for c in cells if not names or _canonical({name: c.flags.get(name) for name in names}) != skipped]
         if len(kept) == len(cells):
-            what, required = (
-                "a combination to leave out is in no cell",
-                "flags and values that cells of this sweep have",
-            )
-            raise ConfigError(what, f"{where}: skip", point, required, "correct it, or take it out")
+            what, fix = "a combination to leave out is in no cell", "correct it, or take it out"
+            raise ConfigError(what, f"{where}: skip", point, "flags and values that cells of this sweep have", fix)
         cells = kept
     return cells
-
-
-def _is_at(cell: Cell, point: object) -> bool:
-    """Whether a cell has all of these flags, if there are any."""
-    return isinstance(point, dict) and 0 < len(point) == sum(
-        name in cell.flags and _canonical(cell.flags[name]) == _canonical(value) for name, value in point.items()
-    )
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
@@ -187,17 +170,14 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     for cell in cells:
         if first[cell.key] is not cell:
             fix = "leave one of them out, or give it a flag that tells them apart"
-            raise ConfigError("the grid holds a cell twice", cell.script, cell.label, "cells that differ", fix)
+            raise ConfigError("the grid holds a cell twice", cell.script, cell.label(), "cells that differ", fix)
     prefixes = tuple(text for text in only if "=" not in text)
-    wanted: dict[str, list[str]] = {}
-    for name, is_pair, value in (text.partition("=") for text in only):
-        if is_pair:
-            wanted.setdefault(name, []).append(value)
+    names = {text.partition("=")[0] for text in only if "=" in text}
     chosen = [
         cell
         for cell in cells
         if (not prefixes or cell.key.startswith(prefixes))
-        and all(name in cell.flags and cell.text_of(name) in values for name, values in wanted.items())
+        and all(name in cell.flags and f"{name}={cell.text_of(name)}" in only for name in names)
     ]
     if not chosen or not all(map(KEY_PREFIX.fullmatch, prefixes)):
         known = varieties(cells)

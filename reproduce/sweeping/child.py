@@ -42,15 +42,16 @@ def run_child(
     timeout_s: float | None = None,
     *,
     keep_open: Sequence[int] = (),
-    hear: Callable[[str], object] = lambda line: None,
+    hear: Callable[[dict[str, Any]], object] = lambda record: None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a script from the project's root to its end, or kill it and all that it started after `timeout_s`.
 
     log: gets its stderr as it comes, and its stdout at the end. keep_open: file descriptors that stay open until the
-    last of its processes is gone, also where this one is killed. hear: is called with each line of stdout, in a thread.
+    last of its processes is gone, also where this one is killed. hear: is called with each line of stdout that is a
+    JSON object, in a thread.
     """
-    began, printed = time.monotonic(), list[bytes]()
+    began, printed, records = time.monotonic(), list[bytes](), list[dict[str, Any]]()
     ours, theirs = socket.socketpair()
     with ours, log.open("wb") as stderr:
         with theirs:
@@ -71,7 +72,9 @@ def run_child(
             with guardian.stdout:
                 for line in guardian.stdout:
                     printed.append(line)
-                    hear(line.decode(errors="replace"))
+                    if (record := read_object(line)) is not None:
+                        records.append(record)
+                        hear(record)
 
         reader = Thread(target=read, daemon=True)
         reader.start()
@@ -88,20 +91,19 @@ def run_child(
         words = last_words(said_in(log))
         stderr.write(STDOUT_FOLLOWS.encode() + b"".join(printed))
     exit_code = int(answer) if answer else None
-    record = last_record(b"".join(printed).decode(errors="replace"))
-    error: str | None = None
-    if exit_code is None:
-        is_late = timeout_s is not None and seconds >= timeout_s
-        error = (
-            f"timed out after {timeout_s:g} s" if is_late else "the process that watched over it ended before it did"
-        )
+    error = ""
+    if exit_code is None and timeout_s is not None and seconds >= timeout_s:
+        error = f"timed out after {timeout_s:g} s"
+    elif exit_code is None:
+        error = "the process that watched over it ended before it did"
     elif exit_code:
         how = f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         error = f"{words}\n{how}" if words else how
-    elif record is None:
+    elif not records:
         error = "exit code 0, but no line of its stdout is a JSON object"
     # Named from the output's folder: a row says nothing of the machine's other folders.
-    return Outcome(error and f"{error}; see {log.parent.name}/{log.name}", round(seconds, 3), record, exit_code)
+    told = f"{error}; see {log.parent.name}/{log.name}" if error else None
+    return Outcome(told, round(seconds, 3), records[-1] if records else None, exit_code)
 
 
 def said_in(log: Path) -> str:
@@ -109,19 +111,13 @@ def said_in(log: Path) -> str:
     return log.read_text(errors="replace").partition(STDOUT_FOLLOWS)[0]
 
 
-def read_object(line: str) -> dict[str, Any] | None:
+def read_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object that a line is, if it is one."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def last_record(printed: str) -> dict[str, Any] | None:
-    """The last line that is a JSON object."""
-    objects = map(read_object, reversed(printed.splitlines()))
-    return next((record for record in objects if record is not None), None)
 
 
 def last_words(said: str) -> str:

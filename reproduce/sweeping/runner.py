@@ -27,7 +27,6 @@ from reproduce.sweeping.child import run_child
 OK, FAILED = "ok", "failed"
 # How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
 LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
-CLEAR_LINE = "\r\x1b[K"
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
@@ -72,9 +71,14 @@ def run_cells(
         try:
             for cell in waiting:
                 progress.start(cell)
-                rows[cell.key] = _run(cell, path, timeout_s, lock)
-                _append(path, rows[cell.key])
-                progress.end(rows[cell.key])
+                row = _run(cell, path, timeout_s, lock)
+                try:
+                    append_record(str(path), row)
+                except UserError:  # the same command runs this cell again, but what took hours may be wanted
+                    print(json.dumps(row), flush=True)
+                    raise
+                rows[cell.key] = row
+                progress.end(row)
         except KeyboardInterrupt:
             progress.interrupted()
             raise
@@ -82,27 +86,10 @@ def run_cells(
 
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
-    started, commit = datetime.now(UTC).isoformat(timespec="seconds"), git_commit()
+    origin = {"git_commit": git_commit(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
     outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, keep_open=[lock])
-    return {
-        "key": cell.key,
-        "script": cell.script,
-        "flags": cell.given,
-        "status": FAILED if outcome.error else OK,
-        "error": outcome.error,
-        "seconds": outcome.seconds,
-        "record": outcome.record,
-        "git_commit": commit,
-        "started": started,
-    }
-
-
-def _append(output: Path, row: dict[str, Any]) -> None:
-    try:
-        append_record(str(output), row)
-    except UserError:  # the same command goes on with this cell, but what it took hours to measure may be wanted
-        print(json.dumps(row), flush=True)
-        raise
+    row = {"key": cell.key, "script": cell.script, "flags": cell.given, "status": FAILED if outcome.error else OK}
+    return row | {"error": outcome.error, "seconds": outcome.seconds, "record": outcome.record} | origin
 
 
 def logs_of(output: str | Path) -> Path:
@@ -152,8 +139,8 @@ class _Progress:
 
     def __init__(self, output: Path, selected: Sequence[Cell], n_left: int) -> None:
         self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
-        self._output, self._n_left, self._seconds = output, n_left, list[float]()
-        self._lead, self._running = CLEAR_LINE if sys.stderr.isatty() else "", ""
+        self._output, self._n_left, self._seconds, self._running = output, n_left, list[float](), ""
+        self._lead = "\r\x1b[K" if sys.stderr.isatty() else ""
         say(f"{self._state()} cells have a row in {output}, {n_left} to run")
 
     def _state(self, n_begun: int = 0) -> str:
