@@ -44,12 +44,9 @@ def main(flags: Flags) -> None:
     try:
         import triton
     except ImportError:
-        where, required, fix = (
-            "reproduce/kernel_report.py",
-            "triton 3.6 or newer",
-            "pip install -r requirements-dev.txt",
-        )
-        raise ConfigError("the kernels cannot be compiled", where, "no triton package", required, fix) from None
+        what, where, required = "the kernels cannot be compiled", "reproduce/kernel_report.py", "triton 3.6 or newer"
+        fix = "pip install -r requirements-dev.txt"
+        raise ConfigError(what, where, "no triton package", required, fix) from None
     import torch
 
     from reproduce.gpu_parts.kernels import compile_launch, variants

@@ -9,10 +9,10 @@ that failed is a row with its error, and is tried again with --retry_failed. Exi
 
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,10 +50,7 @@ class Flags:
 
 
 def cells_of(flags: Flags) -> list[Cell]:
-    """The cells of a file of sweeps, or of a script with `name=value` and `name=value,value` texts.
-
-    Errors: ConfigError, also if it is both or neither.
-    """
+    """Those of a file of sweeps, or of a script with `name=value` texts. Errors: ConfigError if both or neither."""
     if (flags.grid is None) == (flags.script is None) or (flags.grid and (flags.fixed or flags.axis)):
         given = [flag(name) for name in ("grid", "script", "fixed", "axis") if getattr(flags, name)]
         what, required = "it is not clear what to run", "--grid alone, or --script with --fixed and --axis"
@@ -61,9 +58,7 @@ def cells_of(flags: Flags) -> list[Cell]:
         raise ConfigError(what, "--grid, --script", " and ".join(given) or "neither", required, fix)
     if flags.script is None:
         return read_grid(str(flags.grid))
-    values = {name: parse_value(text) for name, text in split_assignments("fixed", flags.fixed).items()}
-    axes = {name: parse_axis(text) for name, text in split_assignments("axis", flags.axis).items()}
-    return grid(flags.script, values, axes)
+    return grid(flags.script, assigned("fixed", flags.fixed, parse_value), assigned("axis", flags.axis, parse_axis))
 
 
 def parse_value(text: str) -> object:
@@ -84,16 +79,16 @@ def parse_axis(text: str) -> list[object]:
     return list(values if all(map(is_value, values)) else text.split(","))
 
 
-def split_assignments(field: str, texts: Sequence[str]) -> dict[str, str]:
-    """`name=value` texts. Errors: ConfigError for one without a name or a value, or a name that comes twice."""
-    found: dict[str, str] = {}
+def assigned(field: str, texts: Sequence[str], parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Of `name=value` texts. Errors: ConfigError for one without a name or a value, or a name that comes twice."""
+    found: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or name in found:
             what = "a flag is given twice" if name in found else "a flag has no name or no value"
             fix = f"write {flag(field)} {'gamma=1,2' if field == 'axis' else 'gamma=3, or benchmark=true'}"
             raise ConfigError(what, flag(field), text, "name=value, once for each name", fix)
-        found[name] = value
+        found[name] = parse(value)
     return found
 
 

@@ -56,9 +56,8 @@ def verdict(is_good: bool) -> Record:
 
 
 def shared(build: Callable[..., Value]) -> Callable[..., Value]:
-    """What successive cells have in common: what `build` gave for its last arguments, let go before it gives another.
-
-    A build that failed fails again for every cell that asks for it, without being tried again.
+    """For what successive cells have in common: the last value is kept for calls with the same arguments, and let go
+    before another is built. A build that failed fails again for every cell that asks for it, without being tried again.
     """
     kept: dict[tuple, Value | Exception] = {}
 
@@ -83,9 +82,8 @@ def shared(build: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[Record], object]) -> bool:
-    """Run cells in order and emit the record of each as it ends; stop and return False if the device broke.
-
-    A cell that would begin after `deadline` (seconds since the epoch) is recorded as skipped.
+    """Run cells in order and emit the record of each as it ends, those behind `deadline` (seconds since the epoch) as
+    skipped; stop and return False if the device broke.
     """
     origin = provenance()
     for cell in cells:

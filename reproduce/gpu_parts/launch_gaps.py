@@ -19,7 +19,7 @@ from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.timing import synchronize
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.setups import COUPLED, TINY, dummy_session, self_draft, size_record
+from reproduce.gpu_parts.speculation import COUPLED, TINY, dummy_session, self_draft, size_record
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))

@@ -21,7 +21,7 @@ from reproduce.sweeping.child import run_child
 # By the letter of a part its module, and at most which share of the time limit it has; in the order in which they run:
 # what comes last is what can best be missed.
 PARTS = {"a": ("correctness", 0.25), "b": ("bandwidth", 0.25), "c": ("speculation", 0.45)}
-PARTS |= {"e": ("launch_gaps", 0.15), "d": ("costs", 1.0)}
+PARTS |= {"e": ("launch_gaps", 0.15), "d": ("speculation", 1.0)}
 WORKER = ("-m", "reproduce.gpu_parts.supervisor")
 # The exit code that asks to be started again behind the last cell: the device no longer works in this process.
 RESTART = 75
@@ -49,8 +49,8 @@ class Task:
 
 def cells_of(part: str, options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
     """A part's cells; of a share (first, n) every n-th."""
-    first, n_share = share
-    return importlib.import_module(f"reproduce.gpu_parts.{PARTS[part][0]}").cells(options)[first::n_share]
+    (first, n_share), module = share, importlib.import_module(f"reproduce.gpu_parts.{PARTS[part][0]}")
+    return [cell for cell in module.cells(options) if cell.part == part][first::n_share]
 
 
 def work() -> None:

@@ -108,10 +108,7 @@ def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
 
 
 def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
-    """One cell for every combination of the axes' values, the last axis varying fastest.
-
-    Errors: ConfigError for an unknown script, an empty axis, a flag that is fixed and an axis.
-    """
+    """A cell for every combination of the axes' values, the last axis varying fastest. Errors: ConfigError."""
     for name, values in axes.items():
         if not isinstance(values, (list, tuple)) or not values:
             where, fix = f"{script}: axis {name}", f"list the values of --{name}, or leave the axis out"
@@ -124,11 +121,10 @@ def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[o
 
 
 def read_grid(path: str | Path) -> list[Cell]:
-    """The cells of a TOML file, in its order.
+    """The cells of a TOML file, in its order. Errors: ConfigError naming the file and the table.
 
     Each table `[[sweep]]` has `script`, and may have `[sweep.flags]` (the same for all its cells), `[sweep.axes]`
     (a list of values per flag) and `skip`, a list of combinations of flags to leave out.
-    Errors: ConfigError naming the file and the table.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -161,10 +157,8 @@ def _cells_of_table(table: dict[str, Any], where: str) -> list[Cell]:
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
-    """The cells that match `only`, each `name=value` or the beginning of a key; all without any.
-
-    Of one name any value may match, of several names each has to.
-    Errors: ConfigError if no cell matches, or if two of all cells are one.
+    """The cells that match `only`, each `name=value` or the beginning of a key; all without any. Of one name any
+    value may match, of several names each has to. Errors: ConfigError if none does, or if two of all cells are one.
     """
     first = {cell.key: cell for cell in reversed(cells)}
     for cell in cells:

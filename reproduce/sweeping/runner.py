@@ -30,10 +30,7 @@ LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
-    """The rows of a sweep by key; of several rows the last counts. A torn line is none.
-
-    Errors: ConfigError naming a line that is no row.
-    """
+    """The last row of each key; a torn line is none. Errors: ConfigError naming a line that is no row."""
     rows = {}
     for number, row in read_lines(output):
         if not isinstance(row, dict) or row.get("status") not in (OK, FAILED) or not isinstance(row.get("key"), str):
@@ -133,9 +130,7 @@ def _only_runner(output: Path) -> Iterator[int]:
 
 
 class _Progress:
-    """Says what there is to do, and what is done: a line per cell that ends; on a terminal also one that goes away
-    again, while a cell runs.
-    """
+    """A line per cell that ends; on a terminal also one that goes away again, while a cell runs."""
 
     def __init__(self, output: Path, selected: Sequence[Cell], n_left: int) -> None:
         self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
