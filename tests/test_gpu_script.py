@@ -1,11 +1,6 @@
 """reproduce/gpu.py: a quick run on the CPU, cells that fail, time limits, processes that die, no GPU."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run
 
 from common.errors import ConfigError, OutOfMemoryError
 from reproduce import gpu
@@ -21,11 +17,6 @@ from reproduce.gpu_parts.cells import Cell, Options, Skip, run_cells, shared
 from reproduce.gpu_parts.supervisor import PARTS, RESTART, Task, cells_of, run_parts, run_task
 
 CPU = Options("cpu", quick=True)
-
-
-def run_script(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, gpu.__file__, *flags], env=environment, capture_output=True, text=True)
 
 
 def never() -> float:
@@ -40,10 +31,10 @@ def collect(*runs, deadline: float | None = None) -> tuple[bool, list[dict]]:
 
 
 def quick_run(output: Path, *parts: str) -> list[dict]:
-    done = run_script("--device", "cpu", "--quick", "--parts", *parts, "--output", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended = run("reproduce/gpu.py", ["--device=cpu", "--quick", "--parts", *parts, "--output", str(output)])
+    assert ended.code == 0, ended.out + ended.err
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert f"{sum(record['status'] == 'done' for record in records)} done" in done.stdout.splitlines()[-1]
+    assert f"{sum(record['status'] == 'done' for record in records)} done" in ended.out.splitlines()[-1]
     assert all(record["quick"] and record["gpu_run"] and record["torch_version"] for record in records)
     return records
 
@@ -56,12 +47,10 @@ def records(tmp_path_factory) -> dict[str, list[dict]]:
         assert run_cells(cells_of(part, CPU), never(), found.append)
     assert {record["status"] for record in found} <= {"done", "skipped"}
     assert len({(record["part"], record["cell"]) for record in found}) == len(found)
-    return {
-        record["benchmark"]: [
-            one for one in found if (one["benchmark"], one["status"]) == (record["benchmark"], "done")
-        ]
-        for record in found
-    }
+    by_benchmark = {record["benchmark"]: [] for record in found}
+    for record in found:
+        by_benchmark[record["benchmark"]] += [record] if record["status"] == "done" else []
+    return by_benchmark
 
 
 def test_a_quick_run_checks_attention_and_prefill(records):
@@ -104,10 +93,8 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch, tmp_path):
         with pytest.raises(ConfigError, match="the measurements need a GPU"):
             _ = gpu.Flags(device=device, quick=quick).options
     assert gpu.Flags(device="cpu", quick=True).options == CPU
-    if not torch.cuda.device_count():
-        done = run_script("--output", str(tmp_path / "none.jsonl"))
-        assert done.returncode == 2 and done.stderr.startswith("error: the measurements need a GPU")
-        assert not (tmp_path / "none.jsonl").exists()
+    assert "the measurements need a GPU" in run("reproduce/gpu.py", ["--output", str(tmp_path / "none.jsonl")]).refusal
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_a_failing_cell_is_recorded_and_the_rest_runs():

@@ -1,7 +1,5 @@
 """Sweeps' cells: their keys and arguments, grids from files and flags, the choice among them, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The rows of a sweep: torn and damaged lines, a full disk; what is read of a cell's output; the time that is left."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
