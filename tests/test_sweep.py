@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -202,8 +203,9 @@ def test_a_guardian_that_comes_too_late_ends_its_command(script):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
 def test_a_process_whose_parent_is_gone_does_not_begin():
-    assert subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=die_with(os.getpid())).returncode == 0
-    assert subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=die_with(1)).returncode == 1
+    for parent, code in ((os.getpid(), 0), (1, 1)):
+        ended = subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=partial(die_with, parent))
+        assert ended.returncode == code
 
 
 def test_two_runners_of_one_file_are_refused(script, output, tmp_path, monkeypatch):

@@ -67,7 +67,11 @@ L2_MULTIPLE, MOST_BUFFERS = 16, 40
 
 
 def cells(options: Options) -> list[Cell]:
-    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linear_cells(options)]
+    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
+    # A CPU has the kernel alone.
+    kinds = ("plain", "int8", "int4, kernel", DEQUANTISED)[: 4 if options.on_cuda else 3]
+    for (layer, shape), kind in itertools.product((QUICK_LAYERS if options.quick else LAYERS).items(), kinds):
+        found.append(Cell("b", "gpu_linear", f"{layer}, {kind}", partial(linear, options, kind, *shape)))
     for shape in QUICK_SHAPES if options.quick else SHAPES:
         for (batch, n_slot), storage in itertools.product(shape.batches, (None, torch.int8)):
             kind = dtype_name(storage) if storage else "same"
@@ -133,15 +137,6 @@ def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: to
         caches.append(shape.cache(options, batch, n_slot, storage))
         randomise(caches[-1])
     return caches
-
-
-def linear_cells(options: Options) -> list[Cell]:
-    kinds = ["plain", "int8", "int4, kernel", *([DEQUANTISED] if options.on_cuda else [])]  # a CPU has the kernel alone
-    return [
-        Cell("b", "gpu_linear", f"{name}, {kind}", partial(linear, options, kind, *shape))
-        for name, shape in (QUICK_LAYERS if options.quick else LAYERS).items()
-        for kind in kinds
-    ]
 
 
 def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:

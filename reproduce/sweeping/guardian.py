@@ -16,26 +16,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 REAP_SECONDS = 0.005
 
 
-def die_with(parent: int) -> Callable[[], None] | None:
-    """What a new process calls to be killed when `parent` ends, even if that was a moment ago."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
+def die_with(parent: int) -> None:
+    """In a new process: be killed when `parent` ends, even if that was a moment ago."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def children() -> Iterator[int]:
@@ -63,11 +58,9 @@ def end_everything(group: int) -> None:
 
 def main() -> None:
     asker = socket.socket(fileno=int(sys.argv[1]))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    command = subprocess.Popen(
-        sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with(os.getpid())
-    )
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    die = partial(die_with, os.getpid())
+    command = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die)
 
     def end_with_asker() -> None:
         with suppress(OSError):  # a connection that was reset is closed, too
