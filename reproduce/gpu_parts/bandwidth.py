@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     def block(self, options: Options, cache: FullKVCache, n_token: int) -> tuple[Tensor, Tensor]:
         """Queries `[B, T, H, D]` and their positions `[B, T]`: those of the cache's last tokens."""
         q = torch.randn(len(cache.positions), n_token, self.n_head, self.head_dim, device=options.device)
-        return q.to(options.dtype), cache.positions[:, -n_token:].contiguous()
+        return q.to(options.dtype), cache.positions[:, -n_token:].clone()
 
 
 LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128, ((32, 16000), (64, 8000), (8, 64000), (1, 32000), (64, 1000)))
