@@ -11,8 +11,6 @@ behind a cell that broke the device; what it says goes to `<output>.logs/`. Exit
 broke.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
@@ -31,8 +29,7 @@ from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_or_put_off, require_appendable
 from engine.bench.config import Output
 from reproduce.gpu_parts.cells import DONE, SKIPPED, Options
-from reproduce.gpu_parts.supervisor import run_parts
-from reproduce.gpu_parts.worker import PARTS
+from reproduce.gpu_parts.supervisor import PARTS, run_parts
 from reproduce.sweeping.runner import make_logs
 
 Part: Any = Literal[tuple(sorted(PARTS))]
@@ -56,22 +53,17 @@ class Flags(Output):
 
         has_gpu, is_quick = torch.cuda.is_available(), " --quick" if self.quick else ""
         if not (has_gpu if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
-            raise ConfigError(
-                "the measurements need a GPU",
-                where=f"reproduce/gpu.py: {flag('device')}",
-                seen=f"{self.device}{is_quick}, {'a' if has_gpu else 'no'} CUDA device that PyTorch "
-                f"{torch.__version__} sees",
-                required="a CUDA device, or --device cpu --quick",
-                fix="run it on a machine with a GPU and a CUDA build of PyTorch; "
-                "--device cpu --quick shows that it runs",
-            )
+            where, required = f"reproduce/gpu.py: {flag('device')}", "a CUDA device, or --device cpu --quick"
+            found = f"{'a' if has_gpu else 'no'} CUDA device that PyTorch {torch.__version__} sees"
+            fix = "run it on a machine with a GPU and a CUDA build of PyTorch; --device cpu --quick shows that it runs"
+            raise ConfigError("the measurements need a GPU", where, f"{self.device}{is_quick}, {found}", required, fix)
         return Options(self.device, self.quick)
 
 
 def measure(parts: Sequence[str], options: Options, time_limit: float, output: str | None) -> bool:
     """Run the parts, append and print each record as it comes; whether every check held and nothing broke."""
-    run, started, lock, put_off = f"{time.time():.0f}-{os.getpid()}", time.time(), threading.Lock(), list[UserError]()
-    ends = Counter[str]()
+    started, lock, ends, put_off = time.time(), threading.Lock(), Counter[str](), list[UserError]()
+    run = f"{started:.0f}-{os.getpid()}"
 
     def keep(record: dict) -> None:
         with lock:
@@ -93,8 +85,8 @@ def main(flags: Flags) -> None:
     options = flags.options
     require_appendable(flags.output)
     if flags.time_limit < 0:
-        what, where, required = "there is no time to measure anything", flag("time_limit"), ">= 0 seconds"
-        raise ConfigError(what, where=where, seen=flags.time_limit, required=required, fix="leave it out")
+        what = "there is no time to measure anything"
+        raise ConfigError(what, flag("time_limit"), flags.time_limit, ">= 0 seconds", "leave it out")
     if not measure(flags.parts, options, flags.time_limit, flags.output):
         sys.exit(1)
 

@@ -6,8 +6,6 @@ Compiles the launches that the backend would make, with the ptxas that comes wit
 and names the variants if one of them spills registers or needs more shared memory than a block may have.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +22,9 @@ from common.tables import Column, console
 from engine.bench.config import Output
 
 COLUMNS = (
-    Column("variant", "variant", align="<"),
-    Column("arch", "arch", "sm_{}".format),
-    *(Column(name, name) for name in ("registers", "shared")),
-    Column(lambda row: row["spill_stores"] + row["spill_loads"], "spills"),
-    Column("threads", "threads"),
+    *(Column("variant", "variant", align="<"), Column("arch", "arch", "sm_{}".format)),
+    *(Column("registers", "registers"), Column("shared", "shared")),
+    *(Column(lambda row: row["spill_stores"] + row["spill_loads"], "spills"), Column("threads", "threads")),
 )
 
 
@@ -48,9 +44,9 @@ def main(flags: Flags) -> None:
     try:
         import triton
     except ImportError:
-        what, required = "the kernels cannot be compiled", "triton 3.6 or newer"
-        where, fix = "reproduce/kernel_report.py", "pip install -r requirements-dev.txt"
-        raise ConfigError(what, where=where, seen="no triton package", required=required, fix=fix) from None
+        what, where, required = "the kernels cannot be compiled", "reproduce/kernel_report.py", "triton 3.6 or newer"
+        fix = "pip install -r requirements-dev.txt"
+        raise ConfigError(what, where, "no triton package", required, fix) from None
     import torch
 
     from reproduce.gpu_parts.kernels import compile_launch, variants
@@ -63,18 +59,12 @@ def main(flags: Flags) -> None:
             say(f"compiled {variant} for sm_{arch}")
     most_shared = {f"sm_{arch}": max(one.shared for one in reports if one.arch == arch) for arch in flags.archs}
     problems = [problem for one in reports for problem in one.problems]
-    record = {
-        "benchmark": "kernel_report",
-        "triton_version": triton.__version__,
-        "variants": len(reports),
-        "max_registers": max(one.registers for one in reports),
-        "max_shared_bytes": most_shared,
-        "problems": problems,
-        "kernels": list(map(asdict, reports)),
-        **provenance(),
-    }
-    summary = f"{len(reports)} variants, at most {record['max_registers']} registers, {len(problems)} problems"
-    publish(flags.output, record, console(record["kernels"], COLUMNS, indent=""), summary)
+    most_registers, kernels = max(one.registers for one in reports), list(map(asdict, reports))
+    record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(reports)}
+    record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
+    summary = f"{len(reports)} variants, at most {most_registers} registers, {len(problems)} problems"
+    table = console(kernels, COLUMNS, indent="")
+    publish(flags.output, record | {"kernels": kernels} | provenance(), table, summary)
     if problems:
         print("\n".join(problems), file=sys.stderr)
         sys.exit(1)

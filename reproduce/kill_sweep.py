@@ -8,8 +8,6 @@ kills fall anywhere, a third shortly before a row is written, a third on the fir
 summary and last one JSON object. Exit code 1 if a row was lost, written twice or changed, or a process survived.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
@@ -37,14 +35,13 @@ from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import logs_of
 
 SLEEPER = "reproduce/sweeping/sleeper.py"
-MOMENTS = ("anywhere", "before the row", "in the row")
 WRONG = ("lost", "twice", "changed", "out_of_order")
 # A row is large so that writing it takes a while, in which a kill can fall.
 N_CELLS, ROW_LETTERS, SLEEP_SECONDS = 30, 1_000_000, 0.05
-ANYWHERE_SECONDS, BEFORE_SECONDS, IN_ROW_SECONDS = 0.6, 0.02, 0.0005
+# When a runner is killed, and so many seconds at most behind the first sign of that.
+MOMENTS = {"anywhere": 0.6, "before the row": 0.02, "in the row": 0.0005}
 PATIENCE_SECONDS, SURVIVAL_SECONDS = 120, 10
 DIFFERENT = ("seconds", "started", "git_commit")
-Start = Callable[[Path], psutil.Process]
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,6 @@ def wait_for(runner: psutil.Process, is_so: Callable[[], bool] = lambda: False, 
     return True
 
 
-def rows_in(output: Path) -> list[dict]:
-    """The file's rows; what kills left of others is none."""
-    return [row for _, row in read_lines(output)]
-
-
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -100,25 +92,20 @@ def wait_for_moment(
     lock, mine = logs_of(output) / "lock", f"{runner.pid}\n"
     if not wait_for(runner, lambda: lock.exists() and lock.read_text() == mine):
         return False
-    if moment == "anywhere":
-        until = time.monotonic() + rng.uniform(0, ANYWHERE_SECONDS)
-        return wait_for(runner, lambda: time.monotonic() > until)
-    # Not the first row: the log of its cell may be that of a runner that was killed.
-    n_rows = len(rows_in(output)) + rng.randint(1, 2)
-    if n_rows >= len(cells):
-        return wait_for(runner)
-    log = logs_of(output) / f"{cells[n_rows].key}.log"
-    if not wait_for(runner, log.exists):
-        return False
-    # What a cell printed is copied to its log just before its row is written.
-    watched, delay = (output, IN_ROW_SECONDS) if moment == "in the row" else (log, BEFORE_SECONDS)
-    size = size_of(output) if watched == output else 0
-    if not wait_for(runner, lambda: size_of(watched) != size, pause=0):
-        return False
-    until = time.perf_counter() + rng.choice([0.0, rng.uniform(0, delay)])
-    while time.perf_counter() < until:
-        pass
-    return True
+    delay = rng.uniform(0, MOMENTS[moment])
+    if moment != "anywhere":
+        # Not the first row: the log of its cell may be that of a runner that was killed.
+        n_rows = len(list(read_lines(output))) + rng.randint(1, 2)
+        log = logs_of(output) / f"{cells[n_rows].key}.log" if n_rows < len(cells) else None
+        if log is None or not wait_for(runner, log.exists):
+            return wait_for(runner)
+        # What a cell printed is copied to its log just before its row is written.
+        watched, size = (output, size_of(output)) if moment == "in the row" else (log, 0)
+        if not wait_for(runner, lambda: size_of(watched) != size, pause=0):
+            return False
+        delay = rng.choice([0.0, delay])
+    until = time.perf_counter() + delay
+    return wait_for(runner, lambda: time.perf_counter() > until, pause=0)
 
 
 def survivors(tag: object) -> tuple[int, float]:
@@ -140,9 +127,9 @@ def finish(runner: psutil.Process, output: Path) -> None:
 
 
 def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[str, int]:
-    """Rows that are not there, there twice, or other than those of the undisturbed run."""
+    """Rows that are not there, there twice, or other than those of the undisturbed run; what kills tore is none."""
     rows, same = (
-        [{name: value for name, value in row.items() if name not in DIFFERENT} for row in rows_in(path)]
+        [{name: value for name, value in row.items() if name not in DIFFERENT} for _, row in read_lines(path)]
         for path in (output, undisturbed)
     )
     keys, is_cut_off = [row["key"] for row in rows], is_torn(output.read_bytes().rpartition(b"\n")[2])
@@ -154,7 +141,9 @@ def differences(cells: Sequence[Cell], output: Path, undisturbed: Path) -> dict[
     }
 
 
-def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Start) -> dict:
+def disturb(
+    cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Path, start: Callable[[Path], psutil.Process]
+) -> dict:
     """As many sweeps as it takes to spend all kills, each compared with an undisturbed one."""
     kills, seen, longest_survival = Counter[str](), Counter[str](), 0.0
     undisturbed = folder / "undisturbed.jsonl"
@@ -163,7 +152,7 @@ def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Pat
         output = folder / f"disturbed_{seen['sweeps']}.jsonl"
         runner = start(output)
         while kills.total() < n_kills:
-            moment = MOMENTS[kills.total() % len(MOMENTS)]
+            moment = list(MOMENTS)[kills.total() % len(MOMENTS)]
             if not wait_for_moment(runner, moment, cells, output, rng):
                 break
             size = size_of(output)
@@ -171,34 +160,26 @@ def disturb(cells: Sequence[Cell], n_kills: int, rng: random.Random, folder: Pat
             runner.wait()
             kills[moment] += 1
             n_alive, seconds = survivors(cells[0].flags["tag"])
-            seen["survivors"] += n_alive
             longest_survival = max(longest_survival, seconds)
-            seen["killed_before_the_row"] += moment == "before the row" and size_of(output) == size
+            is_before = moment == "before the row" and size_of(output) == size
+            seen.update({"survivors": n_alive, "killed_before_the_row": is_before})
             runner = start(output)
         finish(runner, output)
-        seen["torn_rows"] += sum(map(is_torn, output.read_bytes().split(b"\n")))
-        seen["sweeps"] += 1
-        seen.update(differences(cells, output, undisturbed))
+        n_torn = sum(map(is_torn, output.read_bytes().split(b"\n")))
+        seen.update({"sweeps": 1, "torn_rows": n_torn} | differences(cells, output, undisturbed))
         say(f"sweep {seen['sweeps']}: {kills.total()} of {n_kills} kills")
-    return {
-        "kills": kills.total(),
-        "kills_at": dict(kills),
-        "sweeps": seen["sweeps"],
-        "cells": len(cells),
-        **{name: seen[name] for name in ("torn_rows", "killed_before_the_row", *WRONG, "survivors")},
-        "longest_survival_seconds": round(longest_survival, 3),
-    }
+    record = {"kills": kills.total(), "kills_at": dict(kills), "sweeps": seen["sweeps"], "cells": len(cells)}
+    record |= {name: seen[name] for name in ("torn_rows", "killed_before_the_row", *WRONG, "survivors")}
+    return record | {"longest_survival_seconds": round(longest_survival, 3)}
 
 
 def main(flags: Flags) -> None:
     if flags.kills < 1:
-        what, fix = "nothing would be disturbed", f"use {flag('kills')} 50"
-        raise ConfigError(what, where=flag("kills"), seen=flags.kills, required=">= 1", fix=fix)
+        raise ConfigError("nothing would be disturbed", flag("kills"), flags.kills, ">= 1", f"use {flag('kills')} 50")
     require_appendable(flags.output)
     cells = sleepers(N_CELLS, ROW_LETTERS)
     with tempfile.TemporaryDirectory() as folder:
-        rng, start = random.Random(flags.seed), partial(start_command, cells)
-        seen = disturb(cells, flags.kills, rng, Path(folder), start)
+        seen = disturb(cells, flags.kills, random.Random(flags.seed), Path(folder), partial(start_command, cells))
     summary = (
         f"{seen['kills']} kills in {seen['sweeps']} sweeps of {seen['cells']} cells: {seen['torn_rows']} rows torn, "
         f"{seen['lost']} lost, {seen['twice']} twice, {seen['changed']} changed, {seen['survivors']} processes left"

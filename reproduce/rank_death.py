@@ -6,8 +6,6 @@ Self-speculation on the default model, two ranks of this machine; the rank is ki
 are saved and speculation is under way. Prints what torchrun and the ranks said, and last one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -27,12 +25,11 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from engine.bench.config import Output
-from reproduce.sweeping.child import ON_RANKS, run_child, said_in
+from reproduce.sweeping.child import ON_TWO_RANKS, run_child, said_in
 
 N_ROWS, GEN_LEN = 2, 96
 RUN = f"--B {N_ROWS} --prefix_len 1000 --gen_len {GEN_LEN} --gamma 3 --streamingllm_budget 128"
-SECONDS_INTO_SPECULATION = 2.0
-PATIENCE_SECONDS = 600
+SECONDS_INTO_SPECULATION, PATIENCE_SECONDS = 2.0, 600
 
 
 @dataclass(frozen=True)
@@ -51,37 +48,29 @@ def kill_rank(rank: int, rows: Path, killed_at: list[float]) -> None:
     killed_at.append(time.monotonic())
 
 
-def kill_and_watch(rank: int, folder: Path) -> dict:
-    """Run, kill, wait; returns what there is to record."""
-    rows, log, killed_at = folder / "rows.jsonl", folder / "log", list[float]()
-    Thread(target=kill_rank, args=(rank, rows, killed_at), daemon=True).start()
-    command = [*ON_RANKS, "--nproc_per_node=2", "tests/selfspec_benchmark.py", *RUN.split(), "--save_rows", str(rows)]
-    outcome = run_child(command, log, PATIENCE_SECONDS)
-    ended = time.monotonic()
-    lines = [line for line in said_in(log).replace("\r", "\n").splitlines() if "tok/s" not in line]
+def main(flags: Flags) -> None:
+    """Run, kill, wait, record."""
+    require_appendable(flags.output)
+    killed_at = list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, log = Path(folder, "rows.jsonl"), Path(folder, "log")
+        Thread(target=kill_rank, args=(flags.rank, rows, killed_at), daemon=True).start()
+        command = [*ON_TWO_RANKS, "tests/selfspec_benchmark.py", *RUN.split(), "--save_rows", str(rows)]
+        outcome, ended = run_child(command, log, PATIENCE_SECONDS), time.monotonic()
+        lines = [line for line in said_in(log).replace("\r", "\n").splitlines() if "tok/s" not in line]
+        kept = rows.read_text().splitlines() if rows.exists() else []
     say("\n".join(lines))
     if not killed_at or outcome.exit_code is None:
-        what, required = "the run ended before it could be disturbed", f"{N_ROWS} saved rows"
+        what, seen = "the run ended before it could be disturbed", outcome.error or "exit code 0"
         fix = "run tests/selfspec_benchmark.py by itself and see what it says"
-        raise UserError(what, where="torchrun", seen=outcome.error or "exit code 0", required=required, fix=fix)
+        raise UserError(what, "torchrun", seen, f"{N_ROWS} saved rows", fix)
     root_cause = lines[next((i for i, line in enumerate(lines) if "Root Cause" in line), len(lines)) :]
-    kept = [json.loads(line) for line in rows.read_text().splitlines()]
-    return {
-        "killed_rank": rank,
-        "seconds_to_exit": round(ended - killed_at[0], 2),
-        "exit_code": outcome.exit_code,
-        "root_cause": [line.strip() for line in root_cause if " : " in line],
-        "ours": [line.strip() for line in lines if line.startswith("error")],
-        "rows_kept": len(kept),
-        "whole_rows": sum(len(row["tokens"]) == GEN_LEN for row in kept),
-    }
-
-
-def main(flags: Flags) -> None:
-    require_appendable(flags.output)
-    with tempfile.TemporaryDirectory() as folder:
-        seen = kill_and_watch(flags.rank, Path(folder))
-    publish(flags.output, {"benchmark": "rank_death", "run": RUN, "ranks": 2, **seen, **provenance()})
+    record = {"benchmark": "rank_death", "run": RUN, "ranks": 2, "killed_rank": flags.rank}
+    record |= {"seconds_to_exit": round(ended - killed_at[0], 2), "exit_code": outcome.exit_code}
+    record |= {"root_cause": [line.strip() for line in root_cause if " : " in line]}
+    record |= {"ours": [line.strip() for line in lines if line.startswith("error")], "rows_kept": len(kept)}
+    record |= {"whole_rows": sum(len(json.loads(row)["tokens"]) == GEN_LEN for row in kept)}
+    publish(flags.output, record | provenance())
 
 
 if __name__ == "__main__":

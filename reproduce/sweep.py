@@ -7,15 +7,12 @@ It can be interrupted or killed at any point; the same command goes on with the 
 that failed is a row with its error, and is tried again with --retry_failed. Exit code 1 if a selected cell failed.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -53,24 +50,15 @@ class Flags:
 
 
 def cells_of(flags: Flags) -> list[Cell]:
-    """The cells of a file of sweeps, or of a script with `name=value` and `name=value,value` texts.
-
-    Errors: ConfigError, also if it is both or neither.
-    """
+    """Those of a file of sweeps, or of a script with `name=value` texts. Errors: ConfigError if both or neither."""
     if (flags.grid is None) == (flags.script is None) or (flags.grid and (flags.fixed or flags.axis)):
         given = [flag(name) for name in ("grid", "script", "fixed", "axis") if getattr(flags, name)]
-        raise ConfigError(
-            "it is not clear what to run",
-            where="--grid, --script",
-            seen=" and ".join(given) or "neither",
-            required="--grid alone, or --script with --fixed and --axis",
-            fix="give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --axis gamma=1,2",
-        )
+        what, required = "it is not clear what to run", "--grid alone, or --script with --fixed and --axis"
+        fix = "give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --axis gamma=1,2"
+        raise ConfigError(what, "--grid, --script", " and ".join(given) or "neither", required, fix)
     if flags.script is None:
         return read_grid(str(flags.grid))
-    values = {name: parse_value(text) for name, text in split_assignments("fixed", flags.fixed).items()}
-    axes = {name: parse_axis(text) for name, text in split_assignments("axis", flags.axis).items()}
-    return grid(flags.script, values, axes)
+    return grid(flags.script, assigned("fixed", flags.fixed, parse_value), assigned("axis", flags.axis, parse_axis))
 
 
 def parse_value(text: str) -> object:
@@ -91,55 +79,42 @@ def parse_axis(text: str) -> list[object]:
     return list(values if all(map(is_value, values)) else text.split(","))
 
 
-def split_assignments(field: str, texts: Sequence[str]) -> dict[str, str]:
-    """`name=value` texts. Errors: ConfigError for one without a name or a value, or a name that comes twice."""
-    found: dict[str, str] = {}
+def assigned(field: str, texts: Sequence[str], parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Of `name=value` texts. Errors: ConfigError for one without a name or a value, or a name that comes twice."""
+    found: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or name in found:
             what = "a flag is given twice" if name in found else "a flag has no name or no value"
-            where, example = flag(field), "gamma=1,2" if field == "axis" else "gamma=3, or benchmark=true"
-            required, fix = "name=value, once for each name", f"write {where} {example}"
-            raise ConfigError(what, where=where, seen=text, required=required, fix=fix)
-        found[name] = value
+            fix = f"write {flag(field)} {'gamma=1,2' if field == 'axis' else 'gamma=3, or benchmark=true'}"
+            raise ConfigError(what, flag(field), text, "name=value, once for each name", fix)
+        found[name] = parse(value)
     return found
-
-
-def print_states(cells: Sequence[Cell], output: str) -> None:
-    rows = read_rows(output)
-    states = [rows[cell.key]["status"] if cell.key in rows else WAITING for cell in cells]
-    for cell, state, label in zip(cells, states, labels(cells), strict=True):
-        error = rows[cell.key]["error"].partition("\n")[0] if state == FAILED else ""
-        print(f"{cell.key}  {state:<6}  {label}  {error}".rstrip())
-    print(f"{counted(states)} of {len(cells)} cells in {output}")
-
-
-def counted(states: Sequence[str]) -> str:
-    counts = Counter(states)
-    return ", ".join(f"{counts[state]} {state}" for state in (OK, FAILED, WAITING) if counts[state])
 
 
 def main(flags: Flags) -> None:
     cells = cells_of(flags)
     if flags.output is None and flags.grid is None:
-        what, required = "there is no file for the rows", "a file, where the grid does not come from one"
-        where, fix = flag("output"), f"add {flag('output')} results.jsonl"
-        raise ConfigError(what, where=where, seen="nothing", required=required, fix=fix)
+        required, fix = "a file, where the grid does not come from one", f"add {flag('output')} results.jsonl"
+        raise ConfigError("there is no file for the rows", flag("output"), "nothing", required, fix)
     output = flags.output or str(Path(str(flags.grid)).with_suffix(".jsonl"))
     selected = select(cells, flags.only)
     require_appendable(output)
-    if flags.list:
-        print_states(selected, output)
-        return
-    try:
-        rows = run_cells(cells, output, retry_failed=flags.retry_failed, timeout_s=flags.timeout, only=flags.only)
-    except KeyboardInterrupt:  # the runner has said what is done
-        sys.exit(130)
-    all_states = {row["key"]: row["status"] for row in rows}
-    states = [all_states[cell.key] for cell in selected]
-    hint = "; --retry_failed runs those that failed again" if FAILED in states else ""
-    print(f"{counted(states)} of {len(selected)} cells in {output}{hint}")
-    if FAILED in states:
+    if not flags.list:
+        try:
+            run_cells(cells, output, retry_failed=flags.retry_failed, timeout_s=flags.timeout, only=flags.only)
+        except KeyboardInterrupt:  # the runner has said what is done
+            sys.exit(130)
+    rows = read_rows(output)
+    states = [rows[cell.key]["status"] if cell.key in rows else WAITING for cell in selected]
+    for cell, state, label in zip(selected, states, labels(selected), strict=True) if flags.list else ():
+        error = rows[cell.key]["error"].partition("\n")[0] if state == FAILED else ""
+        print(f"{cell.key}  {state:<6}  {label}  {error}".rstrip())
+    counted = ", ".join(f"{states.count(state)} {state}" for state in (OK, FAILED, WAITING) if state in states)
+    has_failed = FAILED in states and not flags.list
+    hint = "; --retry_failed runs those that failed again" if has_failed else ""
+    print(f"{counted} of {len(selected)} cells in {output}{hint}")
+    if has_failed:
         sys.exit(1)
 
 

@@ -7,8 +7,6 @@ model without four layers, converted if it is not there. About four minutes on t
 pair of runs differs.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +19,7 @@ from common.jsonl import append_or_put_off, require_appendable
 from common.say import say
 from engine.bench.config import Output
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from reproduce.sweeping.child import ON_RANKS, run_child
+from reproduce.sweeping.child import ON_TWO_RANKS, run_child
 
 DRAFT = DEFAULT_CHECKPOINT.parent / "SmolLM2-draft"
 SIZE = ["--B", "2", "--prefix_len", "1000", "--gen_len", "32", "--gamma", "3", "--streamingllm_budget", "128"]
@@ -42,8 +40,8 @@ def run(*argv: str) -> dict:
         outcome = run_child(argv, Path(folder, "log"), environment={"OMP_NUM_THREADS": "1"})
     if outcome.exit_code != 0:
         seen = str(outcome.error).rpartition("; see ")[0]  # the log is gone with its folder
-        where, fix = " ".join(argv), "run it by itself and see what it says"
-        raise UserError("a command failed", where=where, seen=seen, required="exit code 0", fix=fix)
+        fix = "run it by itself and see what it says"
+        raise UserError("a command failed", " ".join(argv), seen, "exit code 0", fix)
     return outcome.record or {}
 
 
@@ -54,7 +52,7 @@ def main(flags: Output) -> None:
     run("convert_hf_checkpoint.py", "--drop_layers", "4-5,16-17", "--out_dir", str(DRAFT))
     for script, own, on_two in RUNS:
         command = [f"tests/{script}_benchmark.py", *own]
-        one, two = run(*command), run(*ON_RANKS, "--nproc_per_node=2", *command, "--rank_group", "0", "1", *on_two)
+        one, two = run(*command), run(*ON_TWO_RANKS, *command, "--rank_group", "0", "1", *on_two)
         same = one["tokens_sha256"] == two["tokens_sha256"]
         all_same &= same
         for record in (one, two):

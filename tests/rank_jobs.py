@@ -1,7 +1,5 @@
 """Benchmarks on two ranks of torchrun, while they run and when they have ended; and the models that they run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -109,6 +107,12 @@ class EndedOnRanks(Ended):
         """The first failure in torchrun's summary; needs another exit code than 0."""
         assert self.code != 0, self.out
         return self.err.partition("Root Cause (first observed failure):")[2]
+
+    def message(self, rank: str, exit_code: int) -> str:
+        """What the ranks wrote, none of our frames, where nothing was printed and that rank was the first to fail."""
+        assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
+        assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
+        return self.ours
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What reproduce/gpu.py measures: checks that notice what is wrong, cells that are listed, rows that fit."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import fake_flash_attn
@@ -20,11 +18,10 @@ from engine.noise import in_passes
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
-from reproduce.gpu_parts import bandwidth, correctness, costs, launch_gaps, setups, speculation
-from reproduce.gpu_parts.backends import Named
+from reproduce.gpu_parts import bandwidth, correctness, launch_gaps, speculation
 from reproduce.gpu_parts.cells import Options
-from reproduce.gpu_parts.devices import Timing
-from reproduce.gpu_parts.worker import PARTS, cells_of
+from reproduce.gpu_parts.devices import Named
+from reproduce.gpu_parts.supervisor import PARTS, cells_of
 
 CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
 
@@ -121,21 +118,19 @@ def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch, on_cuda):
     assert gone
 
 
-def test_parts_are_shared_between_processes_without_gaps():
-    names = [cell.name for cell in cells_of("a", CPU)]
-    shares = [[cell.name for cell in cells_of("a", CPU, (first, 3))] for first in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(names) and names[1::3] == shares[1]
-
-
 def test_cells_on_a_gpu_can_be_listed_without_one():
     cells = [cell for part in PARTS for cell in cells_of(part, GPU)]
     names = [cell.name for cell in cells]
     assert len({(cell.part, cell.name) for cell in cells}) == len(cells)
+    in_a = [cell.name for cell in cells if cell.part == "a"]
+    for first in range(3):  # without gaps
+        assert [cell.name for cell in cells_of("a", GPU, (first, 3))] == in_a[first::3]
     # bfloat16 over three kinds of entries, float16 over its own; in order and rings
     assert sum(name.startswith("triton, ") for name in names) == 8
     assert "Llama-2-7B, B 32, S 4000, T 8, int8 KV, triton" in names
-    assert "B 64, prefix 7500, coupled, gamma 3, draft weights int4" in names and len(speculation.cells(GPU)) == 18
-    assert any("Llama-3.1-8B, B 8, S 64000" in cell.name for cell in costs.cells(GPU))
+    assert "B 64, prefix 7500, coupled, gamma 3, draft weights int4" in names
+    assert sum(cell.part == "c" for cell in cells) == 18
+    assert any(cell.part == "d" and "Llama-3.1-8B, B 8, S 64000" in cell.name for cell in cells)
     sizes = {(shape.n_head, shape.n_kv_head, shape.head_dim) for shape in bandwidth.SHAPES}
     assert sizes == {(32, 8, 128), (32, 32, 128), (9, 3, 64)}
 
@@ -160,30 +155,30 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
         monkeypatch.setattr(f"engine.bench.{module}.resolve_device", lambda name: "cuda")
     monkeypatch.setattr("engine.bench.room._dequantizes", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(costs, "copy_bandwidth", lambda options: 1.0)
+    monkeypatch.setattr(speculation, "copy_bandwidth", lambda options: 1.0)
     monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
     options = OnCuda("cpu", False)
-    for cell in costs.cells(options) + launch_gaps.cells(options):
+    for cell in cells_of("d", options) + cells_of("e", options):
         with pytest.raises(Planned):
             cell.run()
-    assert len(planned) == len(costs.SETTINGS) + 1  # the launch gaps of 8B are over the same context
+    assert len(planned) == len(speculation.SETTINGS) + 1  # the launch gaps of 8B are over the same context
     for (_, asked, _, _), batch in planned.items():
         assert 1 <= batch <= asked and batch >= 0.3 * asked
     assert planned[launch_gaps.SIZES[0][0], 64, 7500, "same"] == 64
-    assert planned[costs.LLAMA_31_8B, 32, 16000, "same"] in range(20, 32)
+    assert planned[speculation.LLAMA_31_8B, 32, 16000, "same"] in range(20, 32)
 
 
 def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
     """One row of two; none at all is a reason to skip."""
 
     def opened() -> Session:
-        return setups.dummy_session(CPU, setups.TINY, Sizes(2, 64, 8), draft=setups.self_draft(3, 32))
+        return speculation.dummy_session(CPU, speculation.TINY, Sizes(2, 64, 8), draft=speculation.self_draft(3, 32))
 
-    planned_bytes = setups.size_record(opened())["planned_bytes"]
+    planned_bytes = speculation.size_record(opened())["planned_bytes"]
     monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: planned_bytes - 1)
     fitting = opened()
     assert fitting.runner.max_batch == len(fitting.prompts) == 1
-    record = setups.size_record(fitting)
+    record = speculation.size_record(fitting)
     assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < planned_bytes
     monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 1000)
     with pytest.raises(OutOfMemoryError, match="a batch of 2"):
@@ -192,11 +187,9 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
 
 def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):
     options = OnCuda("cpu", True)
-    monkeypatch.setattr(
-        bandwidth, "time_calls", lambda calls, options: ([call() for call in calls], Timing(1e-6, "x"))[1]
-    )
+    monkeypatch.setattr(bandwidth, "time_calls", lambda calls, options: ([call() for call in calls], (1e-6, "x"))[1])
     with cuda_linears(monkeypatch) as kernel_rows:
-        records = [cell.run() for cell in bandwidth.linear_cells(options)]
+        records = [cell.run() for cell in bandwidth.cells(options) if cell.benchmark == "gpu_linear"]
         on_gpu = correctness.quantised(options, "int4")
     assert [record["kind"] for record in records] == ["plain", "int8", "int4, kernel", "int4, dequantised"]
     assert on_gpu["status"] == "done" and on_gpu["unpacks"]

@@ -1,8 +1,7 @@
 """reproduce/sweep.py: every cell is recorded once, whatever kills the runner; failures, time limits, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -12,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -83,22 +83,24 @@ def lines_of(output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def fork(act: Callable[[], Any], said: Path | None = None) -> psutil.Process:
+def fork(act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
     """A process that does it, without the seconds that a new Python takes to import torch."""
-    if pid := os.fork():
-        return psutil.Process(pid)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    file = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout = sys.stderr = open(file, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
-    code = 70
-    try:
-        exit_on_user_error(act)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(said, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+            exit_on_user_error(act)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return psutil.Process(process.pid)
+
+
+def fork_hanging(script: Path, act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
+    """The same of a runner, once its cell hangs."""
+    process = fork(act, said)
+    wait_until(Path(f"{script}.started").exists)
+    return process
 
 
 def run_sweep(*words: str) -> None:
@@ -172,8 +174,7 @@ def test_a_cell_that_takes_too_long_ends_with_all_that_it_started(script, output
 def test_a_cell_dies_with_its_runner(script, output, victim, monkeypatch):
     """kill -9 of either: everything that the cell started is gone, unless it left its session and lost its guardian."""
     monkeypatch.setattr(child, "LAST_OUTPUT_SECONDS", 0.2)
-    process = fork(lambda: run_cells(cells_that(script, "hang"), output))
-    wait_until(Path(f"{script}.started").exists)
+    process = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
     guardian = guardian_of(script)
     (cell,) = guardian.children()
     assert len(processes_of(script)) == 4
@@ -203,14 +204,14 @@ def test_a_guardian_that_comes_too_late_ends_its_command(script):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
 def test_a_process_whose_parent_is_gone_does_not_begin():
-    assert subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=die_with(os.getpid())).returncode == 0
-    assert subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=die_with(1)).returncode == 1
+    for parent, code in ((os.getpid(), 0), (1, 1)):
+        ended = subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=partial(die_with, parent))
+        assert ended.returncode == code
 
 
 def test_two_runners_of_one_file_are_refused(script, output, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "LOCK_PATIENCE_SECONDS", 0.2)
-    process = fork(lambda: run_cells(cells_that(script, "hang"), output))
-    wait_until(Path(f"{script}.started").exists)
+    process = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
     alias = tmp_path / "alias.jsonl"
     alias.symlink_to(output)
     for name in (output, alias):
@@ -234,8 +235,7 @@ def test_two_runners_of_one_file_are_refused(script, output, tmp_path, monkeypat
 def test_ctrl_c_says_what_is_done_and_how_to_go_on(script, output, tmp_path):
     command = ["--script", str(script), "--axis", "how=record,hang", "--output", str(output)]
     said = tmp_path / "said"
-    process = fork(lambda: run_sweep(*command), said)
-    wait_until(Path(f"{script}.started").exists)
+    process = fork_hanging(script, lambda: run_sweep(*command), said)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     text = said.read_text()

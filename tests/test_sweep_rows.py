@@ -1,7 +1,5 @@
 """The rows of a sweep: torn and damaged lines, a full disk; what is read of a cell's output; the time that is left."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -14,7 +12,7 @@ from common.jsonl import append_record, read_lines
 from reproduce import kill_sweep
 from reproduce.sweeping import runner
 from reproduce.sweeping.cells import Cell, grid
-from reproduce.sweeping.child import Outcome, last_record, last_words
+from reproduce.sweeping.child import Outcome, last_words, read_object
 from reproduce.sweeping.runner import read_rows, run_cells, time_left
 
 CELLS = grid("tests/selfspec_benchmark.py", {}, {"B": [1, 2, 3]})
@@ -133,6 +131,6 @@ def test_the_last_words_are_the_error_or_the_last_lines():
     assert last_words("noise\nerror: x\n  fix: y\nafterwards\n") == "error: x\n  fix: y"
 
 
-def test_the_record_is_the_last_line_that_is_an_object():
-    assert last_record('{"a": 1}\n{"b": 2}\n{torn\n[3]\ntext\n') == {"b": 2}
-    assert last_record("{}\n") == {} and last_record("1\nnull\n") is None
+def test_a_line_is_an_object_or_none():
+    assert read_object(b'{"b": 2}\n') == {"b": 2} and read_object(b"{}\n") == {}
+    assert not any(map(read_object, (b"{torn\n", b"[3]\n", b"text\n", b"1\n", b"null\n", b"\xff\n", b"[" * 10**5)))

@@ -1,13 +1,9 @@
 """Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves; linear layers."""
 
-from __future__ import annotations
-
-import importlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +13,14 @@ from common.say import dtype_name
 from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
 from kv_cache import FullKVCache
-from kv_cache.entries import KV
-from models.attention import AttentionBackend, AttentionSpec
-from models.attention.flash_backend import FA2
+from models.attention import AttentionSpec, Slots
+from models.attention.flash_backend import FA2, FlashAttention, Plan, Prepared
 from models.quantize import GROUP, Int4Linear, Int8Linear, dequantize
-from reproduce.gpu_parts.backends import Named, backends, missing_flash
-from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
-from reproduce.gpu_parts.devices import copy_bandwidth, l2_bytes, time_calls
+from reproduce.gpu_parts.cells import Cell, Options, Record, shared
+from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, make_flash, missing_flash, time_calls
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The attention of one layer of a model; `batches` are pairs of rows and KV entries a row."""
 
     model: str
@@ -35,9 +28,21 @@ class Shape:
     n_kv_head: int
     head_dim: int
     batches: tuple[tuple[int, int], ...]
+    n_layer: int = 1
 
-    # The three sizes that a cache asks for.
-    n_layer = 1
+    def cache(self, options: Options, batch: int, n_slot: int, storage: torch.dtype | None = None) -> FullKVCache:
+        """A cache whose rows are full, of zeros."""
+        cache = FullKVCache(self, batch, n_slot, device=options.device, dtype=storage or options.dtype)
+        cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
+        return cache
+
+    def spec(self, options: Options) -> AttentionSpec:
+        return AttentionSpec(self.n_head, self.n_kv_head, self.head_dim, None, options.dtype)
+
+    def block(self, options: Options, cache: FullKVCache, n_token: int) -> tuple[Tensor, Tensor]:
+        """Queries `[B, T, H, D]` and their positions `[B, T]`: those of the cache's last tokens."""
+        q = torch.randn(len(cache.positions), n_token, self.n_head, self.head_dim, device=options.device)
+        return q.to(options.dtype), cache.positions[:, -n_token:].clone()
 
 
 LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128, ((32, 16000), (64, 8000), (8, 64000), (1, 32000), (64, 1000)))
@@ -58,22 +63,22 @@ ROWS, QUICK_ROWS = (8, 16, 32, 64, 128, 256, 2048), (8, 32)
 N_LAYER = 8
 DEQUANTISED = "int4, dequantised"
 # Buffers are rotated until together they are so many times the second-level cache.
-L2_MULTIPLE = 16
-MOST_BUFFERS = 40
+L2_MULTIPLE, MOST_BUFFERS = 16, 40
 
 
 def cells(options: Options) -> list[Cell]:
-    shared = Shared()
-    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options)), *linear_cells(options)]
+    found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
+    # A CPU has the kernel alone.
+    kinds = ("plain", "int8", "int4, kernel", DEQUANTISED)[: 4 if options.on_cuda else 3]
+    for (layer, shape), kind in itertools.product((QUICK_LAYERS if options.quick else LAYERS).items(), kinds):
+        found.append(Cell("b", "gpu_linear", f"{layer}, {kind}", partial(linear, options, kind, *shape)))
     for shape in QUICK_SHAPES if options.quick else SHAPES:
         for (batch, n_slot), storage in itertools.product(shape.batches, (None, torch.int8)):
-            key = shape, batch, n_slot, storage
-            caches = partial(shared.get, key, partial(_caches, options, *key))
             kind = dtype_name(storage) if storage else "same"
             for named in readers(options, storage):
                 for n_token in QUICK_TOKENS if options.quick or named.name == "torch" else TOKENS:
                     name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
-                    run = partial(attention, options, caches, shape, named, n_token)
+                    run = partial(attention, options, (shape, batch, n_slot, storage), named, n_token)
                     found.append(Cell("b", "gpu_attention_bandwidth", name, run))
     return found
 
@@ -83,101 +88,55 @@ def readers(options: Options, storage: torch.dtype | None) -> list[Named]:
     if storage is not None:
         return [named for named in backends(options) if named.name in ("triton", "cpp")]
     has_fa2 = options.on_cuda and missing_flash()["flash: FlashAttention-2"] is None
-    return backends(options) + ([Named(Unpacked.name, options.device, Unpacked)] if has_fa2 else [])
+    unpacked = partial(make_flash, FA2, options.device, kind=Unpacked)
+    return backends(options) + ([Named("FlashAttention-2, not packed", options.device, unpacked)] if has_fa2 else [])
 
 
-class Unpacked:
-    """FlashAttention-2 over blocks as they come, without the query groups that the backend packs into rows: it reads
-    a KV head once per query head.
-    """
+class Unpacked(FlashAttention):
+    """FlashAttention-2 over blocks as they come, not packed into rows: it reads a KV head once per query head."""
 
-    name = "FlashAttention-2, not packed"
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self._kernel = importlib.import_module(FA2.module).flash_attn_with_kvcache
-
-    def dequantizes(self, n_token: int) -> bool:
-        return False
-
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Any) -> Tensor:
-        return (queries[:, -1] + 1).to(torch.int32)
-
-    def attend(self, q: Tensor, kv: KV, lengths: Tensor) -> Tensor:
-        return self._kernel(q, kv.keys, kv.values, cache_seqlens=lengths, causal=True)
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
+        lengths = (queries[:, -1] + 1).to(torch.int32)
+        return Prepared(spec, queries, slots, Plan({"cache_seqlens": lengths, "causal": True}, None))
 
 
 def copy(options: Options) -> Record:
     properties = torch.cuda.get_device_properties(options.device) if options.on_cuda else None
-    return {
-        "bytes_per_second": copy_bandwidth(options),
-        "l2_bytes": l2_bytes(options),
-        "multiprocessors": properties.multi_processor_count if properties else None,
-        "memory_bytes": properties.total_memory if properties else None,
-        "backends": [named.name for named in backends(options)],
-        "missing": {name: reason for name, reason in missing_flash().items() if reason},
-    }
+    record = {"bytes_per_second": copy_bandwidth(options), "l2_bytes": l2_bytes(options)}
+    record |= {"multiprocessors": properties.multi_processor_count if properties else None}
+    record |= {"memory_bytes": properties.total_memory if properties else None}
+    record |= {"backends": [named.name for named in backends(options)]}
+    return record | {"missing": {name: reason for name, reason in missing_flash().items() if reason}}
 
 
-def attention(
-    options: Options, shared_caches: Callable[[], list[FullKVCache]], shape: Shape, named: Named, n_token: int
-) -> Record:
+def attention(options: Options, filled: tuple, named: Named, n_token: int) -> Record:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
-    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, options.dtype)
-    backend, caches = named.make(spec), shared_caches()
-    kv_bytes = caches[0].n_bytes
-    calls = [_call(backend, spec, cache, n_token, options) for cache in caches]
+    shape, batch, n_slot, _ = filled
+    spec, calls = shape.spec(options), []
+    backend, caches = named.make(spec), _caches(options, *filled)
+    for cache in caches:
+        q, queries = shape.block(options, cache, n_token)
+        calls.append(partial(backend.attend, q, cache.read(0), backend.prepare(spec, queries, cache)))
     # Enough calls that the first one of a graph, which waits for its launch, weighs little.
-    timing = time_calls((calls * 8)[: max(len(calls), 8)], options)
-    bandwidth = kv_bytes / timing.seconds
-    record = {
-        "model": shape.model,
-        "heads": [shape.n_head, shape.n_kv_head, shape.head_dim],
-        **dict(zip("BS", caches[0].positions.shape, strict=True)),
-        "T": n_token,
-        "backend": named.name,
-        "dtype": dtype_name(spec.dtype),
-        "kv_dtype": dtype_name(caches[0].entries.dtype),
-        "kv_bytes": kv_bytes,
-        "is_large": kv_bytes >= LARGE_BYTES,
-        "buffers": len(caches),
-        "timed_by": timing.timed_by,
-        "microseconds": 1e6 * timing.seconds,
-        "bytes_per_second": bandwidth,
-        "share_of_copy": bandwidth / copy_bandwidth(options),
-    }
-    return rounded(record)
+    seconds, timed_by = time_calls((calls * 8)[: max(len(calls), 8)], options)
+    kv_bytes, bandwidth = caches[0].n_bytes, caches[0].n_bytes / seconds
+    record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": named.name}
+    record |= {"dtype": dtype_name(spec.dtype), "kv_dtype": dtype_name(caches[0].entries.dtype), "kv_bytes": kv_bytes}
+    record |= {"is_large": kv_bytes >= LARGE_BYTES, "buffers": len(caches), "timed_by": timed_by}
+    record |= {"microseconds": 1e6 * seconds, "bytes_per_second": bandwidth}
+    return rounded(record | {"share_of_copy": bandwidth / copy_bandwidth(options)})
 
 
+@shared
 @torch.inference_mode()
 def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: torch.dtype | None) -> list[FullKVCache]:
     """Full caches of one layer, so many that no call finds its KV in the second-level cache."""
     caches: list[FullKVCache] = []
     wanted = L2_MULTIPLE * l2_bytes(options)
     while not caches or (len(caches) * caches[0].n_bytes < wanted and len(caches) < MOST_BUFFERS):
-        cache = FullKVCache(shape, batch, n_slot, device=options.device, dtype=storage or options.dtype)
-        cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
-        randomise(cache)
-        caches.append(cache)
+        caches.append(shape.cache(options, batch, n_slot, storage))
+        randomise(caches[-1])
     return caches
-
-
-def _call(
-    backend: AttentionBackend, spec: AttentionSpec, cache: FullKVCache, n_token: int, options: Options
-) -> Callable[[], Tensor]:
-    batch, n_slot = cache.positions.shape
-    queries = torch.arange(n_slot - n_token, n_slot, device=options.device).expand(batch, -1).contiguous()
-    q = torch.randn(batch, n_token, spec.n_head, spec.head_dim, device=options.device).to(spec.dtype)
-    prepared, kv = backend.prepare(spec, queries, cache), cache.read(0)
-    return lambda: backend.attend(q, kv, prepared)
-
-
-def linear_cells(options: Options) -> list[Cell]:
-    kinds = ["plain", "int8", "int4, kernel", *([DEQUANTISED] if options.on_cuda else [])]  # a CPU has the kernel alone
-    return [
-        Cell("b", "gpu_linear", f"{name}, {kind}", partial(linear, options, kind, *shape))
-        for name, shape in (QUICK_LAYERS if options.quick else LAYERS).items()
-        for kind in kinds
-    ]
 
 
 def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:
@@ -187,10 +146,10 @@ def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:
     microseconds = {}
     for n_row in QUICK_ROWS if options.quick else ROWS:
         x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
-        timing = time_calls([partial(multiply, x) for multiply in multipliers], options)
-        microseconds[str(n_row)] = 1e6 * timing.seconds
+        seconds, timed_by = time_calls([partial(multiply, x) for multiply in multipliers], options)
+        microseconds[str(n_row)] = 1e6 * seconds
     record = {"kind": kind, "dtype": dtype_name(options.dtype), "outputs": d_out, "inputs": d_in}
-    return rounded(record | {"timed_by": timing.timed_by, "microseconds_by_rows": microseconds})
+    return rounded(record | {"timed_by": timed_by, "microseconds_by_rows": microseconds})
 
 
 def multiplier(kind: str, weight: Tensor, options: Options) -> Callable[[Tensor], Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,9 +17,8 @@ from common.provenance import provenance
 DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 # After such an error nothing runs on the device any more, not from this process.
 BROKEN_DEVICE = ("CUDA error", "illegal memory access", "device-side assert", "launch failure")
-
-
 Record = dict[str, Any]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Options:
         return torch.bfloat16 if self.on_cuda else torch.float32
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One measurement: `run` returns its fields; `status` among them says if a check failed."""
 
     part: str
@@ -57,38 +55,35 @@ def verdict(is_good: bool) -> Record:
     return {"status": DONE if is_good else FAILED}
 
 
-class Shared:
-    """What successive cells have in common: one value at a time, built when first asked for.
-
-    A build that failed fails again for every cell that asks for it, without being tried again.
+def shared(build: Callable[..., Value]) -> Callable[..., Value]:
+    """For what successive cells have in common: the last value is kept for calls with the same arguments, and let go
+    before another is built. A build that failed fails again for every cell that asks for it, without being tried again.
     """
+    kept: dict[tuple, Value | Exception] = {}
 
-    def __init__(self) -> None:
-        self._key: Hashable = None
-        self._value: Any = None
-
-    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        if key != self._key:
-            self._key = self._value = None
+    def get(*key: Any) -> Value:
+        if key not in kept:
+            kept.clear()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            self._key = key
             try:
-                self._value = build()
+                kept[key] = build(*key)
             except Exception as error:
                 # Without its traceback, whose frames hold the tensors that were built so far.
-                self._value = error.with_traceback(None)
-        if isinstance(self._value, Exception):
-            raise self._value
-        return self._value
+                kept[key] = error.with_traceback(None)
+        value = kept[key]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return get
 
 
-def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[Record], None]) -> bool:
-    """Run cells in order and emit the record of each as it ends; stop and return False if the device broke.
-
-    A cell that would begin after `deadline` (seconds since the epoch) is recorded as skipped.
+def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[Record], object]) -> bool:
+    """Run cells in order and emit the record of each as it ends, those behind `deadline` (seconds since the epoch) as
+    skipped; stop and return False if the device broke.
     """
     origin = provenance()
     for cell in cells:

@@ -1,7 +1,5 @@
 """Part a: attention against float64, random numbers against the CPU's, replayed rounds against called ones."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -22,14 +20,14 @@ from engine.noise import Source, Stream, compiled_source, in_passes, uniform
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV
 from models import Transformer, load_model
-from models.attention import AttentionSpec, TorchAttention
+from models.attention import TorchAttention
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
-from reproduce.gpu_parts.backends import Named, all_backends
 from reproduce.gpu_parts.bandwidth import LLAMA_31_8B
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
+from reproduce.gpu_parts.devices import Named, backends, ours
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -51,7 +49,7 @@ def cells(options: Options) -> list[Cell]:
         *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in modes),
         ("gpu_survival", "one runner's graphs go, another's stay", survival),
     ]
-    for named in all_backends(options):
+    for named in [*backends(options), *([ours("cpp", "cpu")] if options.on_cuda else [])]:
         dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
         for kind in itertools.product(dtypes, STORAGES, (False, True)):
             dtype, storage, ring = kind
@@ -66,10 +64,10 @@ def attention(options: Options, named: Named, dtype: torch.dtype, storage: torch
     """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
     lengths, capacity = (QUICK_LENGTHS, QUICK_CAPACITY) if options.quick else (LENGTHS, CAPACITY)
     groups, head_dims = ((1, 3), (64,)) if options.quick else (GROUPS, HEAD_DIMS)
-    worst, n_cases, broken = (0.0, "none"), 0, []
+    kind = {"capacity": capacity, "storage": storage or dtype, "dtype": dtype, "ring": ring}
+    errors, broken = [(0.0, "none")], []
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
-        kind = {"storage": storage or dtype, "dtype": dtype, "ring": ring}
-        case = make_case(lengths, n_token, group=group, head_dim=head_dim, capacity=capacity, **kind)
+        case = make_case(lengths, n_token, group=group, head_dim=head_dim, **kind)
         backend, shape = named.make(case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
         try:
             out = on(case, named.device).run(backend).cpu().double()
@@ -78,12 +76,11 @@ def attention(options: Options, named: Named, dtype: torch.dtype, storage: torch
                 raise
             broken.append(shape + ": " + describe(error)["error"])
             continue
-        n_cases += 1
-        worst = max(worst, (error_of(out, case.reference()), shape))
-    record = verdict(not broken and worst[0] <= TOLERANCE[dtype]) | {"backend": named.name}
-    record |= {"dtype": dtype_name(dtype), "kv_dtype": dtype_name(storage or dtype), "ring": ring}
-    record |= {"worst_error": float(f"{worst[0]:.3g}"), "worst_case": worst[1], "tolerance": TOLERANCE[dtype]}
-    return record | {"shapes": n_cases, "broken": broken}
+        errors.append((error_of(out, case.reference()), shape))
+    worst, where = max(errors)
+    record = verdict(not broken and worst <= TOLERANCE[dtype]) | {"backend": named.name, "dtype": dtype_name(dtype)}
+    record |= {"kv_dtype": dtype_name(storage or dtype), "ring": ring, "worst_error": float(f"{worst:.3g}")}
+    return record | {"worst_case": where, "tolerance": TOLERANCE[dtype], "shapes": len(errors) - 1, "broken": broken}
 
 
 def error_of(out: Tensor, wanted: Tensor) -> float:
@@ -140,19 +137,16 @@ def quantised(options: Options, scheme: str) -> Record:
 @torch.inference_mode()
 def prefill_kernel(options: Options) -> Record:
     """Whether a chunk of a prompt attends in a fused kernel without a mask in memory, and what runs there."""
-    shape, (n_token, n_slot) = LLAMA_31_8B, (64, 256) if options.quick else (2048, 8192)
-    spec = AttentionSpec(shape.n_head, shape.n_kv_head, shape.head_dim, None, options.dtype)
-    cache = FullKVCache(shape, 1, n_slot, device=options.device, dtype=options.dtype)
-    cache.positions.copy_(torch.arange(n_slot, device=options.device)[None])
+    n_token, n_slot = (64, 256) if options.quick else (2048, 8192)
+    cache = LLAMA_31_8B.cache(options, 1, n_slot)
     slots = cache.view(extent=n_slot, block_at_end=True)
-    queries = torch.arange(n_slot - n_token, n_slot, device=options.device)[None]
-    q = torch.randn(1, n_token, shape.n_head, shape.head_dim, device=options.device).to(options.dtype)
+    q, queries = LLAMA_31_8B.block(options, cache, n_token)
     backend = TorchAttention()
     with profile(activities=[ProfilerActivity.CUDA if options.on_cuda else ProfilerActivity.CPU]) as profiler:
-        backend.attend(q, slots.read(0), backend.prepare(spec, queries, slots))
+        backend.attend(q, slots.read(0), backend.prepare(LLAMA_31_8B.spec(options), queries, slots))
     kernels = sorted({event.name[:160] for event in profiler.events()})
-    is_fused = any("flash" in name.lower() for name in kernels)
-    return verdict(is_fused) | {"tokens": n_token, "slots": n_slot, "kernels": kernels}
+    record = verdict(any("flash" in name.lower() for name in kernels))
+    return record | {"tokens": n_token, "slots": n_slot, "kernels": kernels}
 
 
 class WholeExtent(ModelRunner):
@@ -174,7 +168,6 @@ def identity(options: Options, mode: str) -> Record:
     """Six ragged prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
     model, prompts, name = _model_and_prompts(options)
     sampling = None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
-    how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
     use_pointwise(model, compiled())
     source = compiled_source()
 
@@ -186,6 +179,7 @@ def identity(options: Options, mode: str) -> Record:
             "standalone": StandaloneDraft(ModelRunner(model, _draft_cache(runner)), gamma=3),
             "ngram": NGram(runner, gamma=3),
         }
+        how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
         # Twice over: what was captured for one has to survive the others.
         runs = [*drafters.items(), *drafters.items()]
         return {what: generate(runner, prompts, drafter=drafter, **how).tokens for what, drafter in runs}
@@ -232,8 +226,8 @@ def _model_and_prompts(options: Options) -> tuple[Transformer, list[list[int]], 
         model, name = load_model(DEFAULT_CHECKPOINT / "model.pth", **how), DEFAULT_NAME
         tokens = load_tokenizer(DEFAULT_CHECKPOINT).encode(DEFAULT_BOOK.read_text(encoding="utf-8-sig")[:20000])
     else:
-        name = f"HuggingFaceTB/{DEFAULT_NAME}"
-        model, name = load_model(name, load_format="dummy", **how), f"{name}, random weights"
+        model = load_model(f"HuggingFaceTB/{DEFAULT_NAME}", load_format="dummy", **how)
+        name = f"HuggingFaceTB/{DEFAULT_NAME}, random weights"
         tokens = torch.randint(49152, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
     ends = list(itertools.accumulate(PROMPT_LENGTHS))
     return model, [tokens[end - n : end] for end, n in zip(ends, PROMPT_LENGTHS, strict=True)], name

@@ -1,36 +1,80 @@
-"""What a device gives at best: the bandwidth of a copy, the time of a function without launch costs."""
-
-from __future__ import annotations
+"""What a device has: attention backends, each by a name of its own; a copy's bandwidth; the time of a function."""
 
 import functools
-import time
+import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from timeit import timeit
 from typing import NamedTuple
 
 import torch
 
-from reproduce.gpu_parts.cells import Options
+from common.errors import ConfigError
+from models.attention import AttentionBackend, AttentionSpec, TorchAttention, select_backend
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, Package
+from reproduce.gpu_parts.cells import Options, Skip
 
+FLASH = {"flash: FlashAttention-3": FA3, "flash: fa3-fwd": FA3_FWD, "flash: FlashAttention-2": FA2}
 WARM_UPS, REPEATS = 3, 15
 COPY_BYTES, QUICK_COPY_BYTES = 4 * 2**30, 2**24
-# That of an H200, for a PyTorch that does not tell.
-USUAL_L2_BYTES = 60 * 2**20
 
 
-class Timing(NamedTuple):
-    """Seconds of one call, and how they were taken: "graph", "events" or "clock"."""
+class Named(NamedTuple):
+    """`make(spec)` gives the backend, or raises Skip with the reason why there is none."""
 
-    seconds: float
-    timed_by: str
+    name: str
+    device: str
+    make: Callable[[AttentionSpec], AttentionBackend]
 
 
-def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timing:
-    """Median seconds of one of `calls`, run one after the other; on a GPU as one CUDA graph.
+def backends(options: Options) -> list[Named]:
+    """The backends for the device, the one that `auto` picks first."""
+    there = [name for name, reason in missing_flash().items() if reason is None and options.on_cuda]
+    flash = [Named(name, options.device, partial(make_flash, FLASH[name], options.device)) for name in there]
+    return [ours("triton" if options.on_cuda else "cpp", options.device), *flash, ours("torch", options.device)]
 
-    In a graph no launch waits for the host, as in the rounds of decoding. Where a call cannot be captured it
-    is timed by events, which then include what the host takes to launch it.
+
+@functools.cache
+def missing_flash() -> dict[str, str | None]:
+    """Why each flash package cannot be imported; None where it can."""
+    reasons: dict[str, str | None] = dict.fromkeys(FLASH)
+    for name, package in FLASH.items():
+        try:
+            importlib.import_module(package.module).flash_attn_with_kvcache  # noqa: B018
+        except Exception as error:  # a package built for another torch or CUDA fails in ways of its own
+            reasons[name] = f"{type(error).__name__}: {error}"
+    return reasons
+
+
+def ours(name: str, device: str) -> Named:
+    def make(spec: AttentionSpec) -> AttentionBackend:
+        try:
+            backend, why = select_backend(name, device, spec)
+        except ConfigError as error:
+            raise Skip(f"{name} is not available: {error}") from None
+        if backend.name != name:
+            raise Skip(f"{name} does not take this: {why}")
+        return backend
+
+    return Named(name, device, make)
+
+
+def make_flash(package: Package, device: str, spec: AttentionSpec, kind: type = FlashAttention) -> FlashAttention:
+    kernel = importlib.import_module(package.module).flash_attn_with_kvcache
+    flavour = Flavour(package, kernel, torch.cuda.get_device_properties(device).multi_processor_count)
+    if reason := flavour.unsupported(spec):
+        raise Skip(reason)
+    if package is not FA2 and torch.cuda.get_device_capability(device)[0] != 9:
+        raise Skip(f"{package.title} is for compute capability 9")
+    return kind(flavour, TorchAttention())
+
+
+def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:
+    """Median seconds of one of `calls`, run one after the other, and how they were taken: "graph", "events", "clock".
+
+    In a CUDA graph no launch waits for the host, as in the rounds of decoding. Where a call on a GPU cannot be
+    captured it is timed by events, which then include what the host takes to launch it.
     """
 
     def run_all() -> None:
@@ -40,7 +84,7 @@ def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timin
     for _ in range(WARM_UPS):
         run_all()
     if not options.on_cuda:
-        return Timing(median(map(_clocked, calls)), "clock")
+        return median(timeit(call, number=1) for call in calls), "clock"
     torch.cuda.synchronize()
     run, timed_by = run_all, "events"
     try:
@@ -51,24 +95,13 @@ def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> Timin
         run, timed_by = graph.replay, "graph"
     except Exception:
         torch.cuda.synchronize()
-    return Timing(_by_events(run) / len(calls), timed_by)
-
-
-def _clocked(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _by_events(run: Callable[[], object]) -> float:
-    """Median seconds of one `run` on the device."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
     for start, end in events:
         start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in events) / 1e3
+    return median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls), timed_by
 
 
 @functools.cache
@@ -76,7 +109,7 @@ def copy_bandwidth(options: Options) -> float:
     """Bytes per second that a copy within the device's memory reads and writes."""
     n_bytes = COPY_BYTES if options.on_cuda else QUICK_COPY_BYTES
     target, source = torch.ones(2, n_bytes, dtype=torch.uint8, device=options.device)
-    seconds = time_calls([partial(target.copy_, source)], options).seconds
+    seconds, _ = time_calls([partial(target.copy_, source)], options)
     del target, source
     if options.on_cuda:
         torch.cuda.empty_cache()  # what follows may need all of the memory
@@ -85,6 +118,4 @@ def copy_bandwidth(options: Options) -> float:
 
 def l2_bytes(options: Options) -> int:
     """The second-level cache of a GPU; 0 on a CPU, whose bandwidth is not what this is about."""
-    if not options.on_cuda:
-        return 0
-    return int(getattr(torch.cuda.get_device_properties(options.device), "L2_cache_size", USUAL_L2_BYTES))
+    return torch.cuda.get_device_properties(options.device).L2_cache_size if options.on_cuda else 0

@@ -1,7 +1,5 @@
 """What a launch of a Triton kernel compiles to: registers, shared memory, spills. Needs Triton, and no GPU."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re
@@ -13,14 +11,15 @@ from types import SimpleNamespace
 
 import torch
 import triton
-from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from common.say import dtype_name
 from kv_cache.entries import KV, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
+from models.attention.triton_backend import Launch
 
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -58,9 +57,7 @@ class Compiled:
         return [f"sm_{self.arch}, {self.variant}: {problem}" for problem in found]
 
 
-def launches(
-    dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str
-) -> list[triton_backend.Launch]:
+def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
     """What the backend would launch, on tensors without storage."""
     empty = partial(torch.empty, device="meta")
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
@@ -76,7 +73,7 @@ def launches(
 
 def variants(
     arch: int, dtypes: Sequence[torch.dtype], head_dims: Sequence[int], n_rows: Sequence[int]
-) -> Iterator[tuple[str, triton_backend.Launch]]:
+) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
     for dtype, head_dim in itertools.product(dtypes, head_dims):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
@@ -90,36 +87,17 @@ def variants(
             yield f"{dtype_name(dtype)}, {head_dim}, merge", merge
 
 
-def as_source(launch: triton_backend.Launch) -> ASTSource:
-    """The kernel, specialized to its arguments as Triton would do at the launch."""
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.arguments[parameter.name]
-        may_specialize = not parameter.do_not_specialize
-        is_integer = isinstance(value, int)
-        if parameter.is_constexpr or (is_integer and may_specialize and value == 1):
-            signature[name], constants[(index,)] = "constexpr", value
-            continue
-        if isinstance(value, float):
-            signature[name] = "fp32"
-        elif is_integer:
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-        else:
-            signature[name] = f"*{canonicalize_dtype(value.dtype)}"
-        # Tensors are allocated at multiples of 16 bytes.
-        if isinstance(value, torch.Tensor) or (is_integer and may_specialize and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature, constants, attributes)
-
-
-def compile_launch(variant: str, launch: triton_backend.Launch, arch: int) -> Compiled:
-    """Compile for `sm_<arch>` and read what ptxas says."""
-    knobs, log = triton.knobs, io.StringIO()
+def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
+    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says."""
+    target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
+    backend = make_backend(target)
+    bound = create_function_from_signature(kernel.signature, kernel.params, backend)(**launch.arguments)
+    _, signature, constants, attributes = kernel._pack_args(backend, {}, *bound)
     with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        compiled = triton.compile(as_source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
     said = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
     registers, stores, loads = (max(map(int, re.findall(pattern, log.getvalue()))) for pattern in said)
     return Compiled(variant, arch, registers, compiled.metadata.shared, stores, loads, 32 * launch.num_warps)

@@ -1,7 +1,5 @@
 """Part e: the time of a round in which the device computes, and in which it waits for the host or a launch."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict
@@ -20,25 +18,23 @@ from engine.bench.session import Session
 from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.timing import synchronize
-from reproduce.gpu_parts.cells import Cell, Options, Record, Shared
-from reproduce.gpu_parts.setups import COUPLED, TINY, dummy_session, self_draft, size_record
+from reproduce.gpu_parts.cells import Cell, Options, Record, shared
+from reproduce.gpu_parts.speculation import COUPLED, TINY, dummy_session, self_draft, size_record
 
 # Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
 SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
 QUICK_SIZES = ((TINY, 2, 64),)
 GEN_LEN, GAMMA, BUDGET = 96, 3, 512
-# Rounds before those that are looked at, and how many of them there are.
-WARM_UP, ROUNDS = 4, 16
-N_KERNELS = 10
+# Rounds before those that are looked at, how many of them there are, and of how many kernels the record says more.
+WARM_UP, ROUNDS, N_KERNELS = 4, 16, 10
 
 
 def cells(options: Options) -> list[Cell]:
-    shared, found = Shared(), []
-    for size in QUICK_SIZES if options.quick else SIZES:
-        for what in ("speculation", "plain"):
-            name = f"{size[0]}, B {size[1]}, S {size[2]}, {what}"
-            found.append(Cell("e", "gpu_launch_gaps", name, partial(profiled, options, shared, size, what)))
-    return found
+    kinds = itertools.product(QUICK_SIZES if options.quick else SIZES, ("speculation", "plain"))
+    return [
+        Cell("e", "gpu_launch_gaps", "{}, B {}, S {}, {}".format(*size, what), partial(profiled, options, size, what))
+        for size, what in kinds
+    ]
 
 
 def around_rounds(device: torch.device, begin: Callable[[], object], end: Callable[[], object]) -> Phase:
@@ -54,10 +50,9 @@ def around_rounds(device: torch.device, begin: Callable[[], object], end: Callab
     return phase
 
 
-def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what: str) -> Record:
+def profiled(options: Options, size: tuple[str, int, int], what: str) -> Record:
     """Wall time of a round without the profiler, time in kernels with it, and the kernels that take most of it."""
-    session: Session = shared.get(size, partial(_filled, options, *size))
-    assert session.draft is not None
+    session = _filled(options, *size)
     drafter = session.drafter() if what == "speculation" else None
     try:
         passes.warm_up(session, [drafter] if drafter else [])
@@ -65,34 +60,19 @@ def profiled(options: Options, shared: Shared, size: tuple[str, int, int], what:
     finally:
         if drafter is not None:
             session.runner.drop_graphs()
-    kernel_ms = sum(ms for ms, _ in kernels.values())
-    largest = sorted(kernels.items(), key=lambda item: -item[1][0])[:N_KERNELS]
-    record = {
-        "model": size[0],
-        "load_format": session.config.target.load_format,
-        **size_record(session),
-        "prefix_len": size[2],
-        "gamma": GAMMA if drafter else 0,
-        "draft_budget": session.draft.capacity if drafter else None,
-        "attention": session.runner.model.backend.name,
-        "compile": session.config.target.compile,
-        "verification": session.sampling.mode,
-        "rounds": ROUNDS,
-        "round_ms": wall,
-        "kernel_ms_per_round": kernel_ms,
-        "gap_percent": 100 * (1 - kernel_ms / wall) if options.on_cuda else None,
-        "largest": [
-            {"kernel": name[:160], "ms_per_round": ms, "calls_per_round": round(calls, 2)}
-            for name, (ms, calls) in largest
-        ],
-    }
+    kernel_ms = sum(kernel["ms_per_round"] for kernel in kernels)
+    target = session.config.target
+    record = {"model": size[0], "load_format": target.load_format, **size_record(session), "prefix_len": size[2]}
+    record |= {"gamma": GAMMA if drafter else 0, "draft_budget": session.draft.capacity if drafter else None}
+    record |= {"attention": session.runner.model.backend.name, "compile": target.compile}
+    record |= {"verification": session.sampling.mode, "rounds": ROUNDS, "round_ms": wall}
+    gap_percent = 100 * (1 - kernel_ms / wall) if options.on_cuda else None
+    record |= {"kernel_ms_per_round": kernel_ms, "gap_percent": gap_percent, "largest": kernels[:N_KERNELS]}
     return rounded(record)
 
 
-def _wall_and_kernels(
-    options: Options, session: Session, drafter: Drafter | None
-) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Milliseconds of a round, and of each kernel (milliseconds, calls) per round."""
+def _wall_and_kernels(options: Options, session: Session, drafter: Drafter | None) -> tuple[float, list[Record]]:
+    """Milliseconds of a round, and its kernels, those first that take most of it."""
     kind = "CUDA" if options.on_cuda else "CPU"
     device, times = session.runner.device, list[float]()
 
@@ -106,15 +86,19 @@ def _wall_and_kernels(
     passes.decode(session, "profile", drafter, around_rounds(device, profiler.start, profiler.stop))
     microseconds: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
-        is_range = getattr(event, "is_user_annotation", False)  # it covers kernels that are there as well
-        if event.device_type == getattr(DeviceType, kind) and not is_range:
+        # A range of the profiler's user covers kernels that are there as well.
+        if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
             microseconds[event.name].append(event.time_range.elapsed_us())
     if not microseconds:
         raise RuntimeError("the profiler saw no kernels")
-    kernels = {name: (sum(each) / 1e3 / ROUNDS, len(each) / ROUNDS) for name, each in microseconds.items()}
+    kernels = [
+        {"kernel": name[:160], "ms_per_round": sum(us) / 1e3 / ROUNDS, "calls_per_round": round(len(us) / ROUNDS, 2)}
+        for name, us in sorted(microseconds.items(), key=lambda item: -sum(item[1]))
+    ]
     return 1e3 * (times[1] - times[0]) / ROUNDS, kernels
 
 
+@shared
 def _filled(options: Options, model: str, batch: int, context: int) -> Session:
     if options.on_cuda:
         # Before any graph is captured: kernels of graphs from before the first profile may not be seen by it.

@@ -1,83 +1,194 @@
-"""Part c: speculation beside plain decoding on the default model and book, many cells over one prefilled state."""
-
-from __future__ import annotations
+"""Parts c and d: speculation beside plain decoding, and what its steps cost, many cells over one filled cache."""
 
 import json
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engine.bench import passes
-from engine.bench.config import Sampling, Sizes, Target, Text
-from engine.bench.record import make_record
+from engine.bench.config import RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.dummy_prefill import fill_with_noise
+from engine.bench.plan import resolve
+from engine.bench.record import make_record, rounded
+from engine.bench.room import memory_plan, room
+from engine.bench.session import Session
+from engine.cost_model.costs import tokens_per_round
+from engine.drafters.self_speculation import SelfConfig
+from engine.timing import PhaseTimer
+from kv_cache.streaming import Streaming
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from reproduce.gpu_parts.cells import Cell, Options, Record, Shared, Skip
-from reproduce.gpu_parts.setups import COUPLED, Filled, open_session, self_draft, size_record
+from models.presets import PRESETS
+from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
+from reproduce.gpu_parts.devices import copy_bandwidth
+from reproduce.paper.published import SELF, published, target_name
 
+COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
+# Part c is the default model and book. Rows and prompt tokens, and the cells (gamma, weights of the draft) over each;
+# the most telling ones first.
 SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
-MOST_GAMMA = 4
-# Rows and prompt tokens, and the cells (gamma, weights of the draft) over each; the most telling ones first.
 USUAL = ((3, "same"),)
 SIZES = (
     (64, 7500, (*USUAL, (2, "same"), (4, "same"), (3, "int4"))),
     *((batch, prefix, USUAL) for batch, prefix in ((256, 7500), (16, 7500), (64, 4000), (256, 4000), (16, 4000))),
 )
 QUICK_SIZES = ((2, 96, ((2, "same"),)),)
+# The budget is that of a quick run, or else.
+MOST_GAMMA, BUDGETS = 4, {True: 32, False: 512}
 # More than English prose takes, on average over a prompt.
 CHARACTERS_PER_TOKEN = 5
-
-
-def budget_of(options: Options) -> int:
-    return 32 if options.quick else 512
+# Part d is random weights of published shapes over random entries. Model, rows, context, entries of the target's
+# cache: of the published settings those that one card may hold, if need be with fewer rows.
+LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
+SETTINGS = (
+    *((LLAMA_31_8B, 32, 16000, "same"), (LLAMA_31_8B, 8, 64000, "same"), (LLAMA_2_7B, 32, 4000, "same")),
+    *((LLAMA_31_8B, 64, 8000, "same"), (LLAMA_2_7B, 32, 8000, "int8"), (LLAMA_31_8B, 32, 32000, "int8")),
+    (LLAMA_2_7B, 32, 8000, "same"),
+)
+# A model for a CPU and a test, of kinds of layers that quantise.
+TINY = "tiny"
+TINY_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 512}
+TINY_CONFIG = PRESETS["JackFram/llama-68m"] | TINY_SIZES | {"num_key_value_heads": 1}
+QUICK_SETTINGS = ((TINY, 2, 64, "same"),)
+# Weights and budget of the draft; first the one that takes most memory, since the session makes room for that one.
+DRAFTS = (("int4", 512), ("int4", 256), ("same", 512), ("same", 256))
+QUICK_DRAFTS = (("int4", 32), ("same", 32))
+GAMMA, GEN_LEN = 3, 32
+ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
 
 def cells(options: Options) -> list[Cell]:
-    shared, found = Shared(), []
+    found = []
     for batch, prefix, drafts in QUICK_SIZES if options.quick else SIZES:
-        prefilled = partial(shared.get, (batch, prefix), partial(_prefilled, options, batch, prefix))
         for sampling in SAMPLINGS:
             for gamma, weights in drafts:
                 name = f"B {batch}, prefix {prefix}, {sampling}, gamma {gamma}, draft weights {weights}"
-                run = partial(speculation, options, prefilled, sampling, gamma, weights)
+                run = partial(speculation, options, batch, prefix, sampling, gamma, weights)
                 found.append(Cell("c", "gpu_selfspec", name, run))
+    for setting in QUICK_SETTINGS if options.quick else SETTINGS:
+        for weights, budget in QUICK_DRAFTS if options.quick else DRAFTS:
+            name = "{}, B {}, S {}, {} KV, draft weights {}, budget {}".format(*setting, weights, budget)
+            found.append(Cell("d", "gpu_costs", name, partial(costs, options, setting, weights, budget)))
     return found
 
 
-def speculation(options: Options, prefilled: Callable[[], Filled], sampling: str, gamma: int, weights: str) -> Record:
+def self_draft(gamma: int, budget: int, weights: Any = "same") -> SelfConfig:
+    return SelfConfig(gamma=gamma, policy=Streaming(budget), draft_weights=weights)
+
+
+def open_session(options: Options, target: Target, **config: Any) -> Session:
+    """On a GPU compiled, and with graphs. Of rows that do not fit into memory, as many as do.
+
+    config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits.
+    """
+    plan = resolve(RunConfig(replace(target, device=options.device, compile=options.on_cuda), **config))
+    n_rows = min(plan.n_rows, memory_plan(plan).largest_batch(room(plan))) or plan.n_rows
+    return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
+
+
+def dummy_session(options: Options, model: str, sizes: Sizes, kv_dtype: Any = "same", **config: Any) -> Session:
+    """Random weights of a published shape, or of TINY_CONFIG, over a cache of random entries."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, TINY).mkdir()
+        Path(folder, TINY, "config.json").write_text(json.dumps(TINY_CONFIG))
+        target = Target(model=f"{folder}/{TINY}") if model == TINY else Target(model_name=model)
+        target = replace(target, load_format="dummy", kv_dtype=kv_dtype)
+        session = open_session(options, target, sizes=sizes, **config)
+    fill_with_noise(session.runner, session.prompts)
+    return session
+
+
+def size_record(session: Session) -> Record:
+    """For a record: the rows, those that were asked for, and the bytes that the memory plan has for them."""
+    plan = session.plan
+    return {"B": plan.n_rows, "asked_B": plan.config.sizes.B, "planned_bytes": memory_plan(plan).total(plan.n_rows)}
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A session over a filled cache, and plain decoding from it in each verification mode that was asked for."""
+
+    session: Session
+    prefill_seconds: float = 0.0
+    baselines: dict[str, passes.Decoded] = field(default_factory=dict)
+
+    def record(self, benchmark: str, draft: SelfConfig, sampling: Sampling) -> Record:
+        """With this draft, beside plain decoding one pass of speculation that is timed as a whole, and one whose
+        phases are: a benchmark's record. The drafter's cache and graphs are let go afterwards.
+        """
+        session = self.session.variant(draft=draft, sampling=sampling)
+        mode = session.sampling.mode
+        if mode not in self.baselines:
+            passes.warm_up(session)
+            self.baselines[mode] = passes.decode(session, "baseline")
+        drafter, timer = session.drafter(), PhaseTimer(session.runner.device)
+        try:
+            passes.warm_up(session, [drafter])
+            speculative = passes.decode(session, "speculation", drafter)
+            timed = timer, passes.decode(session, "phase times", drafter, timer)
+        finally:
+            session.runner.drop_graphs()
+        made = passes.Passes(self.prefill_seconds, self.baselines[mode], speculative, timed)
+        return make_record(benchmark, session, made) | size_record(session)
+
+
+def speculation(options: Options, batch: int, prefix: int, sampling: str, gamma: int, weights: str) -> Record:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
-    filled = prefilled()
-    session, made = filled.passes(self_draft(gamma, budget_of(options), weights), SAMPLINGS[sampling])
-    record = make_record("gpu_selfspec", session, made)
-    return record | size_record(session) | {"dataset": "default"} | filled.prompts
+    filled, prompts = _prefilled(options, batch, prefix)
+    draft = self_draft(gamma, BUDGETS[options.quick], weights)
+    return filled.record("gpu_selfspec", draft, SAMPLINGS[sampling]) | {"dataset": "default"} | prompts
 
 
-def _prefilled(options: Options, batch: int, prefix: int) -> Filled:
+@shared
+def _prefilled(options: Options, batch: int, prefix: int) -> tuple[Filled, Record]:
+    """Over prompts cut out of the book at even distances, its beginning once more behind it; what a record says of
+    them.
+    """
     for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK):
         if not path.is_file():
             raise Skip(f"{path.name} of the default model and book is missing: python download.py, then convert")
-    run = {"sizes": Sizes(batch, prefix, 8 if options.quick else 96), "sampling": COUPLED}
-    run["draft"] = self_draft(MOST_GAMMA, budget_of(options))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "windows.jsonl")
-        stride = _write_windows(file, batch, prefix)
-        session = open_session(options, Target(), text=Text(str(file)), **run)
-    assert session.tokenizer is not None
-    overlap = max(0.0, 1 - stride / len(session.tokenizer.decode(session.prompts[0])))
-    prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
-    return Filled(session, passes.prefill(session), prompts)
-
-
-def _write_windows(file: Path, batch: int, prefix: int) -> int:
-    """One text per row, cut out of the book at even distances; they overlap where it is too short.
-
-    From its end the book goes on at its beginning, once. Returns the distance in characters.
-    """
     book = DEFAULT_BOOK.read_text(encoding="utf-8-sig")
     length, stride = prefix * CHARACTERS_PER_TOKEN, len(book) // batch
     around = book + book[:length]
     # A prompt begins with a word.
     begins = [around.find(" ", row * stride) + 1 for row in range(batch)]
-    lines = [json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins]
-    file.write_text("".join(lines), encoding="utf-8")
-    return stride
+    sizes, draft = Sizes(batch, prefix, 8 if options.quick else 96), self_draft(MOST_GAMMA, BUDGETS[options.quick])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "windows.jsonl")
+        file.write_text("".join(json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins))
+        session = open_session(options, Target(), text=Text(str(file)), sizes=sizes, sampling=COUPLED, draft=draft)
+    assert session.tokenizer is not None
+    overlap = max(0.0, 1 - stride / len(session.tokenizer.decode(session.prompts[0])))
+    prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
+    return Filled(session, passes.prefill(session)), prompts
+
+
+def costs(options: Options, setting: tuple[str, int, int, str], weights: str, budget: int) -> Record:
+    """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
+    model, _, context, _ = setting
+    filled = _dummy_filled(options, *setting)
+    record = filled.record("gpu_costs", self_draft(GAMMA, budget, weights), Sampling())
+    is_published = budget == published().draft_budget
+    alpha = published().alpha(target_name({"model": model}), SELF, context) if is_published else None
+    config, plan, cache = filled.session.runner.model.config, filled.session.plan, filled.session.runner.cache
+    # What a plain step has to read: of an embedding that is not the head almost nothing, and the KV of its context.
+    n_weights = config.n_parameters - (0 if config.tie_embeddings else config.vocab_size * config.dim)
+    read = n_weights * plan.dtype.itemsize + cache.n_bytes * (context + plan.gen_len // 2) // cache.capacity
+    step_ms = record["baseline_step_ms"]
+    predicted = None if alpha is None else tokens_per_round(alpha, GAMMA) * step_ms / record["round_ms"]
+    bandwidth = 1e3 * read / step_ms
+    own = {"prefill_seconds": None, "cache_content": "random entries, not a prefill"}
+    own |= {"rounds": sum(choice["rounds"] for choice in record["choices"])}
+    own |= {"predicted_speedup": predicted, "predicted_with_alpha": alpha}
+    own |= {"alpha_source": None if alpha is None else ALPHA_SOURCE, "baseline_bytes_per_step": read}
+    own |= {"baseline_bytes_per_second": bandwidth, "baseline_share_of_copy": bandwidth / copy_bandwidth(options)}
+    return record | rounded(own)
+
+
+@shared
+def _dummy_filled(options: Options, model: str, batch: int, context: int, kv: str) -> Filled:
+    copy_bandwidth(options)  # before the memory is taken: a copy needs some of its own
+    weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]
+    sizes = Sizes(batch, context, 8 if options.quick else GEN_LEN)
+    return Filled(dummy_session(options, model, sizes, kv, draft=self_draft(GAMMA, budget, weights)))

@@ -1,21 +1,30 @@
-"""Gives every part of reproduce/gpu.py a process, or several, and starts it again behind a cell that broke it."""
+"""Gives every part of reproduce/gpu.py a process, or several, and starts it again behind a cell that broke it.
 
-from __future__ import annotations
+Run as a program it is such a process: one JSON record a line on stdout, everything else on stderr.
+"""
 
+import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 
+from common.checkout import ROOT
 from common.provenance import provenance
-from reproduce.gpu_parts.cells import ERROR, Options, Record
-from reproduce.gpu_parts.worker import PARTS, RESTART
-from reproduce.sweeping.child import read_object, run_child
+from reproduce.gpu_parts.cells import ERROR, Cell, Options, Record, run_cells
+from reproduce.sweeping.child import run_child
 
-WORKER = ("-m", "reproduce.gpu_parts.worker")
+# By the letter of a part its module, and at most which share of the time limit it has; in the order in which they run:
+# what comes last is what can best be missed.
+PARTS = {"a": ("correctness", 0.25), "b": ("bandwidth", 0.25), "c": ("speculation", 0.45)}
+PARTS |= {"e": ("launch_gaps", 0.15), "d": ("speculation", 1.0)}
+WORKER = ("-m", "reproduce.gpu_parts.supervisor")
+# The exit code that asks to be started again behind the last cell: the device no longer works in this process.
+RESTART = 75
 # Processes that share part a on a GPU, where compiling kernels takes most of its time.
 N_PROCESS = 8
 # Seconds that a cell may run past its part's share, and past the end, before its process is ended; seconds
@@ -38,6 +47,21 @@ class Task:
     start: int = 0
 
 
+def cells_of(part: str, options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
+    """A part's cells; of a share (first, n) every n-th."""
+    (first, n_share), module = share, importlib.import_module(f"reproduce.gpu_parts.{PARTS[part][0]}")
+    return [cell for cell in module.cells(options) if cell.part == part][first::n_share]
+
+
+def work() -> None:
+    """Run the cells of the task that the command line has."""
+    task = json.loads(sys.argv[1])
+    sys.path.append(str(ROOT / "tests"))  # for the attention cases of the tests
+    cells = cells_of(task["part"], Options(**task["options"]), task["share"])[task["start"] :]
+    went_on = run_cells(cells, task["deadline"], lambda record: print(json.dumps(record), flush=True))
+    sys.exit(0 if went_on else RESTART)
+
+
 def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER) -> None:
     """Run a worker to its end, and again behind every cell that ended it; `keep` gets every record."""
     (first, n_process), n_idle = task.share, 0
@@ -45,9 +69,8 @@ def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER)
     while n_idle < 2:  # a process that ends before its first record would do so again: at an import, say
         kept: list[Record] = []
 
-        def hear(line: str, kept: list[Record] = kept) -> None:
-            record = read_object(line)
-            if record is not None and "cell" in record:  # not what a library prints
+        def hear(record: Record, kept: list[Record] = kept) -> None:
+            if "cell" in record:  # not what a library prints
                 keep(record)
                 kept.append(record)
 
@@ -82,3 +105,7 @@ def run_parts(parts: Sequence[str], options: Options, time_limit: float, keep: K
             thread.start()
         for thread in threads:
             thread.join()
+
+
+if __name__ == "__main__":
+    work()

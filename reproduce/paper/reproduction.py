@@ -171,7 +171,7 @@ def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Table, figure
     if records or not rows:
         drawn = figures.save(figure(records), name, Path(sweep.figures))
         print("", table(records), "", *(f"  {path}" for path in drawn), sep="\n")
-    labels = {cell.key: cell.label for cell in cells}
+    labels = {cell.key: cell.label() for cell in cells}
     failed = [f"  failed: {labels.get(row['key'], row['key'])}: {row['error']}" for row in rows if row["status"] != OK]
     if failed:
         print(*failed, "  --retry_failed runs these again", sep="\n", file=sys.stderr)

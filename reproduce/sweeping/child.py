@@ -1,7 +1,5 @@
 """One child process: started below a guardian, ended with its runner, and read when it is over."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -10,15 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.checkout import ROOT
 
 GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500
-ON_RANKS = ("-m", "torch.distributed.run", "--standalone")
+ON_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 STDOUT_FOLLOWS = "\n--- stdout ---\n"
 QUIET_BARS = {"TQDM_MININTERVAL": "30"}
 # How long output may be on its way after the end. A process that a child without its guardian left may hold the pipe.
@@ -43,17 +42,17 @@ def run_child(
     timeout_s: float | None = None,
     *,
     keep_open: Sequence[int] = (),
-    hear: Callable[[str], object] = lambda line: None,
+    hear: Callable[[dict[str, Any]], object] = lambda record: None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a script from the project's root to its end, or kill it and all that it started after `timeout_s`.
 
     log: gets its stderr as it comes, and its stdout at the end. keep_open: file descriptors that stay open until the
-    last of its processes is gone, also where this one is killed. hear: is called with each line of stdout, in a thread.
+    last of its processes is gone, also where this one is killed. hear: is called with each line of stdout that is a
+    JSON object, in a thread.
     """
-    began = time.monotonic()
+    began, printed, records = time.monotonic(), list[bytes](), list[dict[str, Any]]()
     ours, theirs = socket.socketpair()
-    printed: list[bytes] = []
     with ours, log.open("wb") as stderr:
         with theirs:
             # In a session of its own: Ctrl-C reaches the runner alone, which closes the socket.
@@ -67,8 +66,17 @@ def run_child(
                 pass_fds=(theirs.fileno(), *keep_open),
                 start_new_session=True,
             )
-        assert guardian.stdout is not None
-        reader = Thread(target=_read, args=(guardian.stdout, printed, hear), daemon=True)
+
+        def read() -> None:
+            assert guardian.stdout is not None
+            with guardian.stdout:
+                for line in guardian.stdout:
+                    printed.append(line)
+                    if (record := read_object(line)) is not None:
+                        records.append(record)
+                        hear(record)
+
+        reader = Thread(target=read, daemon=True)
         reader.start()
         try:
             ours.settimeout(timeout_s)
@@ -83,8 +91,7 @@ def run_child(
         words = last_words(said_in(log))
         stderr.write(STDOUT_FOLLOWS.encode() + b"".join(printed))
     exit_code = int(answer) if answer else None
-    record = last_record(b"".join(printed).decode(errors="replace"))
-    error: str | None = None
+    error = ""
     if exit_code is None and timeout_s is not None and seconds >= timeout_s:
         error = f"timed out after {timeout_s:g} s"
     elif exit_code is None:
@@ -92,17 +99,11 @@ def run_child(
     elif exit_code:
         how = f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         error = f"{words}\n{how}" if words else how
-    elif record is None:
+    elif not records:
         error = "exit code 0, but no line of its stdout is a JSON object"
     # Named from the output's folder: a row says nothing of the machine's other folders.
-    return Outcome(error and f"{error}; see {log.parent.name}/{log.name}", round(seconds, 3), record, exit_code)
-
-
-def _read(stdout: BinaryIO, printed: list[bytes], hear: Callable[[str], object]) -> None:
-    with stdout:
-        for line in stdout:
-            printed.append(line)
-            hear(line.decode(errors="replace"))
+    told = f"{error}; see {log.parent.name}/{log.name}" if error else None
+    return Outcome(told, round(seconds, 3), records[-1] if records else None, exit_code)
 
 
 def said_in(log: Path) -> str:
@@ -110,19 +111,13 @@ def said_in(log: Path) -> str:
     return log.read_text(errors="replace").partition(STDOUT_FOLLOWS)[0]
 
 
-def read_object(line: str) -> dict[str, Any] | None:
+def read_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object that a line is, if it is one."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def last_record(printed: str) -> dict[str, Any] | None:
-    """The last line that is a JSON object."""
-    objects = map(read_object, reversed(printed.splitlines()))
-    return next((record for record in objects if record is not None), None)
 
 
 def last_words(said: str) -> str:
@@ -133,5 +128,4 @@ def last_words(said: str) -> str:
     if not starts:
         return "\n".join(lines[-LAST_LINES:])
     first, *rest = lines[starts[-1] :]
-    n_details = next((number for number, line in enumerate(rest) if not line.startswith("  ")), len(rest))
-    return "\n".join([first, *rest[:n_details]])
+    return "\n".join([first, *takewhile(lambda line: line.startswith("  "), rest)])

@@ -8,8 +8,6 @@ everything is killed at once. On Linux the command dies also with this process, 
 of the command that have left its process group; elsewhere those are missed. Needs nothing of the project.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -18,62 +16,51 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 REAP_SECONDS = 0.005
 
 
-def die_with(parent: int) -> Callable[[], None] | None:
-    """What a new process calls to be killed when `parent` ends, even if that was a moment ago."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
+def die_with(parent: int) -> None:
+    """In a new process: be killed when `parent` ends, even if that was a moment ago."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
-def children() -> list[int]:
+def children() -> Iterator[int]:
     """Processes whose parent is this one, as far as /proc tells."""
-    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):
             # The name in parentheses may hold anything; the state and the parent follow it.
             if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(stat.parent.name))
-    return found
+                yield int(stat.parent.name)
 
 
 def end_everything(group: int) -> None:
     """Kill the group, then whatever has become a child of this process through that, until there is none."""
-    while True:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-            os.killpg(group, signal.SIGKILL)
-        for pid in children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
+    with suppress(ChildProcessError):
+        while True:
+            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+                os.killpg(group, signal.SIGKILL)
+            for pid in children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        except ChildProcessError:
-            return
-        time.sleep(REAP_SECONDS)
+            time.sleep(REAP_SECONDS)
 
 
 def main() -> None:
     asker = socket.socket(fileno=int(sys.argv[1]))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    command = subprocess.Popen(
-        sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with(os.getpid())
-    )
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    die = partial(die_with, os.getpid())
+    command = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die)
 
     def end_with_asker() -> None:
         with suppress(OSError):  # a connection that was reset is closed, too

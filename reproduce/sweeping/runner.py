@@ -5,14 +5,12 @@ behind the last row: a row is written at once and forced to disk, a torn one is 
 runner's last child keeps until it is gone, too, lets one runner at a time write.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,35 +21,24 @@ from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from reproduce.sweeping.cells import Cell, check_cells, labels, select
+from reproduce.sweeping.cells import Cell, labels, select
 from reproduce.sweeping.child import run_child
 
 OK, FAILED = "ok", "failed"
 # How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
 LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
-CLEAR_LINE = "\r\x1b[K"
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
-    """The rows of a sweep by key; of several rows the last counts. A torn line is none.
-
-    Errors: ConfigError naming a line that is no row.
-    """
+    """The last row of each key; a torn line is none. Errors: ConfigError naming a line that is no row."""
     rows = {}
     for number, row in read_lines(output):
         if not isinstance(row, dict) or row.get("status") not in (OK, FAILED) or not isinstance(row.get("key"), str):
-            what, where = "a line is not a row of a sweep", f"{output}, line {number}"
-            required = f"a JSON object with a key and a status, {OK} or {FAILED}"
+            where, required = f"{output}, line {number}", f"a JSON object with a key and a status, {OK} or {FAILED}"
             fix = "delete this line if it was damaged, or choose another --output if the file is of another kind"
-            raise ConfigError(what, where=where, seen=str(row)[:80], required=required, fix=fix)
+            raise ConfigError("a line is not a row of a sweep", where, str(row)[:80], required, fix)
         rows[row["key"]] = row
     return rows
-
-
-def unfinished(cells: Sequence[Cell], rows: Mapping[str, dict], retry_failed: bool) -> list[Cell]:
-    """The cells that are to be run: without a row, or with one of a failure that is to be tried again."""
-    final = (OK,) if retry_failed else (OK, FAILED)
-    return [cell for cell in cells if cell.key not in rows or rows[cell.key]["status"] not in final]
 
 
 def run_cells(
@@ -68,48 +55,38 @@ def run_cells(
     `retry_failed`. only: as in `select`; rows of other cells are returned, too, if they are there. What a cell
     says goes to `<output>.logs/<key>.log`. Errors: ConfigError, also if another runner writes to `output`.
     """
-    check_cells(cells)
     selected = select(cells, only) if cells else []
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
-        what, fix = "no cell can end in this time", "leave it out to let cells take their time"
-        raise ConfigError(what, where=flag("timeout"), seen=timeout_s, required="> 0 seconds", fix=fix)
+        fix = "leave it out to let cells take their time"
+        raise ConfigError("no cell can end in this time", flag("timeout"), timeout_s, "> 0 seconds", fix)
     require_appendable(str(output))
-    path = Path(output).resolve()
+    path, final = Path(output).resolve(), (OK,) if retry_failed else (OK, FAILED)
     with _only_runner(path) as lock:
         rows = read_rows(path)
-        waiting = unfinished(selected, rows, retry_failed)
-        with _progress(path, selected, len(waiting)) as progress:
+        waiting = [cell for cell in selected if rows.get(cell.key, {}).get("status") not in final]
+        progress = _Progress(path, selected, len(waiting))
+        try:
             for cell in waiting:
                 progress.start(cell)
                 row = _run(cell, path, timeout_s, lock)
-                _append(path, row)
+                try:
+                    append_record(str(path), row)
+                except UserError:  # the same command runs this cell again, but what took hours may be wanted
+                    print(json.dumps(row), flush=True)
+                    raise
                 rows[cell.key] = row
                 progress.end(row)
+        except KeyboardInterrupt:
+            progress.interrupted()
+            raise
     return [rows[cell.key] for cell in cells if cell.key in rows]
 
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
-    started, commit = datetime.now(UTC).isoformat(timespec="seconds"), git_commit()
+    origin = {"git_commit": git_commit(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
     outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, keep_open=[lock])
-    return {
-        "key": cell.key,
-        "script": cell.script,
-        "flags": cell.given,
-        "status": FAILED if outcome.error else OK,
-        "error": outcome.error,
-        "seconds": outcome.seconds,
-        "record": outcome.record,
-        "git_commit": commit,
-        "started": started,
-    }
-
-
-def _append(output: Path, row: dict[str, Any]) -> None:
-    try:
-        append_record(str(output), row)
-    except UserError:  # the same command goes on with this cell, but what it took hours to measure may be wanted
-        print(json.dumps(row), flush=True)
-        raise
+    row = {"key": cell.key, "script": cell.script, "flags": cell.given, "status": FAILED if outcome.error else OK}
+    return row | {"error": outcome.error, "seconds": outcome.seconds, "record": outcome.record} | origin
 
 
 def logs_of(output: str | Path) -> Path:
@@ -125,77 +102,64 @@ def make_logs(output: str | Path) -> Path:
         (logs / "lock").touch()
     except OSError as error:
         what, fix = "there is no place for the logs", "move away what is there, or choose another --output"
-        raise ConfigError(what, where=str(logs), seen=error, required="a folder that can be written", fix=fix) from None
+        raise ConfigError(what, logs, error, "a folder that can be written", fix) from None
     return logs
 
 
 @contextmanager
 def _only_runner(output: Path) -> Iterator[int]:
     """Hold the lock of `output`; yields its file descriptor, which keeps it as long as any process has it open."""
+    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     with (make_logs(output) / "lock").open("a+") as file:
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-        while not _takes_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                file.seek(0)
-                seen = f"{output}, locked by process {file.read().strip() or 'unknown'} or its child"
-                what, required = "another runner writes to the same file", "one runner at a time"
-                fix = "wait until it is done, end it, or choose another --output"
-                raise ConfigError(what, where=flag("output"), seen=seen, required=required, fix=fix)
-            time.sleep(LOCK_POLL_SECONDS)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    seen = f"{output}, locked by process {file.read().strip() or 'unknown'} or its child"
+                    what, required = "another runner writes to the same file", "one runner at a time"
+                    fix = "wait until it is done, end it, or choose another --output"
+                    raise ConfigError(what, flag("output"), seen, required, fix) from None
+                time.sleep(LOCK_POLL_SECONDS)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield file.fileno()
 
 
-def _takes_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 class _Progress:
-    """One line per cell that ends; on a terminal also one that goes away again, while a cell runs."""
+    """A line per cell that ends; on a terminal also one that goes away again, while a cell runs."""
 
-    def __init__(self, selected: Sequence[Cell], n_left: int) -> None:
+    def __init__(self, output: Path, selected: Sequence[Cell], n_left: int) -> None:
         self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
-        self._n_left, self._seconds = n_left, list[float]()
-        self._lead = CLEAR_LINE if sys.stderr.isatty() else ""
-        self.running: str | None = None
+        self._output, self._n_left, self._seconds, self._running = output, n_left, list[float](), ""
+        self._lead = "\r\x1b[K" if sys.stderr.isatty() else ""
+        say(f"{self._state()} cells have a row in {output}, {n_left} to run")
 
-    def state(self, n_begun: int = 0) -> str:
+    def _state(self, n_begun: int = 0) -> str:
         return f"{len(self._labels) - self._n_left + n_begun} of {len(self._labels)}"
 
     def start(self, cell: Cell) -> None:
-        self.running = self._labels[cell.key]
+        self._running = self._labels[cell.key]
         if self._lead:
-            text = f"[{self.state(1)}]  {self.running}  running, {time_left(self._seconds, self._n_left)}"
+            text = f"[{self._state(1)}]  {self._running}  running, {time_left(self._seconds, self._n_left)}"
             print(self._lead + text, end="", file=sys.stderr, flush=True)
 
-    def end(self, row: Mapping[str, Any]) -> None:
+    def end(self, row: dict[str, Any]) -> None:
         self._n_left -= 1
         self._seconds += [row["seconds"]] if row["status"] == OK else []
         left = time_left(self._seconds, self._n_left)
-        say(f"{self._lead}[{self.state()}]  {self.running}  {row['seconds']:.1f} s  {row['status']}  {left}")
+        say(f"{self._lead}[{self._state()}]  {self._running}  {row['seconds']:.1f} s  {row['status']}  {left}")
         if row["error"]:
             say("    " + row["error"].replace("\n", "\n    "))
-        self.running = None
+        self._running = ""
 
-
-@contextmanager
-def _progress(output: Path, selected: Sequence[Cell], n_waiting: int) -> Iterator[_Progress]:
-    """Says what there is to do, and on Ctrl-C what is done."""
-    progress = _Progress(selected, n_waiting)
-    say(f"{progress.state()} cells have a row in {output}, {n_waiting} to run")
-    try:
-        yield progress
-    except KeyboardInterrupt:
-        lost = f"; {progress.running} was cut off and runs anew" if progress.running else ""
-        say(f"\ninterrupted: {progress.state()} cells have a row in {output}{lost}")
+    def interrupted(self) -> None:
+        lost = f"; {self._running} was cut off and runs anew" if self._running else ""
+        say(f"\ninterrupted: {self._state()} cells have a row in {self._output}{lost}")
         say("run the same command again to go on")
-        raise
 
 
 def time_left(seconds: Sequence[float], n_left: int) -> str:
@@ -203,7 +167,5 @@ def time_left(seconds: Sequence[float], n_left: int) -> str:
     if not n_left or not seconds:
         return "time left unknown" if n_left else "done"
     left = n_left * mean(seconds)
-    for unit, size in (("h", 3600), ("min", 60)):
-        if left >= 2 * size:
-            return f"about {left / size:.0f} {unit} left"
-    return f"about {left:.0f} s left"
+    unit, size = ("h", 3600) if left >= 7200 else ("min", 60) if left >= 120 else ("s", 1)
+    return f"about {left / size:.0f} {unit} left"
