@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
@@ -19,6 +18,8 @@ from engine.sampling import SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from models import Transformer
 
 MODES = ("auto", "greedy", "rejection", "coupled")

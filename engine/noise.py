@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MASK = 0xFFFFFFFF
 ROUNDS = 10
@@ -95,14 +97,14 @@ def gumbel(
     position: Tensor,
     stream: Stream,
     n_ids: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     source: Source = in_passes,
 ) -> Tensor:
-    """Standard Gumbel numbers `[..., n_ids]` in `dtype`, from `uniform`; `argmax(log p + gumbel)` is a draw of p.
+    """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32); `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
     rounding boundary of `dtype`.
     """
     u = uniform(seed, request, position, stream, n_ids, source)
     u = u.clamp(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
-    return u.log_().neg_().log_().neg_().to(dtype)
+    return u.log_().neg_().log_().neg_().to(dtype or torch.float32)

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
 from operator import or_
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, flag
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
-ALL = torch.iinfo(torch.int64).max  # of a vocabulary
+ALL = 2**63 - 1  # of a vocabulary
 
 
 @dataclass(frozen=True)

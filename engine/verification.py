@@ -7,12 +7,14 @@ None. No function reads a value back to the host.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from engine.sampling import greedy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Verdict(NamedTuple):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
@@ -15,6 +14,8 @@ from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.runner import ModelRunner, RemoteRunner
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, require_at_least
 from engine.batch import Batch
@@ -15,6 +14,8 @@ from engine.drafters.base import TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.runner import ModelRunner
 
 

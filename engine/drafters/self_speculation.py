@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
 from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, check_target
@@ -16,6 +14,8 @@ from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from models.names import parse_layers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.runner import ModelRunner
     from models import Transformer
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.batch import Batch
@@ -17,6 +15,8 @@ from engine.drafters.config import ModelDrafterConfig, Parts
 from kv_cache import KVCache
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.runner import ModelRunner, RemoteRunner
 
 
@@ -57,7 +57,7 @@ class StandaloneDraft(ModelDrafter):
         # A row that was never admitted idles at position 0, with nothing before it.
         logits = self._runner.last_logits(last.clamp(max=self._runner.vocab_size - 1), position.clamp(min=0), cache)
         # Over the target's ids: those that only the draft has are cut, one that it lacks is impossible.
-        return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
+        return torch.nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
