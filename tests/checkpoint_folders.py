@@ -18,20 +18,10 @@ from models.config import ModelConfig
 
 VOCABULARY = [*ALPHABET, "th"]
 MERGE = ("t", "h")
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": [1],
-}
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": len(VOCABULARY)}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+OPTIONS = {"rms_norm_eps": 1e-5, "rope_theta": 50000.0, "tie_word_embeddings": True, "eos_token_id": [1]}
+HF_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]} | SHAPE | OPTIONS
 OTHER = HF_CONFIG | {"hidden_size": 24, "num_hidden_layers": 3}
 
 

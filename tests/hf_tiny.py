@@ -13,15 +13,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 TOKENS = [BOS, *ALPHABET]
 N_TOKENS = len(TOKENS)
-SHAPE = {
-    "vocab_size": N_TOKENS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+SHAPE = {"vocab_size": N_TOKENS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 LLAMA3_CORNERS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -26,9 +26,8 @@ class StreamingLLM:
     def forget(self, length: int) -> None:
         """Drop the positions from `length` on; what a longer text evicted does not come back."""
         kept = sum(position < length for position in self.positions)
-        del self.positions[kept:]
-        for entries in self.entries:
-            del entries[kept:]
+        for held in (self.positions, *self.entries):
+            del held[kept:]
 
     def run(self, tokens: list[int]) -> Tensor:
         """Logits `[T, V]` of the block of tokens that follows what is held."""

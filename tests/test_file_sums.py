@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -24,12 +24,7 @@ from models.checkpoints.loading import load_model, read_checkpoint, save_checkpo
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read for their sums; every file is large enough to be remembered."""
     names: list[str] = []
-    original = manifest.sha256_of
-
-    def counting(path: Path) -> str:
-        names.append(path.name)
-        return original(path)
-
+    counting = Mock(wraps=manifest.sha256_of, side_effect=lambda path: names.append(path.name) or DEFAULT)
     monkeypatch.setattr(manifest, "sha256_of", counting)
     monkeypatch.setattr(manifest, "REMEMBERED_FROM", 0)
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))

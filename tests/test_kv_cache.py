@@ -67,8 +67,7 @@ def test_random_writes_and_rollbacks(seed):
 
 def test_fill_row_copies_the_kept_entries_and_forgets_the_rest():
     source = FullKVCache(TINY, 2, 40, dtype=torch.float64)
-    source.keys.normal_()
-    source.values.normal_()
+    source.entries.normal_()
     source.positions[:] = torch.arange(40)
     cache = StreamingKVCache(TINY, 2, 10, 3, dtype=torch.float64)
     for length in (33, 9, 2):

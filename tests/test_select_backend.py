@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import PropertyMock
 
 import pytest
 import torch
@@ -27,18 +28,14 @@ def triton_device(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-class NoDriver:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    @property
-    def active(self):
-        raise self.error
+def no_driver(error: Exception) -> object:
+    """A driver that fails so when it is asked for its launcher."""
+    return type("NoDriver", (), {"active": PropertyMock(side_effect=error)})()
 
 
 @pytest.fixture
 def no_launcher(triton_device, monkeypatch):
-    monkeypatch.setattr("triton.runtime.driver", NoDriver(RuntimeError("Failed to find C compiler.")))
+    monkeypatch.setattr("triton.runtime.driver", no_driver(RuntimeError("Failed to find C compiler.")))
 
 
 @pytest.fixture
@@ -98,7 +95,7 @@ def test_without_triton_a_gpu_gets_torch_and_is_told(monkeypatch):
     ],
 )
 def test_without_a_launcher_a_gpu_gets_torch_and_is_told(triton_device, monkeypatch, error, said):
-    monkeypatch.setattr("triton.runtime.driver", NoDriver(error))
+    monkeypatch.setattr("triton.runtime.driver", no_driver(error))
     chosen, why = select_backend("auto", "cuda", SPEC)
     assert isinstance(chosen, TorchAttention) and why.startswith("triton is not available")
     assert "C compiler" in why and "Python's headers" in why and said in why and "\n" not in why

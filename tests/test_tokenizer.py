@@ -21,19 +21,11 @@ def write_json(folder: Path, bos: bool) -> None:
 
 def write_sentencepiece(folder: Path, bos: bool) -> None:
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 20),
-        model_writer=model,
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        bos_id=1 if bos else -1,
-        eos_id=2 if bos else 1,
-        minloglevel=2,
-    )
+    kind = {"model_type": "bpe", "vocab_size": 300, "hard_vocab_limit": False, "byte_fallback": True, "minloglevel": 2}
+    kind |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    kind |= {"bos_id": 1, "eos_id": 2} if bos else {"bos_id": -1, "eos_id": 1}
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter([TEXT] * 20), model_writer=model, **kind)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
 
 
