@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses whose fields are its flags."""
+"""What a run is: frozen dataclasses whose fields are its flags. Imports no torch, so that --help is quick."""
 
 from __future__ import annotations
 
