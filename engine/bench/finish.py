@@ -34,11 +34,10 @@ def _texts(session: Session, rows: list[list[int]]) -> list[str]:
 
     if not session.config.printoutput:
         return [f"  row 0 goes on: {shown(rows[0])}"] if session.tokenizer else []
-    return [
-        line
-        for row, (prompt, tokens) in enumerate(zip(session.prompts, rows, strict=True))
-        for line in (f"prompt {row} ends: {shown(prompt[-PROMPT_END:])}", f"row {row}: {shown(tokens)}")
-    ]
+    lines = []
+    for row, (prompt, tokens) in enumerate(zip(session.prompts, rows, strict=True)):
+        lines += [f"prompt {row} ends: {shown(prompt[-PROMPT_END:])}", f"row {row}: {shown(tokens)}"]
+    return lines
 
 
 def _headline(session: Session, record: dict[str, Any]) -> str:

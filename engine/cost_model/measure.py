@@ -35,13 +35,10 @@ def interleaved_rounds(
     if logits are not finite.
     """
     if len(prompts) < runner.max_batch or max_new_tokens < 2:
-        raise ConfigError(
-            "no round has all rows decoding",
-            where="interleaved_rounds: prompts, max_new_tokens",
-            seen=f"{len(prompts)} prompts in {runner.max_batch} rows, {max_new_tokens} new tokens",
-            required="a prompt for every row, and 2 new tokens or more",
-            fix="give more prompts, or a cache with more room",
-        )
+        seen = f"{len(prompts)} prompts in {runner.max_batch} rows, {max_new_tokens} new tokens"
+        what, required = "no round has all rows decoding", "a prompt for every row, and 2 new tokens or more"
+        fix = "give more prompts, or a cache with more room"
+        raise ConfigError(what, "interleaved_rounds: prompts, max_new_tokens", seen, required, fix)
     while not pacing.done:
         pacing.restart()
         timer, filling = PhaseTimer(runner.device), prompts[: runner.max_batch]
