@@ -14,56 +14,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
-from common.tables import console
 from reproduce.paper import columns, reproduction
-from reproduce.paper.curves import acceptance_curves
-from reproduce.paper.figures import BLACK, Figure, Panel, Series
+from reproduce.paper.figures import Figure, Panel, acceptance_curves
 from reproduce.paper.published import Record, published, same_context
-from reproduce.paper.reproduction import Acceptance
-
-NAME = "acceptance_by_budget"
 
 
 def table(records: list[Record]) -> str:
-    facts = published()
-    rows = columns.beside(columns.rows_of(records), facts.acceptance, any_target=True)
-    own = [row for row in rows if "text" in row]
-    measured = "acceptance_rate", "judged", "distinct_4gram_fraction"
-    shown = columns.of(*columns.ACCEPTANCE, columns.published_column(), *measured)
-    return (
-        "  Acceptance rate of self-speculation by budget\n\n"
-        f"{columns.differences(records)}\n"
-        f"  Published numbers are for a budget of {facts.draft_budget} and {facts.acceptance[0].target} only.\n\n"
-        + console(sorted(own, key=itemgetter("prefix_len", "draft_policy", "text")) or rows, shown)
-    )
+    budget, facts = published().draft_budget, published().acceptance
+    rows = columns.beside(columns.rows_of(records), facts, any_target=True)
+    own = sorted((row for row in rows if "text" in row), key=itemgetter("prefix_len", "draft_policy", "text"))
+    title = "Acceptance rate of self-speculation by budget"
+    note = f"Published numbers are for a budget of {budget} and {facts[0]['model']} only."
+    return columns.side_by_side(title, records, note, own or rows, columns.ACCEPTED)
 
 
 def figure(records: list[Record]) -> Figure:
-    facts = published()
-    target = facts.acceptance[0].target
-    panels = []
-    for context in sorted({record["prefix_len"] for record in records}) or [facts.acceptance[0].context]:
-        alphas = [fact.value for fact in facts.acceptance if same_context(fact.context, context)]
-        budgets = [facts.draft_budget] * len(alphas)
-        points = Series(f"published, {target}, {facts.draft_policy}", budgets, alphas, BLACK, is_published=True)
-        own = [row for row in columns.rows_of(records) if row["prefix_len"] == context]
-        own = [row for row in own if row["draft_policy"] != "full"]
-        series = (*([points] if alphas else []), *acceptance_curves(own, "draft_budget"))
-        panels.append(Panel(f"context of {context} tokens", "budget, KV entries", "acceptance rate", series))
-    return Figure("Acceptance by budget", tuple(panels))
+    facts, rows, panels = published().acceptance, columns.rows_of(records), []
+    for context in sorted({record["prefix_len"] for record in records}) or [facts[0]["prefix_len"]]:
+        known = [fact for fact in facts if same_context(fact["prefix_len"], context)]
+        own = [row for row in rows if row["prefix_len"] == context and row["draft_policy"] != "full"]
+        curves = acceptance_curves(known, own, "draft_budget")
+        panels.append(Panel(f"context of {context} tokens", "budget, KV entries", "acceptance rate", curves))
+    return Figure("Acceptance by budget", panels)
 
 
 @dataclass(frozen=True)
-class Flags(Acceptance):
-    prefix_len: tuple[int, ...] = (4000,)
-    """prompt tokens per row"""
-    draft_budget: tuple[int, ...] = (64, 128, 256, 512)
-    """KV entries of the draft"""
-
-
-def main(flags: Flags) -> None:
-    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
+class Flags(reproduction.Acceptance):
+    prefix_len: tuple[int, ...] = (4000,)  # prompt tokens per row
+    draft_budget: tuple[int, ...] = (64, 128, 256, 512)  # KV entries of the draft
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Flags)
+    cli.run_alone(reproduction.showing("acceptance_by_budget", table, figure), Flags)

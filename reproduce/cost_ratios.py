@@ -14,52 +14,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
-from common.tables import Column, console
+from common.tables import Column
 from reproduce.paper import columns, reproduction
-from reproduce.paper.columns import KINDS, over_plain_step
-from reproduce.paper.curves import by_rows, in_common
-from reproduce.paper.figures import Figure, Panel, shades
-from reproduce.paper.published import Fact, Record, published
-from reproduce.paper.reproduction import Speculation
+from reproduce.paper.columns import KINDS, over
+from reproduce.paper.figures import Figure, Pair, over_rows
+from reproduce.paper.published import Record, published
 
-NAME = "cost_ratios"
-
-
-def facts_of(kind: str) -> list[Fact]:
-    return [fact for fact in published().ratios if fact.what == kind]
+TITLE = "Costs in steps of plain decoding"
+FACTS = {kind: [fact for fact in published().ratios if fact["kind"] == kind] for kind in KINDS}
 
 
 def table(records: list[Record]) -> str:
     rows = [
-        row | {"kind": kind, "ratio": over_plain_step(kind)(row)}
-        for kind in KINDS
-        for row in columns.beside(records, facts_of(kind))
+        row | {"kind": kind, "ratio": over(f"{kind}_step_ms")(row)}
+        for kind, facts in FACTS.items()
+        for row in columns.beside(records, facts)
     ]
     kind = Column("kind", "ratio", KINDS.__getitem__, align="<")
-    measured = columns.measured("ratio", "measured", ".2f")
-    return (
-        "  Costs in steps of plain decoding\n\n"
-        f"{columns.differences(records)}\n"
-        "  The published ratios are theoretical and were read off figures; measured ones are medians of timed "
-        f"rounds.\n\n{console(rows, [kind, *columns.SETTING, columns.published_column(), measured])}"
-    )
+    shown = columns.of(kind, *columns.SETTING, "published", columns.measured("ratio", "measured", ".2f"))
+    note = "The published ratios are theoretical and were read off figures; measured ones are medians of timed rounds."
+    return columns.side_by_side(TITLE, records, note, rows, shown)
 
 
 def figure(records: list[Record]) -> Figure:
-    colours = shades([fact.context for fact in published().ratios] + [record["prefix_len"] for record in records])
-    title = in_common(records)
-    panels = []
-    for kind, label in KINDS.items():
-        facts = facts_of(kind)
-        at = f"gamma {facts[0].gamma}" if facts[0].gamma else f"budget {facts[0].budget}"
-        series = by_rows(facts, records, over_plain_step(kind), colours, title)
-        panels.append(Panel(f"published: {facts[0].target}, {at}, theoretical", "rows decoded together", label, series))
-    return Figure(f"Costs in steps of plain decoding\n{title}".strip(), tuple(panels))
-
-
-def main(flags: Speculation) -> None:
-    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
+    pairs = []
+    for kind, facts in FACTS.items():
+        at = f"gamma {facts[0]['gamma']}" if facts[0]["gamma"] else f"budget {facts[0]['draft_budget']}"
+        title = f"published: {facts[0]['model']}, {at}, theoretical"
+        pairs.append(Pair(title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
+    return over_rows(TITLE, pairs)
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Speculation)
+    cli.run_alone(reproduction.showing("cost_ratios", table, figure), reproduction.Speculation)

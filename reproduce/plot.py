@@ -10,7 +10,6 @@ one of the two numbers are left out, which is said.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -46,18 +45,30 @@ MEASURED = ("speedup", "decode_tokens_per_second")
 class Flags:
     FLAGS: ClassVar[dict[str, str]] = {"records": "RECORDS"}
 
-    records: Positional[Annotated[tuple[str, ...], arg(metavar="RECORDS ...")]]
-    """files of JSON lines"""
+    records: Positional[Annotated[tuple[str, ...], arg(metavar="RECORDS ...")]]  # files of JSON lines
     x: Annotated[str | None, arg(help_behavior_hint="(default: the one with the most values)")] = None
     """the setting to draw over, such as prefix_len, B, draft_budget, gen_len, gamma or temperature"""
-    y: tuple[str, ...] = MEASURED
-    """what to draw"""
-    figures: str = str(REPRODUCTION / "figures")
-    """the folder for the figure, as PNG and SVG"""
+    y: tuple[str, ...] = MEASURED  # what to draw
+    figures: str = str(REPRODUCTION / "figures")  # the folder for the figure, as PNG and SVG
 
 
 def main(flags: Flags) -> None:
-    draw(flags.records, flags.x, flags.y, Path(flags.figures))
+    """A figure with a panel for each of the flags' `y`, and what is in it said."""
+    figures.require_matplotlib()
+    records = read_records(flags.records)
+    measured = [record for record in records if any(_is_number(record.get(y)) for y in flags.y)]
+    x = flags.x or most_varied(measured)
+    drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in flags.y}
+    panels = [panel(kept, x, y) for y, kept in drawn.items() if kept]
+    if not panels:
+        seen, required = f"{len(records)} records", f"numbers under {x} and one of {', '.join(flags.y)}"
+        raise ConfigError("no record can be drawn", "RECORDS", seen, required, "name others: --x, --y")
+    for y, kept in drawn.items():
+        lacking = "; the others lack a number" if len(kept) < len(records) else ""
+        print(f"  {y} over {x}: {len(kept)} of {len(records)} records{lacking}")
+    name = Path(flags.records[0]).stem
+    for path in figures.save(Figure(name, panels), name, Path(flags.figures)):
+        print(f"  {path}")
 
 
 def read_records(paths: Sequence[str]) -> list[Record]:
@@ -65,12 +76,13 @@ def read_records(paths: Sequence[str]) -> list[Record]:
     records = []
     for path in paths:
         if not Path(path).is_file():
-            raise _refuse("there is no such file of records", "RECORDS", path, "a file of JSON lines", "name another")
+            what, required = "there is no such file of records", "a file of JSON lines"
+            raise ConfigError(what, "RECORDS", path, required, "name another")
         for number, line in read_lines(path):
             record = line.get("record", line) if isinstance(line, dict) else line
-            if not isinstance(record, dict) and not (record is None and isinstance(line, dict)):
+            if not isinstance(line, dict) or not isinstance(record, dict | None):
                 where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
-                raise _refuse("a line is no record", where, str(line)[:80], "a JSON object", fix)
+                raise ConfigError("a line is no record", where, str(line)[:80], "a JSON object", fix)
             records.append(record or {})
     return records
 
@@ -81,7 +93,7 @@ def most_varied(records: Sequence[Record]) -> str:
     most = max(counts, key=lambda axis: counts[axis])
     if counts[most] < 2:
         seen, required = f"{len(records)} records with a number to draw", f"two values of one of {', '.join(AXES)}"
-        raise _refuse("nothing varies", "RECORDS", seen, required, "measure more, or give --x")
+        raise ConfigError("nothing varies", "RECORDS", seen, required, "measure more, or give --x")
     return most
 
 
@@ -94,19 +106,14 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     for name in SETTINGS:
         if name != x and _n_combinations(records, [*varied, name]) > _n_combinations(records, varied):
             varied.append(name)
-
-    def label(record: Record) -> str:
-        name = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
-        return fill(name.replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
-
     points: dict[tuple[str, float], list[float]] = {}
     for record in records:
-        points.setdefault((label(record), record[x]), []).append(record[y])
-    medians = [(*place, median(values)) for place, values in points.items()]
-    series = tuple(lines(medians, itemgetter(0), itemgetter(1), itemgetter(2)))
+        label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        label = fill(label.replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
+        points.setdefault((label, record[x]), []).append(record[y])
+    medians = [{"label": label, "x": at, "y": median(values)} for (label, at), values in points.items()]
     is_log = x in DOUBLED and min(record[x] for record in records) > 0
-    reference = (1.0, "plain decoding") if y.endswith("speedup") else None
-    return Panel(y, x, y, series, is_log_x=is_log, reference=reference)
+    return Panel(y, x, y, lines(medians, "label", "x", "y"), is_log_x=is_log, is_speedup=y.endswith("speedup"))
 
 
 def _n_combinations(records: Sequence[Record], names: Sequence[str]) -> int:
@@ -115,29 +122,6 @@ def _n_combinations(records: Sequence[Record], names: Sequence[str]) -> int:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _refuse(what: str, where: str, seen: object, required: str, fix: str) -> ConfigError:
-    return ConfigError(what, where=where, seen=seen, required=required, fix=fix)
-
-
-def draw(paths: Sequence[str], x: str | None, ys: Sequence[str], folder: Path) -> None:
-    """A figure with a panel for each of `ys`, and what is in it said."""
-    figures.require_matplotlib()
-    records = read_records(paths)
-    measured = [record for record in records if any(_is_number(record.get(y)) for y in ys)]
-    x = x or most_varied(measured)
-    drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in ys}
-    panels = tuple(panel(kept, x, y) for y, kept in drawn.items() if kept)
-    if not panels:
-        required = f"numbers under {x} and one of {', '.join(ys)}"
-        raise _refuse("no record can be drawn", "RECORDS", f"{len(records)} records", required, "name others: --x, --y")
-    for y, kept in drawn.items():
-        lacking = "; the others lack a number" if len(kept) < len(records) else ""
-        print(f"  {y} over {x}: {len(kept)} of {len(records)} records{lacking}")
-    name = Path(paths[0]).stem
-    for path in figures.save(Figure(name, panels), name, folder):
-        print(f"  {path}")
 
 
 if __name__ == "__main__":

@@ -13,50 +13,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
-from common.tables import console
+from common.tables import Column
 from reproduce.paper import columns, reproduction
-from reproduce.paper.curves import by_rows, in_common
-from reproduce.paper.figures import Figure, Panel, shades
-from reproduce.paper.published import SELF, Record, draft_name, published
-from reproduce.paper.reproduction import Speculation
+from reproduce.paper.figures import Figure, Pair, over_rows
+from reproduce.paper.published import SELF, Record, draft_name, pairs_of, published
 
-NAME = "speedup_tables"
+TITLE = "Speedup over plain decoding"
+NOTE = (
+    f"{columns.SLOWER}: slower than plain decoding. Measured: over the rounds in which all rows are busy, and to the "
+    "last row.\n  By the formula: what the published formula makes of the measured acceptance and step times.\n"
+    "  Figure 6 was read off a plot, to about 0.02."
+)
 
 
 def table(records: list[Record]) -> str:
     facts = published().speedups
-    origins = dict.fromkeys(fact.origin for fact in facts)
-    known = [columns.published_column(origin, columns.published_speedup_text) for origin in origins]
+    origins = dict.fromkeys(fact["origin"] for fact in facts)
+    known = [Column(origin, origin, columns.published_speedup_text) for origin in origins]
     measured = replace(columns.COLUMNS["speedup"], head="measured"), "wall_speedup", "acceptance_rate", "formula"
     shown = columns.of(*columns.SETTING, *known, *measured)
-    return (
-        "  Speedup over plain decoding\n\n"
-        f"{columns.differences(records)}\n"
-        f"  {columns.SLOWER}: slower than plain decoding. Measured: over the rounds in which all rows are busy, "
-        "and to the last row.\n  By the formula: what the published formula makes of the measured acceptance and step "
-        "times.\n  Figure 6 was read off a plot, to about 0.02.\n\n" + console(columns.beside(records, facts), shown)
-    )
+    return columns.side_by_side(TITLE, records, NOTE, columns.beside(records, facts), shown)
 
 
 def figure(records: list[Record]) -> Figure:
     """A panel for each published pair of models; measured self-speculation or draft models are in those like it."""
-    facts = published().figure_6
-    kept = [record for record in records if record.get("speedup") is not None]
-    colours = shades([fact.context for fact in facts] + [record["prefix_len"] for record in kept])
-    title = in_common(kept)
-    panels = []
-    for target, draft in dict.fromkeys((fact.target, fact.draft) for fact in facts):
-        known = [fact for fact in facts if (fact.target, fact.draft) == (target, draft)]
-        own = [record for record in kept if (draft_name(record) == SELF) == (draft == SELF)]
-        series = by_rows(known, own, lambda record: record["speedup"], colours, title)
-        name = f"published: {target}, {draft} draft"
-        panels.append(Panel(name, "rows decoded together", "speedup", series, reference=(1, "plain decoding")))
-    return Figure(f"Speedup over plain decoding\n{title}".strip(), tuple(panels))
-
-
-def main(flags: Speculation) -> None:
-    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
+    pairs = []
+    for (target, draft), known in pairs_of(published().figure_6).items():
+        own = [record for record in records if (draft_name(record) == SELF) == (draft == SELF)]
+        own = [record for record in own if record.get("speedup") is not None]
+        pairs.append(Pair(f"published: {target}, {draft} draft", known, own, "speedup", "speedup"))
+    return over_rows(TITLE, pairs)
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Speculation)
+    cli.run_alone(reproduction.showing("speedup_tables", table, figure), reproduction.Speculation)

@@ -7,6 +7,7 @@ Runs the cells of speedup_tables.py: what one of them has measured the other doe
 """
 
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -14,59 +15,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
-from common.tables import console
 from reproduce.paper import columns, reproduction
-from reproduce.paper.figures import BLACK, Figure, Panel, lines
+from reproduce.paper.figures import BLACK, Figure, Panel, Series, lines
 from reproduce.paper.published import Record, draft_name, published, target_name
-from reproduce.paper.reproduction import Speculation
 
-NAME = "throughput_latency"
 AXES = "ms per token of a row", "tokens per second of all rows"
+NOTE = """Published: a figure; no numbers of it are recorded here, so there is nothing to set beside these.
+  ms a token: what a row waits for a token; tokens/s: all rows together, while all are busy."""
 
 
 def table(records: list[Record]) -> str:
-    return (
-        "  Throughput against latency\n\n"
-        f"{columns.differences(records)}\n"
-        "  Published: a figure; no numbers of it are recorded here, so there is nothing to set beside these.\n"
-        "  ms a token: what a row waits for a token; tokens/s: all rows together, while all are busy.\n\n"
-        + console(sorted(records, key=columns.by_size), [*columns.SETTING, *columns.FLOW])
-    )
+    rows = sorted(records, key=columns.by_size)
+    return columns.side_by_side("Throughput against latency", records, NOTE, rows, [*columns.SETTING, *columns.FLOW])
 
 
 def figure(records: list[Record]) -> Figure:
     """A panel for each target and context; points are named by their rows."""
-    panels = []
-    for target, context in sorted({(target_name(record), record["prefix_len"]) for record in records}):
-        own = [record for record in records if (target_name(record), record["prefix_len"]) == (target, context)]
-        plain = {record["B"]: record for record in reversed(own)}
-        series = lines(
-            plain.values(),
-            lambda record: "measured, plain decoding",
-            lambda record: record.get("baseline_step_ms"),
-            lambda record: record.get("baseline_tokens_per_second"),
-            lambda record: BLACK,
-            "v",
-            name=_rows,
-        ) + lines(
-            own,
-            lambda r: f"measured, {draft_name(r)} drafts, gamma {r['gamma']}, budget {r['draft_budget']}",
-            columns.ms_per_token,
-            lambda record: record.get("decode_tokens_per_second"),
-            name=_rows,
-        )
-        panels.append(Panel(f"{target}, {context} tokens", *AXES, tuple(series), is_log_x=False))
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((target_name(record), record["prefix_len"]), []).append(record)
+    panels = [
+        Panel(f"{target}, {context} tokens", *AXES, _series(own), is_log_x=False)
+        for (target, context), own in sorted(groups.items(), key=itemgetter(0))
+    ]
     title = f"Throughput against latency ({published().system}: no published numbers recorded)"
-    return Figure(title, tuple(panels) or (Panel("nothing measured", *AXES, (), is_log_x=False),))
+    return Figure(title, panels or [Panel("nothing measured", *AXES, [], is_log_x=False)])
 
 
-def _rows(record: Record) -> str:
-    return f"B {record['B']}"
+def _series(records: list[Record]) -> list[Series]:
+    plain = {record["B"]: record for record in reversed(records)}.values()
+    flow, look = ("baseline_step_ms", "baseline_tokens_per_second"), {"color": BLACK, "marker": "v"}
+    rows, rounds = "B {B}".format_map, columns.over("round_ms", "mean_accepted_length")
 
+    def label(record: Record) -> str:
+        return f"measured, {draft_name(record)} drafts, gamma {record['gamma']}, budget {record['draft_budget']}"
 
-def main(flags: Speculation) -> None:
-    reproduction.present(flags.cells(), flags.sweep, NAME, table, figure)
+    alone = lines(plain, lambda _: "measured, plain decoding", *flow, lambda _: look, rows)
+    return alone + lines(records, label, rounds, "decode_tokens_per_second", name=rows)
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Speculation)
+    cli.run_alone(reproduction.showing("throughput_latency", table, figure), reproduction.Speculation)

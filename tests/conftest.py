@@ -101,3 +101,11 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
     from rank_jobs import make_models
 
     return make_models(tmp_path_factory.mktemp("models"), books)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the scripts of published tables over cells that are measured in no time."""
+    from published_runs import Runs
+
+    return Runs(tmp_path, monkeypatch)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -12,116 +14,112 @@ from common.errors import ConfigError
 from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve_several
 from reproduce import cost_model_error
-from reproduce.cost_model_error import CostModel
+from reproduce.cost_model_error import CostModel, mode_table
 from reproduce.gamma_cell import Flags
-from reproduce.pages.measured_tables import mode_section
 from reproduce.paper import auto_against_fixed, reproduction
-from reproduce.paper.auto_against_fixed import COLUMNS, GAMMA, GAMMA_AND_BUDGET, Against, against_fixed, summary
+from reproduce.paper.auto_against_fixed import AUTO as AUTO_GAMMA
+from reproduce.paper.auto_against_fixed import AUTO_BUDGET, COLUMNS, against_fixed, summary
+from reproduce.published_page import mode_section
 
+SHARES = "% of rounds by budget"
 PLAIN = [10.0, 20.0, 10.0]
 
 
-def row(way: str, budget: int | str | None, gamma: int | str, rates: list[float], **more: Any) -> dict[str, Any]:
-    speedup = median(rate / plain for rate, plain in zip(rates, PLAIN, strict=True))
+def times_plain(ratios: Sequence[float]) -> list[float]:
+    return [ratio * plain for ratio, plain in zip(ratios, cycle(PLAIN), strict=False)]
+
+
+def row(way: str, budget: int | str | None, gamma: int | str, ratios: Sequence[float], **more: Any) -> dict[str, Any]:
+    """ratios: to plain decoding, by repeat."""
     setting = {"way": way, "draft_budget": budget, "gamma": gamma, "gammas": None, "budgets": None}
-    return {**setting, "tokens_per_second": rates, "speedup": speedup, **more}
+    return {**setting, "tokens_per_second": times_plain(ratios), "speedup": median(ratios), **more}
 
 
-def fixed(gamma: int, rates: list[float], budget: int = 512) -> dict[str, Any]:
-    return row(f"b={budget} g={gamma}", budget, gamma, rates)
+def fixed(gamma: int, ratios: Sequence[float], budget: int = 512) -> dict[str, Any]:
+    return row(f"b={budget} g={gamma}", budget, gamma, ratios)
 
 
-def automatic(rates: list[float], gamma: int = 1) -> dict[str, Any]:
+def automatic(ratios: Sequence[float], gamma: int = 1) -> dict[str, Any]:
     """Gamma is chosen, and always this."""
-    return row("auto", 512, "auto", rates, gammas=[[gamma]] * len(rates))
+    return row("auto", 512, "auto", ratios, gammas=[[gamma]] * len(ratios))
 
 
 def cell(*rows: dict[str, Any], B: int = 4, gen_len: int = 64) -> dict[str, Any]:
-    size = {"B": B, "prefix_len": 1000, "gen_len": gen_len}
-    return {"benchmark": "gamma_cell", **size, "rows": [row("plain", None, 0, PLAIN), *rows]}
+    size, n_repeats = {"B": B, "prefix_len": 1000, "gen_len": gen_len}, len(rows[0]["tokens_per_second"])
+    return {"benchmark": "gamma_cell", **size, "rows": [row("plain", None, 0, [1.0] * n_repeats), *rows]}
 
 
-SMALL, LARGE = fixed(3, [14.0, 28.0, 14.0], budget=64), fixed(3, [12.0, 24.0, 9.0])
-WIDE = fixed(5, [13.0, 26.0, 13.0])
-AUTO = row("auto", 512, "auto", [12.0, 18.0, 9.0], gammas=[[0, 2], [4], [2]])
+SMALL, LARGE = fixed(3, [1.4, 1.4, 1.4], budget=64), fixed(3, [1.2, 1.2, 0.9])
+WIDE = fixed(5, [1.3, 1.3, 1.3])
+AUTO = row("auto", 512, "auto", [1.2, 0.9, 0.9], gammas=[[0, 2], [4], [2]])
 CHOSEN = {"gammas": [[3], [3], [3, 0]], "budgets": [[64], [512], [64, None]]}
-BOTH = row("auto budget", "auto", "auto", [14.0, 14.0, 14.0], **CHOSEN)
+BOTH = row("auto budget", "auto", "auto", [1.4, 0.7, 1.4], **CHOSEN)
+SLOW, NEAR, FAR = fixed(3, [0.5, 0.5, 0.5]), fixed(4, [1.2, 1.2, 1.2]), fixed(1, [2.0, 2.0, 2.0])
 
 
-def cells_of(found: Against) -> list[str]:
-    return [column.cell(found) for column in COLUMNS]
+def cells_of(found: dict[str, Any]) -> dict[str, str]:
+    return {column.head: column.cell(found) for column in COLUMNS}
 
 
-def test_auto_gamma_is_held_against_its_own_budget_repeat_by_repeat():
-    (found,) = against_fixed(GAMMA, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
-    # Held against gamma 3 in the last repeat, too, in which plain decoding was the better.
-    assert found.ratios == (12 / 12, 18 / 24, 9 / 9)
-    assert (found.usual, found.best) == (LARGE, WIDE)
-    assert found.mean_gamma == 2.0 and not found.share_by_budget
-
-
-def test_an_automatic_budget_is_held_against_the_best_budget():
-    (found,) = against_fixed(GAMMA_AND_BUDGET, [cell(SMALL, LARGE, WIDE, AUTO, BOTH)])
-    assert found.ratios == (14 / 14, 14 / 28, 14 / 14) and found.usual == found.best == SMALL
-    assert "plain: 25 64: 50 512: 25" in cells_of(found)
-
-
-def test_plain_decoding_can_be_the_best():
-    (found,) = against_fixed(GAMMA, [cell(fixed(3, [5.0, 10.0, 5.0]), automatic(PLAIN, gamma=0))])
-    assert found.best["way"] == "plain" and found.ratio == 1.0 and "plain" in cells_of(found)
+@pytest.mark.parametrize(
+    "mode,rows,usual,best,ratios,shown",
+    [
+        # Held against gamma 3 in the last repeat, too, in which plain decoding was the better.
+        (AUTO_GAMMA, [SMALL, LARGE, WIDE, AUTO, BOTH], LARGE, WIDE, [1, 0.75, 1], {"mean gamma": "2.0", SHARES: "-"}),
+        (
+            AUTO_BUDGET,
+            [SMALL, LARGE, WIDE, AUTO, BOTH],
+            SMALL,
+            SMALL,
+            [1, 0.5, 1],
+            {SHARES: "plain: 25 64: 50 512: 25"},
+        ),
+        (AUTO_GAMMA, [SLOW, automatic([1, 1, 1], gamma=0)], SLOW, None, [1, 1, 1], {"best gamma, budget": "plain"}),
+        (AUTO_GAMMA, [NEAR, FAR, AUTO], NEAR, FAR, [1, 0.75, 0.75], {"gamma, budget": "4, 512"}),
+    ],
+    ids=["auto: its own budget", "auto budget: any", "plain decoding is the best", "without gamma 3, the nearest"],
+)
+def test_what_an_automatic_mode_is_held_against(mode, rows, usual, best, ratios, shown):
+    (found,) = against_fixed(mode, [cell(*rows)])
+    assert found["ratios"] == pytest.approx(ratios) and found["usual"] == usual
+    assert found["best"] == best if best else found["best"]["way"] == "plain"
+    assert cells_of(found).items() >= shown.items()
 
 
 @pytest.mark.parametrize("n_repeats,n_outside", [(1, 0), (4, 0), (5, 1), (7, 1), (8, 2), (13, 4), (20, 6)])
-def test_the_interval_is_that_of_the_median(monkeypatch, n_repeats, n_outside):
+def test_the_interval_is_that_of_the_median(n_repeats, n_outside):
     """As in tables of the sign test: of 8 repeats the second lowest and the second highest, of 4 there is none."""
-    monkeypatch.setattr(f"{__name__}.PLAIN", [10.0] * n_repeats)
     ratios = [1 + n / 100 for n in range(n_repeats)]
-    auto = automatic([10 * ratio for ratio in ratios])
-    (found,) = against_fixed(GAMMA, [cell(fixed(3, [9.0] * n_repeats), auto)])
-    line = cells_of(found)
-    if n_outside == 0:
-        assert found.interval is None and line[-2] == "-"
-    else:
-        ends = ratios[n_outside - 1], ratios[-n_outside]
-        assert found.interval == pytest.approx(ends) and line[-2] == "{:.2f} to {:.2f}".format(*ends)
-    assert line[-4] == str(n_repeats) and found.ratio == pytest.approx(median(ratios))
-
-
-def test_without_gamma_3_the_nearest_stands_for_it():
-    near, far = fixed(4, [12.0, 24.0, 12.0]), fixed(1, [20.0, 40.0, 20.0])
-    (found,) = against_fixed(GAMMA, [cell(near, far, AUTO)])
-    assert (found.usual, found.best) == (near, far) and "4, 512" in cells_of(found)
+    (found,) = against_fixed(AUTO_GAMMA, [cell(fixed(3, [0.9] * n_repeats), automatic(ratios))])
+    ends = (ratios[n_outside - 1], ratios[-n_outside]) if n_outside else None
+    assert found["interval"] == (ends and pytest.approx(ends)) and found["ratio"] == pytest.approx(median(ratios))
+    said = "{:.2f} to {:.2f}".format(*ends) if ends else "-"
+    assert cells_of(found).items() >= {"90% interval": said, "repeats": str(n_repeats)}.items()
 
 
 def test_a_record_without_the_way_is_left_out():
-    assert against_fixed(GAMMA_AND_BUDGET, [cell(LARGE, AUTO), {"benchmark": "cost_model"}]) == []
+    records = [cell(LARGE, AUTO), {"benchmark": "cost_model"}]
+    assert against_fixed(AUTO_BUDGET, records) == []
     measured = "against the best of the measured budgets: not measured"
-    printed = auto_against_fixed.table(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
-    assert printed == f"\n  --gamma auto --draft_budget auto, {measured}"
-    section = mode_section(GAMMA_AND_BUDGET, [cell(LARGE, AUTO)])
-    assert section == f"`--gamma auto --draft_budget auto`, {measured}.\n\n"
+    assert mode_table(AUTO_BUDGET, records) == f"\n  --gamma auto --draft_budget auto, {measured}"
+    assert mode_section(AUTO_BUDGET, records) == f"`--gamma auto --draft_budget auto`, {measured}.\n\n"
 
 
 @pytest.mark.parametrize("ratio,says", [(0.96, "no median lies below"), (0.9496, "2 of 2 medians below")])
 def test_the_summary_says_how_many_fall_short(ratio, says):
-    auto, slow = automatic([ratio * rate for rate in PLAIN]), fixed(3, [1.0, 1.0, 1.0])
-    found = against_fixed(GAMMA, [cell(slow, auto), cell(slow, auto, B=8)])
+    auto = automatic([ratio] * 3)
+    found = against_fixed(AUTO_GAMMA, [cell(SLOW, auto), cell(SLOW, auto, B=8)])
     assert f"{says}; the lowest median is {ratio:.4f}" in summary(found)
 
 
-def test_the_summary_says_what_is_surely_below(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.PLAIN", [10.0] * 8)
-
-    def run(*ratios: float) -> dict[str, Any]:
-        return cell(fixed(3, [1.0] * 8), automatic([10 * ratio for ratio in ratios]))
-
-    def said(*runs: dict[str, Any]) -> str:
-        return summary(against_fixed(GAMMA, runs))
-
-    sure, unsure = run(*[0.9] * 8), run(*[0.94] * 5, *[1.0] * 3)
-    assert "1 of 1 medians below; of 1 intervals, 0 as a whole above and 0 below" in said(unsure)
-    says = said(sure, unsure, run(*[1.0] * 8))
-    assert "2 of 3 medians below; of 3 intervals, 1 as a whole above and 1 below; the lowest median is 0.9000" in says
+def test_the_summary_says_what_is_surely_below():
+    sure, unsure, above = (
+        cell(fixed(3, [0.1] * 8), automatic(ratios)) for ratios in ([0.9] * 8, [0.94] * 5 + [1.0] * 3, [1.0] * 8)
+    )
+    said = summary(against_fixed(AUTO_GAMMA, [unsure]))
+    assert "1 of 1 medians below; of 1 intervals, 0 as a whole above and 0 below" in said
+    said = summary(against_fixed(AUTO_GAMMA, [sure, unsure, above]))
+    assert "2 of 3 medians below; of 3 intervals, 1 as a whole above and 1 below; the lowest median is 0.9000" in said
 
 
 def test_the_panel_has_a_point_for_every_run():
@@ -134,8 +132,8 @@ def test_the_panel_has_a_point_for_every_run():
         ("gamma auto, largest budget", [0, 1, 2]),
         ("gamma and budget auto", [2]),
     ]
-    assert panel.x_names == ("4 x 1000", "8 x 1000", "4 x 1000")
-    assert [cells_of(found)[2] for found in against_fixed(GAMMA, runs)] == ["64", "64", "128"]
+    assert panel.x_names == ["4 x 1000", "8 x 1000", "4 x 1000"]
+    assert [cells_of(found)["new tokens"] for found in against_fixed(AUTO_GAMMA, runs)] == ["64", "64", "128"]
 
 
 def test_every_cache_of_a_cell_is_planned_for():

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from programs import Ended, run
+from published_runs import gpu_costs, name_of, write
 
 from reproduce import performance_page, published_page
-from reproduce.pages.page_records import GPU
+from reproduce.pages.generated_page import GPU
 
-SCRIPTS = pytest.mark.parametrize("script", [performance_page, published_page], ids=lambda module: module.__name__)
-# A record that is on both pages.
-COSTS = {"benchmark": "gpu_costs", "cell": "c", "status": "done", "model": "M", "load_format": "dummy", "gpu": "G"}
-COSTS |= {"B": 32, "prefix_len": 16384, "gamma": 3, "draft_budget": 256, "baseline_step_ms": 20.0, "round_ms": 31.25}
-COSTS |= {"draft_step_ms": 4.0, "model": "meta-llama/Meta-Llama-3.1-8B", "verify_step_ms": 30.0}
+SCRIPTS = pytest.mark.parametrize("script", [performance_page, published_page], ids=name_of)
 
 
 @pytest.fixture
@@ -27,13 +23,9 @@ def make(tmp_path: Path):
     def make(script: ModuleType, *flags: str, **places: Path) -> Ended:
         places = {"results": tmp_path, "page": tmp_path / "page.md"} | places
         named = [text for flag, place in places.items() for text in (f"--{flag}", str(place))]
-        return run(path_of(script), [*flags, *named])
+        return run(f"reproduce/{name_of(script)}.py", [*flags, *named])
 
     return make
-
-
-def path_of(script: ModuleType) -> str:
-    return f"{script.__name__.replace('.', '/')}.py"
 
 
 @SCRIPTS
@@ -44,10 +36,10 @@ def test_the_committed_page_is_what_its_records_say(script):
 @SCRIPTS
 def test_check_fails_on_a_stale_page(script, make, tmp_path):
     stale = make(script, "--check")
-    assert stale.code == 1 and f"python {path_of(script)}" in stale.err
+    assert stale.code == 1 and f"python reproduce/{name_of(script)}.py" in stale.err
     assert make(script).code == make(script, "--check").code == 0
     before = (tmp_path / "page.md").read_text()
-    (tmp_path / GPU).write_text(json.dumps(COSTS) + "\n")
+    write(tmp_path / GPU, gpu_costs(prefix_len=16384, draft_budget=256))  # which are on both pages
     assert make(script, "--check").code == 1 and (tmp_path / "page.md").read_text() == before
     assert make(script).code == 0 and (tmp_path / "page.md").read_text() != before
 

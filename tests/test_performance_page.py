@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_runs import ORIGIN, gpu_costs, write
 
 from common.errors import DataError
-from reproduce.pages.page_records import GPU
+from reproduce.pages.generated_page import GPU
 from reproduce.paper.columns import NONE
 from reproduce.performance_page import SECTIONS, page
 
-ORIGIN = {"git_commit": "0123456789abcdef", "machine": "a CPU, 2 cores", "gpu": "NVIDIA X", "torch_version": "2.11"}
+MACHINE = ORIGIN | {"gpu": "NVIDIA X"}
 
 
 def section(text: str, title: str) -> str:
@@ -21,7 +22,7 @@ def section(text: str, title: str) -> str:
 
 
 def page_of(folder: Path, *records: dict[str, Any], file: str = GPU) -> str:
-    (folder / file).write_text("".join(json.dumps(ORIGIN | record) + "\n" for record in records))
+    write(folder / file, *(MACHINE | record for record in records))
     return page(folder)
 
 
@@ -37,23 +38,12 @@ def test_without_records_everything_is_said_to_be_missing(tmp_path):
     assert not [line for line in text.splitlines() if line.startswith("|")]
 
 
-@pytest.mark.parametrize("damage", ['{"benchmark": gpu}', "[]", "\x00", b"\xff{}".decode("latin-1")])
+@pytest.mark.parametrize("damage", [b'{"benchmark": gpu}', b"[]", b"\x00", b"\xff{}"])
 def test_a_damaged_line_is_named(tmp_path, damage):
-    cell = json.dumps(ORIGIN | bandwidth("triton", 0.91))
-    (tmp_path / GPU).write_bytes(f"{cell}\n\n{damage}\n{cell}\n".encode("latin-1"))
+    cell = json.dumps(MACHINE | bandwidth("triton", 0.91)).encode()
+    (tmp_path / GPU).write_bytes(b"\n".join([cell, b"", damage, cell, b""]))
     with pytest.raises(DataError, match=r"gpu\.jsonl, line 3\n"):
         page(tmp_path)
-
-
-def test_an_empty_line_and_a_torn_one_are_no_records(tmp_path):
-    whole, other = (json.dumps(ORIGIN | bandwidth(name, 0.91)) for name in ("triton", "torch"))
-    (tmp_path / GPU).write_text(f"{whole}\n")
-    of_one = page(tmp_path)
-    for torn in (f"{whole}\n \n{other[:-1]}", f"{other[:-1]}\n{whole}\n"):
-        (tmp_path / GPU).write_text(torn)
-        assert page(tmp_path) == of_one and "torch |" not in of_one
-    (tmp_path / GPU).write_text(f"{whole}\n \n{other}")
-    assert "torch |" in page(tmp_path)
 
 
 def test_bandwidth_names_backends_record_commit_and_machine(tmp_path):
@@ -66,14 +56,10 @@ def test_bandwidth_names_backends_record_commit_and_machine(tmp_path):
 
 
 def test_the_last_record_of_a_cell_counts_and_quick_or_broken_ones_do_not(tmp_path):
-    text = page_of(
-        tmp_path,
-        bandwidth("triton", 0.11),
-        bandwidth("triton", 0.88),
-        bandwidth("triton", 0.99, quick=True),
-        bandwidth("triton", 0.77, status="skipped"),
-        {"benchmark": "gpu_attention_bandwidth", "cell": "flash", "status": "error", "error": "broken"},
-    )
+    cells = [bandwidth("triton", share) for share in (0.11, 0.88)]
+    cells += [bandwidth("triton", 0.99, quick=True), bandwidth("triton", 0.77, status="skipped")]
+    broken = {"benchmark": "gpu_attention_bandwidth", "cell": "flash", "status": "error", "error": "broken"}
+    text = page_of(tmp_path, *cells, broken)
     assert "88%" in text and not [share for share in ("11%", "99%", "77%", "broken") if share in text]
 
 
@@ -88,14 +74,12 @@ def test_speculation_and_its_missing_figures(tmp_path):
 
 
 def test_predictions_are_marked_and_name_their_acceptance(tmp_path):
-    common = {"benchmark": "gpu_costs", "status": "done", "model": "8B", "B": 32, "prefix_len": 16000, "gamma": 3}
-    common |= {"kv_dtype": "bfloat16", "draft_dtype": "bfloat16", "baseline_step_ms": 21.5, "round_ms": 40.25}
-    with_alpha = common | {"cell": "1", "draft_budget": 512, "predicted_speedup": 1.555, "predicted_with_alpha": 0.82}
-    with_alpha |= {"alpha_source": "a paper", "baseline_share_of_copy": 0.876}
-    without = common | {"cell": "2", "draft_budget": 256, "predicted_speedup": None, "predicted_with_alpha": None}
-    text = section(page_of(tmp_path, with_alpha, without), "Costs of 8B and 7B shapes on a GPU")
-    assert f"| 40.25 | {1.555:.2f} if acceptance is 0.82 |" in text and "a paper" in text and "88%" in text
-    assert f"| {NONE} | {NONE} | 40.25 | - |" in text
+    alpha = {"predicted_speedup": 1.555, "predicted_with_alpha": 0.82, "alpha_source": "a paper"}
+    unknown = gpu_costs(predicted_speedup=None, predicted_with_alpha=None, draft_step_ms=None, verify_step_ms=None)
+    text = page_of(tmp_path, gpu_costs(baseline_share_of_copy=0.876, **alpha), unknown)
+    text = section(text, "Costs of 8B and 7B shapes on a GPU")
+    assert f"| 40.00 | {1.555:.2f} if acceptance is 0.82 |" in text and "a paper" in text and "88%" in text
+    assert f"| {NONE} | {NONE} | 40.00 | - |" in text
 
 
 def test_failed_checks_are_shown_as_failed(tmp_path):

@@ -5,47 +5,41 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from published_runs import ACCEPTANCE, BUILT_IN, LLAMA, SPECULATION, Runs, words
+from published_runs import ACCEPTANCE, BUILT_IN, LLAMA, SPECULATION, name_of, words
 
 from common.errors import ConfigError
 from engine.cost_model.costs import tokens_per_round
 from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, speedup_tables, throughput_latency
 from reproduce.paper import figures, reproduction
-from reproduce.paper.curves import acceptance_curves
-from reproduce.paper.published import published, same_context, speedup
+from reproduce.paper.columns import by_size
+from reproduce.paper.figures import PUBLISHED, acceptance_curves
+from reproduce.paper.published import pairs_of, published, same_context, speedup
 from reproduce.paper.reproduction import Speculation
 
-SCRIPTS = pytest.mark.parametrize("script", [*SPECULATION, *ACCEPTANCE], ids=lambda script: script.NAME)
+SCRIPTS = pytest.mark.parametrize("script", [*SPECULATION, *ACCEPTANCE], ids=name_of)
 TWO_ROWS = ("--B", "2", "--prefix_len", "1000")
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(tmp_path, monkeypatch)
 
 
 def test_the_facts_are_all_there():
     facts = published()
-    assert Counter(fact.origin for fact in facts.speedups) == {"8xA100": 11, "8xH100": 8, "figure 6, 8xA100": 58}
-    assert Counter((fact.target, fact.draft) for fact in facts.figure_6) == {
+    assert Counter(fact["origin"] for fact in facts.speedups) == {"8xA100": 11, "8xH100": 8, "figure 6, 8xA100": 58}
+    assert {pair: len(known) for pair, known in pairs_of(facts.figure_6).items()} == {
         ("LLaMA-2-7B-32K", "TinyLlama-1.1B"): 25,
         ("LLaMA-2-7B-32K", "self"): 13,
         ("Llama-3.1-8B", "self"): 20,
     }
-    assert Counter(fact.what for fact in facts.ratios) == {"verify": 12, "draft": 9}
-    assert [(fact.context, fact.value) for fact in facts.acceptance][:2] == [(4000, 0.84), (8000, 0.83)]
+    assert Counter(fact["kind"] for fact in facts.ratios) == {"verify": 12, "draft": 9}
+    assert [(fact["prefix_len"], fact["value"]) for fact in facts.acceptance][:2] == [(4000, 0.84), (8000, 0.83)]
     assert len(facts.acceptance) == 6 and facts.alpha("Llama-3.1-8B", "self", 32000) == 0.81
     assert facts.alpha("LLaMA-2-7B-32K", "self", 32000) is None
-    assert sum(fact.value < 1 for fact in facts.figure_6) == 10 and min(f.value for f in facts.figure_6) == 0.76
-    assert all(type(fact.B) is type(fact.context) is int and 0.7 < fact.value < 2.1 for fact in facts.speedups)
-    for origin in Counter(fact.origin for fact in facts.speedups):
-        settings = [str(fact.record) for fact in facts.speedups if fact.origin == origin]
-        assert len(set(settings)) == len(settings)
+    assert sum(fact["value"] < 1 for fact in facts.figure_6) == 10 and min(f["value"] for f in facts.figure_6) == 0.76
+    assert all(type(fact["B"]) is type(fact["prefix_len"]) is int for fact in facts.speedups)
+    assert all(0.7 < fact["value"] < 2.1 for fact in facts.speedups)
+    assert len({(fact["origin"], *by_size(fact)) for fact in facts.speedups}) == len(facts.speedups)
 
 
 def test_models_are_recognised_by_the_names_of_their_checkpoints():
@@ -65,9 +59,9 @@ def test_the_published_formula_refuses_numbers_that_it_does_not_have():
             refused()
 
 
-def test_speedups_are_set_side_by_side_losses_included(run):
-    text = run(speedup_tables, "--B", "1", "4", "--prefix_len", "1000")
-    assert run.ended.code == 0
+def test_speedups_are_set_side_by_side_losses_included(runs):
+    text = runs(speedup_tables, "--B", "1", "4", "--prefix_len", "1000")
+    assert runs.ended.code == 0
     # target, draft, context, rows, gamma, budget, three published columns, measured, last row, alpha, the formula.
     measured = ["0.70*", "0.800", f"{2.952 / (3 * 0.25 + 1.5):.2f}"]
     assert words(text, BUILT_IN, "self") == [
@@ -77,33 +71,33 @@ def test_speedups_are_set_side_by_side_losses_included(run):
     (row,) = [row for row in words(text, LLAMA, "self", "32000", "32") if row[4] == "3"]
     assert row[5:11] == ["512", "1.22", "1.23", "1.22", "not", "measured"]
     assert "0.76*" in text and "0.945*" in text
-    known = {tuple(fact.record.values()) for fact in published().speedups}
+    known = set(map(by_size, published().speedups))
     assert len(words(text, LLAMA)) + len(words(text, "LLaMA-2-7B-32K")) == len(known)
     assert "Another model on another machine" in text and "a CPU, 2 cores" in text and "slower than plain" in text
 
 
-def test_the_same_model_stands_in_the_published_row(run):
-    run.model = "meta-llama/Meta-Llama-3.1-8B"
-    text = run(speedup_tables, "--B", "32", "--prefix_len", "32768")
+def test_the_same_model_stands_in_the_published_row(runs):
+    runs.model = "meta-llama/Meta-Llama-3.1-8B"
+    text = runs(speedup_tables, "--B", "32", "--prefix_len", "32768")
     (row,) = words(text, LLAMA, "self", "32768", "32")
     assert row[4:] == ["3", "512", "1.22", "1.23", "1.22", "1.30", "0.70*", "0.800", "1.31"]
     assert not words(text, LLAMA, "self", "32000", "32", "3") and "Another model" not in text
 
 
-def test_a_draft_model_is_measured_where_it_is_given_and_else_missed_aloud(run, tmp_path):
+def test_a_draft_model_is_measured_where_it_is_given_and_else_missed_aloud(runs, tmp_path):
     sizes = ("--B", "1", "2", "--prefix_len", "1000", "--draft_B", "2")
-    text = run(speedup_tables, *sizes)
+    text = runs(speedup_tables, *sizes)
     assert "without a draft model" in text and not words(text, BUILT_IN, "SmolLM2-draft")
     draft = tmp_path / "model.pth"
     draft.write_bytes(b"")
-    text = run(speedup_tables, *sizes, "--draft_model", str(draft))
+    text = runs(speedup_tables, *sizes, "--draft_model", str(draft))
     assert "without a draft model" not in text
     assert [row[2:4] for row in words(text, BUILT_IN, "SmolLM2-draft")] == [["1000", "2"]]
 
 
-def test_three_scripts_share_their_cells_and_all_shows_those_of_others(run):
-    _, ratios, flow = (run(script, "--B", "1", "4", "--prefix_len", "1000") for script in SPECULATION)
-    assert [cell.given["B"] for cell in run.measured] == [1, 4]
+def test_three_scripts_share_their_cells_and_all_shows_those_of_others(runs):
+    _, ratios, flow = (runs(script, "--B", "1", "4", "--prefix_len", "1000") for script in SPECULATION)
+    assert [cell.given["B"] for cell in runs.measured] == [1, 4]
     for kind, shown in (("verification", "1.50"), ("draft step", "0.25")):
         rows = words(ratios, *kind.split(), "/", "plain", "step", BUILT_IN)
         assert [row[-2:] for row in rows] == [["-", shown]] * 2
@@ -111,20 +105,20 @@ def test_three_scripts_share_their_cells_and_all_shows_those_of_others(run):
     # Plain ms and tokens/s, then a round of 240 ms over 2.952 tokens.
     shown = [["100.0", "10.0", "81.3", "12.3"], ["100.0", "40.0", "81.3", "49.2"]]
     assert [row[-4:] for row in words(flow, BUILT_IN)] == shown
-    only, every = (run(speedup_tables, *TWO_ROWS, *flags) for flags in ((), ("--all",)))
+    only, every = (runs(speedup_tables, *TWO_ROWS, *flags) for flags in ((), ("--all",)))
     assert [len(words(text, BUILT_IN)) for text in (only, every)] == [1, 3]
 
 
 def test_a_curve_goes_from_short_to_long_contexts_in_whatever_order_they_were_measured():
     row = {"model": "M", "draft_policy": "streaming", "text": "book"}
     rows = [row | {"prefix_len": length, "acceptance_rate": length / 1e4} for length in (4000, 1000, 2000)]
-    (curve,) = acceptance_curves(rows, "prefix_len")
+    (curve,) = acceptance_curves([], rows, "prefix_len")
     assert (list(curve.x), list(curve.y)) == ([1000, 2000, 4000], [0.1, 0.2, 0.4])
 
 
-def test_acceptance_by_context(run):
-    text = run(acceptance_by_context, "--prefix_len", "1000", "4000", "--texts", "greedy")
-    assert run.ended.code == 0
+def test_acceptance_by_context(runs):
+    text = runs(acceptance_by_context, "--prefix_len", "1000", "4000", "--texts", "greedy")
+    assert runs.ended.code == 0
     measured = ["0.756", "300", "0.75"]
     assert [row[2:] for row in words(text, BUILT_IN)] == [
         ["1000", "4", "3", "512", "streaming", "greedy", "-", *measured],
@@ -136,8 +130,8 @@ def test_acceptance_by_context(run):
     assert row[5:11] == ["512", "streaming", "-", "0.81", "not", "measured"]
 
 
-def test_acceptance_by_budget(run):
-    text = run(acceptance_by_budget, "--draft_budget", "64", "512", "--texts", "book", "--policies", "streaming")
+def test_acceptance_by_budget(runs):
+    text = runs(acceptance_by_budget, "--draft_budget", "64", "512", "--texts", "book", "--policies", "streaming")
     assert [row[5:] for row in words(text, BUILT_IN)] == [
         ["64", "streaming", "book", "-", "0.532", "300", "0.75"],
         ["512", "streaming", "book", "0.84", "0.756", "300", "0.75"],
@@ -145,11 +139,11 @@ def test_acceptance_by_budget(run):
 
 
 @SCRIPTS
-def test_figures_are_png_and_svg_and_the_same_each_time(run, script, tmp_path):
+def test_figures_are_png_and_svg_and_the_same_each_time(runs, script, tmp_path):
     def drawn() -> list[bytes]:
-        run(script, *TWO_ROWS, draws=True)
-        assert run.ended.code == 0
-        return [(tmp_path / "figures" / f"{script.NAME}.{kind}").read_bytes() for kind in ("png", "svg")]
+        runs(script, *TWO_ROWS, draws=True)
+        assert runs.ended.code == 0
+        return [(tmp_path / "figures" / f"{name_of(script)}.{kind}").read_bytes() for kind in ("png", "svg")]
 
     png, svg = drawn()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
@@ -160,47 +154,46 @@ def test_figures_are_png_and_svg_and_the_same_each_time(run, script, tmp_path):
 @SCRIPTS
 def test_without_measurements_there_are_only_published_points(script: ModuleType):
     shown = script.figure([])
-    assert all(series.is_published for panel in shown.panels for series in panel.series)
+    assert all(PUBLISHED.items() <= series.style.items() for panel in shown.panels for series in panel.series)
     assert "not measured" in script.table([])
 
 
-def test_published_points_are_open_and_measured_ones_filled(run, tmp_path):
-    run(speedup_tables, "--B", "1", "2", "--prefix_len", "1000")
+def test_published_points_are_open_and_measured_ones_filled(runs, tmp_path):
+    runs(speedup_tables, "--B", "1", "2", "--prefix_len", "1000")
     rows = [json.loads(line) for line in (tmp_path / reproduction.SPEEDUPS).read_text().splitlines()]
     shown = speedup_tables.figure([row["record"] for row in rows])
     series = [series for panel in shown.panels for series in panel.series]
-    assert all(one.is_published == one.label.startswith("published") for one in series)
+    known = [one for one in series if PUBLISHED.items() <= one.style.items()]
+    assert known == [one for one in series if one.label.startswith("published")]
     # In both panels of self-speculation, and not in that of a draft model.
-    own = [(list(one.x), list(one.y)) for one in series if not one.is_published]
+    own = [(list(one.x), list(one.y)) for one in series if one not in known]
     assert own == [([1, 2], [0.8, 1.3])] * 2
-    assert sum(len(one.x) for one in series if one.is_published) == len(published().figure_6)
+    assert sum(len(one.x) for one in known) == len(published().figure_6)
 
 
-def test_records_have_a_folder_where_none_is_named(run, tmp_path, monkeypatch):
+def test_records_have_a_folder_where_none_is_named(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "REPRODUCTION", tmp_path / "reproduction")
-    run(speedup_tables, *TWO_ROWS, "--output", f"{tmp_path}/reproduction/speedups.jsonl")
-    assert run.ended.code == 0 and [file.name for file in (tmp_path / "reproduction").glob("*.jsonl")] == [
-        "speedups.jsonl"
-    ]
+    runs(speedup_tables, *TWO_ROWS, "--output", f"{tmp_path}/reproduction/speedups.jsonl")
+    assert runs.ended.code == 0 and (tmp_path / "reproduction/speedups.jsonl").is_file()
 
 
-def test_a_cell_that_fails_is_named_the_others_are_shown_and_without_others_the_figure_stays(run, tmp_path):
-    text = run(speedup_tables, "--B", "2", "13", "--prefix_len", "1000", draws=True)
-    assert run.ended.code == 1 and "thirteen rows" in text and "--retry_failed" in text
+def test_a_cell_that_fails_is_named_the_others_are_shown_and_without_others_the_figure_stays(runs, tmp_path):
+    text = runs(speedup_tables, "--B", "2", "13", "--prefix_len", "1000", draws=True)
+    assert runs.ended.code == 1 and "thirteen rows" in text and "--retry_failed" in text
     assert [row[3] for row in words(text, BUILT_IN)] == ["2"]
-    figure = tmp_path / "figures" / f"{speedup_tables.NAME}.png"
+    figure = tmp_path / "figures" / "speedup_tables.png"
     before = figure.read_bytes()
-    text = run(speedup_tables, "--B", "13", "--prefix_len", "1000", draws=True)
-    assert run.ended.code == 1 and "thirteen rows" in text and BUILT_IN not in text
+    text = runs(speedup_tables, "--B", "13", "--prefix_len", "1000", draws=True)
+    assert runs.ended.code == 1 and "thirteen rows" in text and BUILT_IN not in text
     assert figure.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     "flags", ["--model nowhere/model.pth", "--draft_model nowhere/model.pth", "--B x", "--B 2 2", "--nope"]
 )
-def test_what_a_user_gets_wrong_is_told_before_anything_runs(run, flags):
-    run(speedup_tables, *flags.split())
-    assert "fix:" in run.ended.refusal and not run.measured
+def test_what_a_user_gets_wrong_is_told_before_anything_runs(runs, flags):
+    runs(speedup_tables, *flags.split())
+    assert "fix:" in runs.ended.refusal and not runs.measured
 
 
 def test_a_folder_of_figures_that_cannot_be_is_told(tmp_path):
@@ -209,10 +202,10 @@ def test_a_folder_of_figures_that_cannot_be_is_told(tmp_path):
         figures.save(throughput_latency.figure([]), "any", tmp_path / "figures")
 
 
-def test_without_matplotlib_nothing_is_measured(run, monkeypatch):
+def test_without_matplotlib_nothing_is_measured(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run(cost_ratios, *TWO_ROWS)
-    assert "pip install" in run.ended.refusal and not run.measured
+    runs(cost_ratios, *TWO_ROWS)
+    assert "pip install" in runs.ended.refusal and not runs.measured
 
 
 def test_paths_in_the_checkout_are_recorded_without_what_is_above_it(monkeypatch, tmp_path):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
-from published_runs import BUILT_IN, ORIGIN, Runs
+from published_runs import BUILT_IN, gpu_costs, write
 
 from reproduce import acceptance_by_context, published_page, speedup_tables
-from reproduce.pages.page_records import GPU
+from reproduce.pages.generated_page import GPU
 from reproduce.paper import reproduction
 from reproduce.paper.columns import NONE
 from reproduce.paper.published import published
+
+LLAMA_2, LLAMA_3 = (f"Figure 6: {name}, self-speculation, 8xA100" for name in ("LLaMA-2-7B-32K", "Llama-3.1-8B"))
 
 
 def page_row(text: str, title: str, start: str) -> str:
@@ -29,61 +29,41 @@ def test_the_page_without_records_says_so_of_every_published_number(tmp_path):
     assert len(rows) == sum(map(len, (facts.speedups, facts.acceptance, facts.ratios)))
     assert all(NONE in row for row in rows)
     assert "predicted [" not in text and "](results/" not in text and "![" not in text
-    assert page_row(text, "Figure 6: Llama-3.1-8B, self-speculation, 8xA100", "Llama-3.1-8B | self | 4000 | 128 |")
+    assert page_row(text, LLAMA_3, "Llama-3.1-8B | self | 4000 | 128 |")
     assert "| not shown | 0.76* |" in text
 
 
-def gpu_costs(**other) -> dict:
-    record = {"benchmark": "gpu_costs", "status": "done", "model": "meta-llama/Meta-Llama-3.1-8B", "draft_model": None}
-    record |= {"load_format": "dummy", "B": 32, "prefix_len": 16000, "gamma": 3, "draft_budget": 512}
-    record |= {"dtype": "bfloat16", "kv_dtype": "bfloat16", "draft_dtype": "bfloat16", "draft_weights": None}
-    record |= {"baseline_step_ms": 20.0, "round_ms": 40.0, "draft_step_ms": 4.0, "verify_step_ms": 26.0}
-    record |= ORIGIN | {"gpu": "NVIDIA X", "speedup": None} | other
-    return record | {"cell": json.dumps(record)}
-
-
-def write_gpu(folder: Path, *records: dict) -> str:
-    (folder / GPU).write_text("".join(json.dumps(record) + "\n" for record in records))
+def page_of(folder: Path, *records: dict) -> str:
+    write(folder / GPU, *records)
     return published_page.page(folder, folder)
 
 
 def test_predictions_take_measured_costs_and_the_published_acceptance(tmp_path):
-    text = write_gpu(tmp_path, gpu_costs(), gpu_costs(prefix_len=32000, kv_dtype="int8"))
+    text = page_of(tmp_path, gpu_costs(), gpu_costs(prefix_len=32000, kv_dtype="int8"))
     # 1 + .82 + .82^2 + .82^3 over two plain steps a round; and with .81 at 32000 tokens.
-    row = page_row(text, "Figure 6: Llama-3.1-8B, self-speculation, 8xA100", "Llama-3.1-8B | self | 16000 | 32 | 2 |")
+    row = page_row(text, LLAMA_3, "Llama-3.1-8B | self | 16000 | 32 | 2 |")
     assert "predicted" not in row  # at another gamma
     row = page_row(text, "Speedups on 8xH100", "Llama-3.1-8B | self | 32000 | 32 | 3 |")
     shown = "predicted [1.50](results/gpu.jsonl) (acceptance 0.81, NVIDIA X, gamma 3, 32000 tokens, int8 KV)"
     assert f"| 1.23 | {NONE} | {shown} |" in row
-    text = write_gpu(tmp_path, gpu_costs(prefix_len=8000))
-    row = page_row(text, "Figure 6: Llama-3.1-8B, self-speculation, 8xA100", "Llama-3.1-8B | self | 8000 | 32 |")
+    text = page_of(tmp_path, gpu_costs(prefix_len=8000))
+    row = page_row(text, LLAMA_3, "Llama-3.1-8B | self | 8000 | 32 |")
     assert f"predicted [{(1 + 0.83 + 0.83**2 + 0.83**3) / 2:.2f}]" in row
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"draft_weights": "int4"},
-        {"draft_budget": 256},
-        {"B": 16},
-        {"gamma": "auto"},
-        {"status": "error"},
-        {"model": "M"},
-    ],
-    ids=str,
-)
-def test_costs_of_something_else_predict_nothing(tmp_path, other):
-    assert "predicted [" in write_gpu(tmp_path, gpu_costs(prefix_len=32000))
-    assert "predicted [" not in write_gpu(tmp_path, gpu_costs(prefix_len=32000, **other))
+def test_costs_of_something_else_predict_nothing(tmp_path):
+    assert "predicted [" in page_of(tmp_path, gpu_costs(prefix_len=32000))
+    others = {"draft_weights": "int4", "draft_budget": 256, "B": 16, "gamma": "auto", "status": "error", "model": "M"}
+    for name, value in others.items():
+        assert "predicted [" not in page_of(tmp_path, gpu_costs(prefix_len=32000, **{name: value})), name
 
 
 def test_random_weights_of_a_sweep_predict_too_and_measure_no_speedup(tmp_path):
     record = gpu_costs(prefix_len=32000) | {"acceptance_rate": None, "sequences": 32}
-    chosen = record | {"gamma": "auto", "draft_budget": "auto"}
-    row = {"script": reproduction.SELFSPEC, "flags": {}, "status": "ok", "error": None}
-    rows = [row | {"key": key, "record": kept} for key, kept in (("a", record), ("b", chosen))]
-    rows.append({"key": "c", "status": "failed", "error": "no memory", "record": None})
-    (tmp_path / reproduction.SPEEDUPS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = {"a": record, "b": record | {"gamma": "auto", "draft_budget": "auto"}}
+    failed = {"key": "c", "status": "failed", "error": "no memory", "record": None}
+    ok = ({"key": key, "status": "ok", "error": None, "record": kept} for key, kept in rows.items())
+    write(tmp_path / reproduction.SPEEDUPS, *ok, failed)
     text = published_page.page(tmp_path, tmp_path)
     row = page_row(text, "Speedups on 8xA100", "Llama-3.1-8B | self | 32000 | 32 |")
     assert f"| 1.22 | {NONE} | predicted [1.50](results/speedups.jsonl) (acceptance 0.81," in row
@@ -94,33 +74,28 @@ def test_random_weights_of_a_sweep_predict_too_and_measure_no_speedup(tmp_path):
 
 def test_ratios_of_the_same_shape_are_measurements(tmp_path):
     other = gpu_costs(draft_step_ms=19.0), gpu_costs(draft_budget=256, draft_step_ms=19.0, draft_weights="int4")
-    text = write_gpu(tmp_path, gpu_costs(draft_budget=256), gpu_costs(prefix_len=4096, B=64, gamma=4), *other)
+    text = page_of(tmp_path, gpu_costs(draft_budget=256), gpu_costs(prefix_len=4096, B=64, gamma=4), *other)
     draft = page_row(text, "Ratios of costs", "draft step / plain step | Llama-3.1-8B | budget 256 | 16384 | 32 |")
     assert "| 0.245 | [0.20](results/gpu.jsonl) (random weights, NVIDIA X, gamma 3, 16000 tokens) |" in draft
     verify = page_row(text, "Ratios of costs", "verification / plain step | Llama-3.1-8B | gamma 4 | 4096 | 64 |")
     assert "| 1.41 | [1.30](results/gpu.jsonl)" in verify
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(tmp_path, monkeypatch)
-
-
-def test_the_same_model_is_measured_in_the_published_row(run, tmp_path):
-    run.model = "meta-llama/Meta-Llama-3.1-8B"
-    run(speedup_tables, "--B", "32", "--prefix_len", "32768")
+def test_the_same_model_is_measured_in_the_published_row(runs, tmp_path):
+    runs.model = "meta-llama/Meta-Llama-3.1-8B"
+    runs(speedup_tables, "--B", "32", "--prefix_len", "32768")
     row = page_row(published_page.page(tmp_path, tmp_path), "Speedups on 8xA100", "Llama-3.1-8B | self | 32000 | 32 |")
     assert "| 1.22 | [1.30](results/speedups.jsonl) (a CPU, 2 cores, gamma 3, 32768 tokens) |" in row
     assert row.endswith("| - |")  # and it is not the built-in model
 
 
-def test_the_built_in_model_stays_in_a_column_of_its_own(run, tmp_path):
-    run(speedup_tables, "--B", "32", "--prefix_len", "1000", "4000", draws=True)
-    run(acceptance_by_context, "--prefix_len", "4000", "--texts", "greedy")
+def test_the_built_in_model_stays_in_a_column_of_its_own(runs, tmp_path):
+    runs(speedup_tables, "--B", "32", "--prefix_len", "1000", "4000", draws=True)
+    runs(acceptance_by_context, "--prefix_len", "4000", "--texts", "greedy")
     text = published_page.page(tmp_path, tmp_path / "figures")
-    row = page_row(text, "Figure 6: LLaMA-2-7B-32K, self-speculation, 8xA100", "LLaMA-2-7B-32K | self | 4000 | 48 |")
+    row = page_row(text, LLAMA_2, "LLaMA-2-7B-32K | self | 4000 | 48 |")
     assert f"| 1.06 | {NONE} | - | [1.30](results/speedups.jsonl) (32 rows, 4000 tokens, gamma 3, a CPU" in row
-    row = page_row(text, "Figure 6: LLaMA-2-7B-32K, self-speculation, 8xA100", "LLaMA-2-7B-32K | self | 4000 | 128 |")
+    row = page_row(text, LLAMA_2, "LLaMA-2-7B-32K | self | 4000 | 128 |")
     assert row.endswith(f"| {NONE} | - | - |")  # four times the rows are not near
     row = page_row(text, "Acceptance by context", "Llama-3.1-8B | self | 4000 |")
     assert f"| 0.84 | {NONE} | [0.756](results/acceptance.jsonl) (greedy text, a CPU, 2 cores) |" in row

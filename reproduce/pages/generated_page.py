@@ -1,61 +1,91 @@
-"""Pages that are made from records: written, or checked to be what the records say."""
-
-from __future__ import annotations
+"""Pages that are made of records: which of them count, how tables name where they come from, how a page is written."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError, flag
+from common.checkout import ROOT
+from common.errors import ConfigError, DataError, flag
+from common.jsonl import read_lines
+from common.tables import Column, markdown
+from reproduce.paper.columns import NONE, machine_name
+from reproduce.paper.published import Record
+
+RESULTS, GPU = ROOT / "reproduce" / "results", "gpu.jsonl"
 
 
 @dataclass(frozen=True)
 class Options:
     """Of a script that makes a page. Errors: ConfigError unless there are records to read, and a place for the page."""
 
-    results: Path
-    """the folder with the records"""
-    page: Path
-    """the page to write"""
-    check: bool = False
-    """write nothing; exit code 1 if the page is stale"""
+    page: Path  # the page to write
+    results: Path = RESULTS  # the folder with the records
+    check: bool = False  # write nothing; exit code 1 if the page is stale
 
     def __post_init__(self) -> None:
         require_folder("results", self.results)
-        if not self.page.parent.is_dir():
-            raise ConfigError(
-                "there is no folder for the page",
-                where=flag("page"),
-                seen=self.page,
-                required="a file in an existing folder",
-                fix=f"create {self.page.parent}, or leave out {flag('page')}",
-            )
+        where, folder = flag("page"), self.page.parent
+        if not folder.is_dir():
+            required, fix = "a file in an existing folder", f"create {folder}, or leave out {where}"
+            raise ConfigError("there is no folder for the page", where, self.page, required, fix)
         if self.page.is_dir():
-            raise ConfigError(
-                "a folder is no page",
-                where=flag("page"),
-                seen=self.page,
-                required="a file",
-                fix="name a file in that folder",
-            )
+            raise ConfigError("a folder is no page", where, self.page, "a file", "name a file in that folder")
 
-    def write_or_check(self, wanted: str, script: str) -> None:
-        """Write the page, or exit with code 1 if it is not the wanted text; `script` is what makes it."""
+    def write_or_check(self, wanted: str) -> None:
+        """Write the page, or exit with code 1 if it says something else."""
         if not self.check:
             self.page.write_text(wanted, encoding="utf-8")
             print(f"wrote {self.page}")
         elif not self.page.is_file() or self.page.read_text(encoding="utf-8") != wanted:
-            print(f"{self.page} is not what its records say: python {script}", file=sys.stderr)
+            script = f"python reproduce/{Path(sys.argv[0]).name}"
+            print(f"{self.page} is not what its records say: {script}", file=sys.stderr)
             sys.exit(1)
 
 
 def require_folder(name: str, folder: Path) -> None:
     """Of a folder to read. Errors: ConfigError: made without it, the page would say that nothing was measured."""
     if not folder.is_dir():
-        raise ConfigError(
-            "there is no such folder",
-            where=flag(name),
-            seen=folder,
-            required="an existing folder",
-            fix=f"correct the path, or leave out {flag(name)}",
-        )
+        fix = f"correct the path, or leave out {flag(name)}"
+        raise ConfigError("there is no such folder", flag(name), folder, "an existing folder", fix)
+
+
+def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
+    """The file's records of those kinds that count: the last one of each cell, and none of a quick run.
+
+    Each says in `file` where it is. Errors: DataError naming a line that is no record.
+    """
+    kept: dict[object, Record] = {}
+    for number, record in read_lines(folder / name):
+        if not isinstance(record, dict):
+            where, fix = f"{folder / name}, line {number}", "delete this line, and measure again what it recorded"
+            raise DataError("a line is not a record", where, str(record)[:80], "a JSON object", fix)
+        if record.get("benchmark") in benchmarks and not record.get("quick") and record.get("status") != "skipped":
+            key = (record["benchmark"], record["cell"]) if "cell" in record else number
+            kept.pop(key, None)
+            kept[key] = record | {"file": name}
+    return list(kept.values())
+
+
+def link(text: str, record: Record) -> str:
+    return f"[{text}](results/{record['file']})"
+
+
+def source(records: Sequence[Record]) -> str:
+    """Which files, commits and machines a table comes from."""
+    files = dict.fromkeys(link(record["file"], record) for record in records)
+    commits = dict.fromkeys(f"`{(record.get('git_commit') or 'unknown')[:12]}`" for record in records)
+    machines = {}
+    for record in records:
+        triton = f", Triton {record['triton_version']}" if record.get("triton_version") else ""
+        machines[f"{machine_name(record)}, PyTorch {record.get('torch_version')}{triton}"] = None
+    return f"Record: {', '.join(files)}; commit {', '.join(commits)}; {'; '.join(machines)}."
+
+
+def table(what: str, records: Sequence[Record], columns: Sequence[Column], file: str) -> str:
+    """A row per record, and where they come from; or that there are none."""
+    return f"{markdown(records, columns)}\n\n{source(records)}" if records else absent(what, file)
+
+
+def absent(what: str, file: str) -> str:
+    return f"{what}: {NONE} (no such record in `results/{file}`)."

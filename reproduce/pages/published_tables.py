@@ -1,33 +1,41 @@
 """Tables of all published numbers: what was measured of the same, what is predicted, what was measured near it."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
+from typing import Any
 
 from common.tables import Column, markdown
 from engine.cost_model.costs import tokens_per_round
 from models.checkpoints.default_model import DEFAULT_NAME
-from reproduce.pages.page_records import Records, link
+from reproduce.pages.generated_page import link
 from reproduce.paper import columns
-from reproduce.paper.columns import NONE, machine_name, published_text, quotient, speedup_text
-from reproduce.paper.published import SELF, Fact, Record, draft_name, published
+from reproduce.paper.columns import NONE, machine_name, over, published_text, speedup_text
+from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, pairs_of, published, target_name
 
 # How far from a published setting a measurement may be to be called the nearest one.
 NEAR = 2.0
 MEASURED = "measured on the same model"
 PREDICTED = "predicted from measured costs"
 NEAREST = "nearest on the built-in model"
-MODELS = Column(attrgetter("target"), "target", align="<"), Column(attrgetter("draft"), "draft", align="<")
-SIZE = Column(attrgetter("context"), "context"), Column(attrgetter("B"), "rows")
+MODELS, CONTEXT, ROWS = columns.of("target", "draft"), *columns.of("prefix_len", "B")
+VALUE = Column("value", "published", published_text)
 Value = Callable[[Record], float | None]
+Shown = Callable[[Any], str]
 
 
-def _listed(
-    records: Iterable[Record], value: Value, show: Callable[[float], str], say: Callable[[Record], str], mark: str = ""
-) -> str:
+@dataclass(frozen=True)
+class Records:
+    """What was measured: runs of speculation, runs of random weights, which are costs, and rows of acceptance."""
+
+    speculation: list[Record]
+    costs: list[Record]
+    acceptance: list[Record]
+
+
+def _listed(records: Sequence[Record], value: Value, show: Shown, say: Shown, mark: str = "") -> str:
     """The records that have a value: it, behind the mark, linked to the record, and what is said of the record."""
     known = [(record, value(record)) for record in records]
     return "; ".join(f"{mark}{link(show(v), record)} ({say(record)})" for record, v in known if v is not None) or NONE
@@ -36,31 +44,30 @@ def _listed(
 def _details(record: Record) -> str:
     """What a reader has to know of a measurement that stands beside a published number."""
     kv = record.get("kv_dtype")
-    parts = [machine_name(record), f"gamma {record['gamma']}", f"{record['prefix_len']} tokens"]
-    return ", ".join(parts + ([f"{kv} KV"] if kv and kv != record.get("dtype") else []))
+    own = f", {kv} KV" if kv and kv != record.get("dtype") else ""
+    return f"{machine_name(record)}, gamma {record['gamma']}, {record['prefix_len']} tokens{own}"
 
 
-def measured_speedup(records: Records, fact: Fact) -> str:
+def measured_speedup(records: Records, fact: Record) -> str:
     """Of the published model in the published setting."""
-    return _listed(filter(fact.is_of, records.speculation), itemgetter("speedup"), speedup_text, _details)
+    found = [record for record in records.speculation if is_of(fact, record)]
+    return _listed(found, itemgetter("speedup"), speedup_text, _details)
 
 
-def predicted_speedup(records: Records, fact: Fact) -> str:
+def predicted_speedup(records: Records, fact: Record) -> str:
     """Expected tokens of a round by the published acceptance, over the measured time of a round in plain steps.
 
     Only where the costs are those of the published draft: its budget, and weights as the target's.
     """
-    alpha = published().alpha(fact.target, fact.draft, fact.context)
+    alpha = published().alpha(target_name(fact), draft_name(fact), fact["prefix_len"])
     if alpha is None:
         return "-"
 
     def predicted(record: Record) -> float | None:
-        round_in_steps = quotient(record, "round_ms")
+        round_in_steps = over("round_ms")(record)
         return tokens_per_round(alpha, record["gamma"]) / round_in_steps if round_in_steps else None
 
-    found = [
-        record for record in records.costs if fact.draft == SELF and fact.is_of(record) and has_plain_draft(record)
-    ]
+    found = [record for record in records.costs if is_of(fact, record) and has_plain_draft(record)]
     return _listed(found, predicted, speedup_text, lambda of: f"acceptance {alpha}, {_details(of)}", "predicted ")
 
 
@@ -69,77 +76,69 @@ def has_plain_draft(record: Record) -> bool:
     return record.get("draft_weights") in (None, "same") and record.get("draft_dtype") == record.get("dtype")
 
 
-def nearest_speedup(records: Records, fact: Fact) -> str:
+def nearest_speedup(records: Records, fact: Record) -> str:
     """The built-in model's run with the same kind of draft and the nearest size, if it is within a factor of NEAR."""
+    sizes, is_self = ("prefix_len", "B"), draft_name(fact) == SELF
 
-    def away(record: Record) -> tuple[float, float, int]:
-        context, rows = abs(math.log(record["prefix_len"] / fact.context)), abs(math.log(record["B"] / (fact.B or 1)))
-        return max(context, rows), context + rows, abs(record["gamma"] - (fact.gamma or record["gamma"]))
+    def away(record: Record) -> tuple[float, int]:
+        gamma = fact["gamma"] or record["gamma"]
+        return sum(abs(math.log(record[size] / fact[size])) for size in sizes), abs(record["gamma"] - gamma)
 
-    found = [
+    near = [
         record
         for record in records.speculation
-        if record["model"] == DEFAULT_NAME
-        and (draft_name(record) == SELF) == (fact.draft == SELF)
-        and record.get("speedup") is not None
-        and away(record)[0] <= math.log(NEAR) + 1e-9
+        if record["model"] == DEFAULT_NAME and (draft_name(record) == SELF) == is_self
+        if record.get("speedup") is not None
+        if all(1 / NEAR <= record[size] / fact[size] <= NEAR for size in sizes)
     ]
-    if not found:
+    if not near:
         return "-"
-    one = min(found, key=lambda record: away(record)[1:])
-    details = f"{one['B']} rows, {one['prefix_len']} tokens, gamma {one['gamma']}, {machine_name(one)}"
-    return _listed([one], itemgetter("speedup"), speedup_text, lambda _: details)
+    one = min(near, key=away)
+    said = f"{one['B']} rows, {one['prefix_len']} tokens, gamma {one['gamma']}, {machine_name(one)}"
+    return f"{link(speedup_text(one['speedup']), one)} ({said})"
 
 
-def speedups(facts: Sequence[Fact], records: Records) -> str:
-    beside = [
-        Column(partial(of, records), head, align="<")
-        for of, head in ((measured_speedup, MEASURED), (predicted_speedup, PREDICTED), (nearest_speedup, NEAREST))
-    ]
-    gamma = Column(attrgetter("gamma"), "gamma", missing="not shown")
-    value = Column(attrgetter("value"), "published", columns.published_speedup_text)
-    return markdown(facts, [*MODELS, *SIZE, gamma, value, *beside])
+def speedups(facts: Sequence[Record], records: Records) -> str:
+    beside = {MEASURED: measured_speedup, PREDICTED: predicted_speedup, NEAREST: nearest_speedup}
+    gamma = Column("gamma", "gamma", missing="not shown")
+    value = Column("value", "published", columns.published_speedup_text)
+    others = (Column(partial(of, records), head, align="<") for head, of in beside.items())
+    return markdown(facts, [*MODELS, CONTEXT, ROWS, gamma, value, *others])
 
 
 def acceptance(records: Records) -> str:
-    rows = columns.rows_of(records.acceptance)
+    def beside(head: str, counts: Callable[[Record, Record], bool]) -> Column:
+        def listed(fact: Record) -> str:
+            found = [row for row in records.acceptance if counts(fact, row)]
+            return _listed(found, itemgetter("acceptance_rate"), "{:.3f}".format, say)
 
-    def rates(head: str, counts: Callable[[Fact, Record], bool]) -> Column:
-        def shown(fact: Fact) -> str:
-            return _listed(
-                (row for row in rows if counts(fact, row)), itemgetter("acceptance_rate"), "{:.3f}".format, say
-            )
-
-        return Column(shown, head, align="<")
+        return Column(listed, head, align="<")
 
     def say(row: Record) -> str:
         return f"{row['text']} text, {machine_name(row)}"
 
-    same = rates(MEASURED, Fact.is_of)
-    head = "same context on the built-in model"
-    built_in = rates(head, lambda fact, row: row["model"] == DEFAULT_NAME and fact.is_setting_of(row))
-    value = Column(attrgetter("value"), "published", published_text)
-    return markdown(published().acceptance, [*MODELS, SIZE[0], value, same, built_in])
+    def is_built_in(fact: Record, row: Record) -> bool:
+        return row["model"] == DEFAULT_NAME and is_setting_of(fact, row)
+
+    own = beside(MEASURED, is_of), beside("same context on the built-in model", is_built_in)
+    return markdown(published().acceptance, [*MODELS, CONTEXT, VALUE, *own])
 
 
 def ratios(records: Records) -> str:
-    def measured(fact: Fact) -> str:
-        found = [record for record in (*records.speculation, *records.costs) if fact.is_of(record)]
-        found = [record for record in found if fact.what == "verify" or has_plain_draft(record)]
-        return _listed(found, columns.over_plain_step(fact.what), "{:.2f}".format, say)
+    def at(fact: Record) -> str:
+        return f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}"
 
     def say(record: Record) -> str:
         return ("random weights, " if record.get("load_format") == "dummy" else "") + _details(record)
 
-    shown = [
-        Column(lambda fact: columns.KINDS[fact.what], "ratio", align="<"),
-        MODELS[0],
-        Column(lambda fact: f"gamma {fact.gamma}" if fact.gamma else f"budget {fact.budget}", "at", align="<"),
-        *SIZE,
-        Column(attrgetter("value"), "published", published_text),
-        Column(measured, "measured on the same shape", align="<"),
-    ]
-    return markdown(published().ratios, shown)
+    def measured(fact: Record) -> str:
+        kind, runs = fact["kind"], [*records.speculation, *records.costs]
+        found = [run for run in runs if is_of(fact, run) and (kind == "verify" or has_plain_draft(run))]
+        return _listed(found, over(f"{kind}_step_ms"), "{:.2f}".format, say)
+
+    kind, setting = Column("kind", "ratio", columns.KINDS.get, align="<"), Column(at, "at", align="<")
+    own = Column(measured, "measured on the same shape", align="<")
+    return markdown(published().ratios, [kind, MODELS[0], setting, CONTEXT, ROWS, VALUE, own])
 
 
 def published_section(records: Records) -> str:
@@ -156,13 +155,13 @@ def published_section(records: Records) -> str:
         "nothing that near was measured.\n\n"
         f"`{columns.SLOWER}`: slower than plain decoding. The published formula: `{facts.formula}`."
     ]
-    for machine in dict.fromkeys(fact.machine for fact in facts.speedup_tables):
-        rows = [fact for fact in facts.speedup_tables if fact.machine == machine]
+    for machine in dict.fromkeys(fact["origin"] for fact in facts.speedup_tables):
+        rows = [fact for fact in facts.speedup_tables if fact["origin"] == machine]
         parts.append(f"### Speedups on {machine}\n\n{facts.notes['speedup_tables']}\n\n{speedups(rows, records)}")
     parts.append(f"### Acceptance by context\n\n{facts.notes['acceptance']}\n\n{acceptance(records)}")
-    for target, draft in dict.fromkeys((fact.target, fact.draft) for fact in facts.figure_6):
-        rows = [fact for fact in facts.figure_6 if (fact.target, fact.draft) == (target, draft)]
-        title = f"Figure 6: {target}, {'self-speculation' if draft == SELF else f'{draft} drafts'}, {rows[0].machine}"
+    for (target, draft), rows in pairs_of(facts.figure_6).items():
+        machine = rows[0]["origin"].removeprefix("figure 6, ")
+        title = f"Figure 6: {target}, {'self-speculation' if draft == SELF else f'{draft} drafts'}, {machine}"
         parts.append(f"### {title}\n\n{facts.notes['figure_6']}\n\n{speedups(rows, records)}")
     parts.append(f"### Ratios of costs\n\n{facts.notes['ratios']}\n\n{ratios(records)}")
     return "\n\n".join(parts)

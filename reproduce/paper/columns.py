@@ -1,13 +1,10 @@
 """The columns of all tables of runs, here and on the pages, and the rows that set published numbers beside them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
-from common.tables import Column
-from reproduce.paper.published import SELF, Fact, Record, draft_name, published, speedup, target_name
+from common.tables import Column, console
+from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, published, speedup, target_name
 
 NONE = "not measured"
 SLOWER = "*"
@@ -18,37 +15,22 @@ KINDS = {"verify": "verification / plain step", "draft": "draft step / plain ste
 measured = partial(Column, missing=NONE)
 
 
-def quotient(record: Mapping[str, Any], numerator: str, denominator: str = "baseline_step_ms") -> float | None:
-    above, below = record.get(numerator), record.get(denominator)
-    return None if above is None or not below else above / below
+def over(numerator: str, denominator: str = "baseline_step_ms") -> Callable[[Record], float | None]:
+    """The quotient of two of a record's figures; None where one was not measured, such as the tokens of a round with
+    random weights, which accept what they do by chance.
+    """
+
+    def quotient(record: Record) -> float | None:
+        above, below = record.get(numerator), record.get(denominator)
+        return None if above is None or not below else above / below
+
+    return quotient
 
 
-def formula_speedup(record: Record) -> float | None:
+def _formula_speedup(record: Record) -> float | None:
     """What the published formula makes of the record's own acceptance and step times."""
-    draft, verify = quotient(record, "draft_step_ms"), quotient(record, "verify_step_ms")
-    alpha = record.get("acceptance_rate")
-    if draft is None or verify is None or alpha is None:
-        return None
-    return speedup(alpha, record["gamma"], draft, verify)
-
-
-def ms_per_token(record: Record) -> float | None:
-    """A round over the tokens that a row gets of it; None with random weights, which accept what they do by chance."""
-    return quotient(record, "round_ms", "mean_accepted_length")
-
-
-def identical_rows(record: Record) -> str | None:
-    same = record.get("identical_sequences")
-    return None if same is None else f"{same:.0f} of {record['sequences']}"
-
-
-def draft_weights(record: Record) -> str:
-    return record.get("draft_weights") or str(record.get("draft_dtype"))
-
-
-def speedup_text(value: float) -> str:
-    """Marked where speculation is slower than plain decoding."""
-    return f"{value:.2f}" + (SLOWER if value < 1 else "")
+    alpha, *costs = record.get("acceptance_rate"), *(over(f"{kind}_step_ms")(record) for kind in ("draft", "verify"))
+    return None if None in (alpha, *costs) else speedup(alpha, record["gamma"], *costs)
 
 
 def published_text(value: float) -> str:
@@ -56,12 +38,17 @@ def published_text(value: float) -> str:
     return f"{value:.2f}" if round(value, 2) == value else f"{value:g}"
 
 
-def published_speedup_text(value: float) -> str:
-    return published_text(value) + (SLOWER if value < 1 else "")
+def speedup_text(value: float, show: Callable[[float], str] = "{:.2f}".format) -> str:
+    """Marked where speculation is slower than plain decoding."""
+    return show(value) + (SLOWER if value < 1 else "")
 
 
-def over_plain_step(kind: str) -> Callable[[Record], float | None]:
-    return lambda record: quotient(record, f"{kind}_step_ms")
+published_speedup_text = partial(speedup_text, show=published_text)
+
+
+def _identical(record: Record) -> str | None:
+    same = record.get("identical_sequences")
+    return None if same is None else f"{same:.0f} of {record['sequences']}"
 
 
 def _rates(by_position: Sequence[float | None]) -> str:
@@ -77,15 +64,15 @@ def _pointwise(record: Record) -> str:
 COLUMNS = {
     "target": Column(target_name, "target", align="<"),
     "draft": Column(draft_name, "draft", align="<"),
-    "draft_weights": Column(draft_weights, "draft weights", align="<"),
+    "draft_weights": Column(lambda row: row.get("draft_weights") or row.get("draft_dtype"), "draft weights", align="<"),
     "pointwise": Column(_pointwise, "pointwise", align="<"),
     "budget or all": Column(lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"], "budget"),
-    "identical": Column(identical_rows, "identical rows"),
-    "verify / plain": measured(over_plain_step("verify"), KINDS["verify"], ".2f"),
-    "draft / plain": measured(over_plain_step("draft"), KINDS["draft"], ".2f"),
-    "formula": measured(formula_speedup, "by the formula", speedup_text),
-    "plain_ms_per_token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
-    "ms_per_token": measured(ms_per_token, "speculation, ms a token", ".1f"),
+    "identical": Column(_identical, "identical rows"),
+    "verify / plain": measured(over("verify_step_ms"), KINDS["verify"], ".2f"),
+    "draft / plain": measured(over("draft_step_ms"), KINDS["draft"], ".2f"),
+    "formula": measured(_formula_speedup, "by the formula", speedup_text),
+    "plain ms per token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
+    "ms per token": measured(over("round_ms", "mean_accepted_length"), "speculation, ms a token", ".1f"),
     **{
         column.key: column
         for column in (
@@ -95,6 +82,7 @@ COLUMNS = {
             Column("draft_budget", "budget"),
             Column("draft_policy", "policy", align="<"),
             Column("text", "text", align="<"),
+            Column(PUBLISHED, "published", published_text),
             Column("judged", "verified positions"),
             Column("acceptance_per_position", "by draft position", _rates),
             measured("model", "model", align="<"),
@@ -133,7 +121,8 @@ ACCEPTANCE = of("target", "draft", "prefix_len", "B", "gamma", "budget or all", 
 DRAFT = of("gamma", "draft_budget", "draft_weights")
 STEPS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms")
 SPECULATION = of("speedup", "wall_speedup", *STEPS, "acceptance_rate", "mean_accepted_length")
-FLOW = of("plain_ms_per_token", "baseline_tokens_per_second", "ms_per_token", "decode_tokens_per_second")
+ACCEPTED = of(*ACCEPTANCE, PUBLISHED, "acceptance_rate", "judged", "distinct_4gram_fraction")
+FLOW = of("plain ms per token", "baseline_tokens_per_second", "ms per token", "decode_tokens_per_second")
 
 
 def by_size(record: Record) -> tuple:
@@ -142,29 +131,20 @@ def by_size(record: Record) -> tuple:
     return *who, *(record.get(key) or 0 for key in ("prefix_len", "B", "gamma", "draft_budget"))
 
 
-def beside(records: Iterable[Record], facts: Sequence[Fact], any_target: bool = False) -> list[Record]:
-    """Each record with the published facts of its setting, then each setting without a record, as one that measured
-    nothing; by size. any_target: also facts of another target than the record's.
+def beside(records: Iterable[Record], facts: Sequence[Record], any_target: bool = False) -> list[Record]:
+    """Each record with the published numbers of its setting, under their origin or PUBLISHED, then each setting without
+    a record, as one that measured nothing; by size. any_target: also numbers of another target than the record's.
     """
-    rows = [
-        record | {PUBLISHED: [f for f in facts if (f.is_setting_of if any_target else f.is_of)(record)]}
-        for record in records
-    ]
-    measured_facts = [fact for row in rows for fact in row[PUBLISHED]]
-    missing: dict[tuple, Record] = {}
+    counts = is_setting_of if any_target else is_of
+    found = [(record, [fact for fact in facts if counts(fact, record)]) for record in records]
+    measured_facts = [fact for _, known in found for fact in known]
+    missing: dict[tuple, list[Record]] = {}
     for fact in facts:
         if fact not in measured_facts:
-            missing.setdefault(tuple(fact.record.values()), fact.record | {PUBLISHED: []})[PUBLISHED].append(fact)
-    return sorted([*rows, *missing.values()], key=by_size)
-
-
-def published_column(origin: str | None = None, show: Any = published_text) -> Column:
-    """The number that was published for a row of `beside`; `origin`: in this table or figure."""
-
-    def value(row: Record) -> float | None:
-        return next((fact.value for fact in row[PUBLISHED] if origin in (None, fact.origin)), None)
-
-    return Column(value, origin or PUBLISHED, show)
+            missing.setdefault(by_size(fact), []).append(fact)
+    found += [(known[0], known) for known in missing.values()]
+    rows = [record | {fact.get("origin", PUBLISHED): fact["value"] for fact in known} for record, known in found]
+    return sorted(rows, key=by_size)
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:
@@ -172,26 +152,24 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
     return [record | row for record in records for row in record["rows"]]
 
 
-def machine_name(record: Mapping[str, Any]) -> str:
+def machine_name(record: Record) -> str:
     return str(record.get("gpu") or record.get("machine"))
 
 
-def differences(records: Sequence[Record]) -> str:
-    """Said once above a table: what was published, what was measured, and that one is not the other."""
-    lines = [f"  published: {published().setting}"]
+def side_by_side(
+    title: str, records: Sequence[Record], note: str, rows: Iterable[Record], columns: Sequence[Column]
+) -> str:
+    """A table for the console: above it what was published, what was measured, and that one is not the other."""
+    lines = [f"  {title}\n", f"  published: {published().setting}"]
+    lines += [f"  measured:  {text}" for text in dict.fromkeys(map(_measured, records))]
     if not records:
-        return "\n".join([*lines, f"  measured:  nothing; every measured figure is {NONE!r}"])
-    described = dict.fromkeys(
-        f"{target_name(record)}, {_text_of(record)}, {machine_name(record)}, {record.get('dtype') or 'dtype unknown'}"
-        for record in records
-    )
-    lines += [f"  measured:  {text}" for text in described]
-    if not {target_name(record) for record in records} & published().checkpoint_names.keys():
+        lines.append(f"  measured:  nothing; every measured figure is {NONE!r}")
+    elif not {target_name(record) for record in records} & published().checkpoint_names.keys():
         lines.append("  Another model on another machine: compare where the columns rise and fall, not their values.")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  {note}\n", console(rows, columns)])
 
 
-def _text_of(record: Record) -> str:
-    if record.get("load_format") == "dummy":
-        return "random weights"
-    return "the built-in book" if record.get("dataset") in (None, "default") else str(record["dataset"])
+def _measured(record: Record) -> str:
+    text = "the built-in book" if record.get("dataset") in (None, "default") else record["dataset"]
+    said = "random weights" if record.get("load_format") == "dummy" else text
+    return f"{target_name(record)}, {said}, {machine_name(record)}, {record.get('dtype') or 'dtype unknown'}"

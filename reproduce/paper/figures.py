@@ -1,17 +1,23 @@
 """The one place for matplotlib: a common style, and files that are the same bytes whenever the numbers are."""
 
-from __future__ import annotations
-
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from kv_cache.policy import policies
+from reproduce.paper.columns import TEXTS
+from reproduce.paper.published import SELF, Record, draft_name, target_name
 
+# Of the draft's cache, in the order of their colours.
+POLICIES = (*dict.fromkeys(("full", "streaming", "snapkv", *policies())),)
+# An entry of a record, or a function of it.
+Key = str | Callable[[Record], Any]
+# Keywords of matplotlib's `plot`.
+Style = Mapping[str, Any]
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
@@ -20,43 +26,37 @@ CATEGORIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
 SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 MARKERS = "osD^vP"
 PANEL_INCHES, LEGEND_LINE_INCHES, PAD_INCHES = (5.0, 3.6), 0.145, 0.08
-# What is published lies above what is measured, and is larger, so that neither hides the other.
+# What is published is open markers on a dashed line, what is measured is filled ones; the former lie above,
+# and are larger, so that neither hides the other.
 PUBLISHED = {"linestyle": "--", "linewidth": 0.9, "markersize": 6.5, "markerfacecolor": "none", "zorder": 4}
 MEASURED = {"linestyle": "-", "linewidth": 1.4, "markersize": 4.5, "zorder": 3}
+POINTS = MEASURED | {"linestyle": "none"}
 STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 7,
-    "figure.dpi": 130,
-    "figure.constrained_layout.w_pad": PAD_INCHES,
-    "figure.constrained_layout.h_pad": PAD_INCHES,
-    "svg.hashsalt": "foretoken",
-    "svg.fonttype": "path",
+    "font": {"size": 9},
+    "axes": {"titlesize": 9.5, "grid": True},
+    "axes.spines": {"top": False, "right": False},
+    "grid": {"alpha": 0.3},
+    "legend": {"frameon": False, "fontsize": 7},
+    "figure": {"dpi": 130},
+    "figure.constrained_layout": {"w_pad": PAD_INCHES, "h_pad": PAD_INCHES},
+    "svg": {"hashsalt": "foretoken", "fonttype": "path"},
 }
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together: open markers on a dashed line where they are published, else filled ones."""
+    """Points that belong together. names: one for each point, written beside it."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    colour: str
-    is_published: bool = False
-    marker: str = "o"
-    names: Sequence[str] = ()  # one for each point, written beside it
-    has_line: bool = True
+    style: Style
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes, labelled with units. reference: a horizontal line, and what is written on it.
+    """One pair of axes, labelled with units. is_speedup: with a line where plain decoding is.
 
     x_names: what stands at 0, 1, 2 ... of a horizontal axis that has names instead of numbers.
     """
@@ -64,43 +64,41 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    series: tuple[Series, ...]
+    series: Sequence[Series]
     is_log_x: bool = True
-    reference: tuple[float, str] | None = None
-    x_names: tuple[str, ...] = ()
+    is_speedup: bool = False
+    x_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Figure:
     title: str
-    panels: tuple[Panel, ...]
+    panels: Sequence[Panel]
 
 
 def lines(
-    rows: Iterable[Any],
-    label: Callable[[Any], str],
-    x: Callable[[Any], float | None],
-    y: Callable[[Any], float | None],
-    colour: Callable[[Any], str] | None = None,
-    marker: Callable[[Any], str] | str | None = None,
-    name: Callable[[Any], str] | None = None,
-    **style: Any,
+    rows: Iterable[Record],
+    label: Key,
+    x: Key,
+    y: Key,
+    look: Callable[[Record], Style] | None = None,
+    name: Callable[[Record], str] | None = None,
+    style: Style = MEASURED,
 ) -> list[Series]:
-    """A series for each label, of the rows that have both numbers, by x; in the colour and with the marker of its first
-    row, or, where none is given, with those of its place among the series. name: what is written beside a row's point.
+    """A series for each label, of the rows that have both numbers, by x; its colour and marker are those of its place
+    among the series, unless `look` has others for its first row. name: what is written beside a row's point.
     """
-    groups: dict[str, list[tuple[float, float, Any]]] = {}
+    groups: dict[str, list[tuple[float, float, Record]]] = {}
     for row in rows:
-        at, height = x(row), y(row)
+        title, at, height = (key(row) if callable(key) else row.get(key) for key in (label, x, y))
         if at is not None and height is not None:
-            groups.setdefault(label(row), []).append((at, height, row))
+            groups.setdefault(title, []).append((at, height, row))
     found = []
     for place, (title, group) in enumerate(groups.items()):
-        xs, ys, members = zip(*sorted(group, key=itemgetter(0)), strict=True)
-        own_colour = colour(members[0]) if colour else CATEGORIES[place % len(CATEGORIES)]
-        own_marker = marker(members[0]) if callable(marker) else marker or MARKERS[place % len(MARKERS)]
-        names = tuple(map(name, members)) if name else ()
-        found.append(Series(title, xs, ys, own_colour, marker=own_marker, names=names, **style))
+        xs, ys, members = zip(*sorted(group, key=lambda point: point[0]), strict=True)
+        own = {"color": CATEGORIES[place % len(CATEGORIES)], "marker": MARKERS[place % len(MARKERS)]}
+        own |= look(members[0]) if look else {}
+        found.append(Series(title, xs, ys, {**style, **own}, [name(member) for member in members] if name else ()))
     return found
 
 
@@ -116,82 +114,119 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(
-            "figures are drawn with matplotlib, which is not installed",
-            where=f"the Python environment {Path(sys.prefix).name}",
-            seen=str(error),
-            required="matplotlib",
-            fix="pip install -r requirements-dev.txt, or: pip install matplotlib",
-        ) from error
+        what, where = "figures are drawn with matplotlib, which is not installed", Path(sys.prefix).name
+        fix = "pip install -r requirements-dev.txt, or: pip install matplotlib"
+        raise ConfigError(what, f"the Python environment {where}", error, "matplotlib", fix) from error
     return matplotlib
 
 
 def save(figure: Figure, name: str, folder: Path) -> list[Path]:
     """Draw to folder/name.png and folder/name.svg. Errors: ConfigError if they cannot be drawn or written."""
     matplotlib = require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    with matplotlib.rc_context(STYLE):
+    # Neither a date nor a version: the same numbers give the same bytes.
+    files = {folder / f"{name}.png": ["Software"], folder / f"{name}.svg": ["Date", "Creator"]}
+    with matplotlib.rc_context():
+        for group, style in STYLE.items():
+            matplotlib.rc(group, **style)
         width, height = PANEL_INCHES
-        height += LEGEND_LINE_INCHES * max(
-            sum(1 + series.label.count("\n") for series in panel.series) for panel in figure.panels
-        )
-        canvas = Canvas(figsize=(width * len(figure.panels), height), layout="constrained")
-        FigureCanvasAgg(canvas)
+        legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in figure.panels]
+        size = width * len(figure.panels), height + LEGEND_LINE_INCHES * max(legends)
+        canvas = Canvas(figsize=size, layout="constrained")
         canvas.suptitle(figure.title, fontsize=10)
         for axes, panel in zip(canvas.subplots(1, len(figure.panels), squeeze=False)[0], figure.panels, strict=True):
             _draw(axes, panel)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Neither a date nor a version: the same numbers give the same bytes.
-            canvas.savefig(paths[0], bbox_inches="tight", metadata={"Software": None})
-            canvas.savefig(paths[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
+            for path, unsaid in files.items():
+                canvas.savefig(path, bbox_inches="tight", metadata=dict.fromkeys(unsaid))
         except OSError as error:
-            raise ConfigError(
-                "a figure cannot be written",
-                where="--figures",
-                seen=f"{folder}: {error.strerror}",
-                required="a folder that can be made and written to",
-                fix="name another folder",
-            ) from error
-    return paths
+            what, required = "a figure cannot be written", "a folder that can be made and written to"
+            seen = f"{folder}: {error.strerror}"
+            raise ConfigError(what, "--figures", seen, required, "name another folder") from error
+    return list(files)
 
 
 def _draw(axes: Any, panel: Panel) -> None:
     for series in panel.series:
-        points = sorted(zip(series.x, series.y, strict=True))
-        line = {} if series.has_line else {"linestyle": "none"}
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            marker=series.marker,
-            color=series.colour,
-            label=series.label,
-            **(PUBLISHED if series.is_published else MEASURED) | line,
-        )
-        for x, y, name in zip(series.x, series.y, series.names, strict=False):
-            axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=6.5, color=series.colour)
+        axes.plot(series.x, series.y, label=series.label, **series.style)
+        for *point, name in zip(series.x, series.y, series.names, strict=False):
+            look = {"fontsize": 6.5, "color": series.style["color"]}
+            axes.annotate(name, point, textcoords="offset points", xytext=(4, 4), **look)
     if panel.is_log_x:
-        _log_ticks(axes, [x for series in panel.series for x in series.x])
+        axes.set_xscale("log", base=2)
+    if panel.is_log_x and panel.series:  # named are powers of two times the smallest value: sizes double
+        values = [x for series in panel.series for x in series.x]
+        doublings = math.ceil(math.log2(max(values) / min(values)))
+        ticks = [min(values) * 2**power for power in range(doublings + 1)]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     if panel.x_names:
         axes.set_xticks(range(len(panel.x_names)), panel.x_names)
-    if panel.reference:
-        height, text = panel.reference
-        axes.axhline(height, color=BLACK, linewidth=0.8, linestyle=":")
-        axes.annotate(text, (0.01, height), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+    if panel.is_speedup:
+        axes.axhline(1, color=BLACK, linewidth=0.8, linestyle=":")
+        axes.annotate("plain decoding", (0.01, 1), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.series:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-def _log_ticks(axes: Any, values: list[float]) -> None:
-    """A logarithmic axis that names powers of two times the smallest value: sizes double, from row to row."""
-    axes.set_xscale("log", base=2)
-    if not values:
-        return
-    low, high = min(values), max(values)
-    ticks = [low * 2**power for power in range(math.ceil(math.log2(high / low)) + 1)]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+@dataclass(frozen=True)
+class Pair:
+    """What one panel shows: published numbers, and of these records the value `y` that stands beside them."""
+
+    title: str
+    facts: Sequence[Record]
+    records: Sequence[Record]
+    y: Key
+    y_label: str
+
+
+def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
+    """Over the rows decoded together: a line for each context, and for measured ones for each way to draft. What all of
+    these share is said above.
+    """
+    records = [record for pair in pairs for record in pair.records]
+    colours = shades(row["prefix_len"] for pair in pairs for row in (*pair.facts, *pair.records))
+    ways = list(map(_way, records))
+    shared = [part for n, part in enumerate(ways[0]) if all(way[n] == part for way in ways)] if ways else []
+
+    def look(row: Record) -> Style:
+        return {"color": colours[row["prefix_len"]], "marker": "o" if draft_name(row) == SELF else "s"}
+
+    def name(record: Record) -> str:
+        own = [part for part in _way(record) if part not in shared]
+        return ", ".join(["measured", f"{record['prefix_len']} tokens", *own])
+
+    def series(pair: Pair) -> list[Series]:
+        label = "published, {prefix_len} tokens".format_map
+        known = lines(pair.facts, label, "B", "value", lambda fact: look(fact) | {"marker": "o"}, style=PUBLISHED)
+        return known + lines(pair.records, name, "B", pair.y, look)
+
+    panels = [
+        Panel(pair.title, "rows decoded together", pair.y_label, series(pair), is_speedup=pair.y_label == "speedup")
+        for pair in pairs
+    ]
+    return Figure(title + (f"\nmeasured: {', '.join(shared)}" if shared else ""), panels)
+
+
+def _way(record: Record) -> tuple[str, ...]:
+    """The target, and how it is drafted for."""
+    draft = f"{draft_name(record)} draft in {record.get('draft_weights') or record.get('draft_dtype')}"
+    return target_name(record), draft, f"gamma {record['gamma']}", f"budget {record['draft_budget']}"
+
+
+def acceptance_curves(facts: Sequence[Record], rows: Sequence[Record], x: str) -> list[Series]:
+    """What was published, and a line for each model, policy and text; a colour is a policy, a marker a text."""
+    several = len({row["model"] for row in rows}) > 1
+
+    def label(row: Record) -> str:
+        return f"measured, {row['model'] + ', ' if several else ''}{row['draft_policy']}, {row['text']}"
+
+    def look(row: Record) -> Style:
+        return {"color": CATEGORIES[POLICIES.index(row["draft_policy"])], "marker": MARKERS[TEXTS.index(row["text"])]}
+
+    of_known = "published, {model}, {draft_policy}".format_map
+    known = lines(facts, of_known, x, "value", lambda _: {"color": BLACK, "marker": "o"}, style=PUBLISHED)
+    return known + lines(rows, label, x, "acceptance_rate", look)

@@ -1,9 +1,7 @@
 """What the reference system published (published.json): speedups, acceptance, ratios of costs, and their formula."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,62 +12,20 @@ from engine.cost_model.costs import tokens_per_round
 
 FILE = Path(__file__).resolve().parent / "published.json"
 SELF = "self"
-TEXTS = ("system", "paper", "source", "dataset", "tensor_parallel", "draft_policy", "draft_budget", "formula", "notes")
 # Contexts within this share of each other are the same setting: 8000 and 8192 tokens, say.
 SAME_CONTEXT = 0.03
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Fact:
-    """One published number, and its setting; what is None was not said, or does not matter.
-
-    what: "table" and "figure 6" are speedups over plain decoding, "acceptance" is the share of verified positions that
-    are accepted, "verify" and "draft" are a verification and a draft step over a step of plain decoding.
-    draft: "self", or the name of the draft model. context: prompt tokens. B: rows.
-    """
-
-    what: str
-    value: float
-    target: str
-    context: int
-    machine: str | None = None
-    draft: str = SELF
-    B: int | None = None
-    gamma: int | None = None
-    budget: int | None = None
-
-    @property
-    def origin(self) -> str | None:
-        """Where it was published: which machine's table, or the figure."""
-        return f"{self.what}, {self.machine}" if self.what == "figure 6" else self.machine
-
-    @property
-    def record(self) -> Record:
-        """Its setting, as a record of a run has it that measured nothing."""
-        draft = {"draft_model": None if self.draft == SELF else self.draft, "draft_policy": published().draft_policy}
-        size = {"prefix_len": self.context, "B": self.B, "gamma": self.gamma, "draft_budget": self.budget}
-        return {"model": self.target, **draft, **size}
-
-    def is_of(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record is of this model in this setting."""
-        return published().is_model(self.target, record.get("model")) and self.is_setting_of(record)
-
-    def is_setting_of(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record is of this setting, whatever its target model."""
-        return (
-            draft_name(record) == self.draft
-            and (self.what != "acceptance" or record.get("draft_policy") == published().draft_policy)
-            and same_context(record["prefix_len"], self.context)
-            and self.B in (None, record["B"])
-            and self.gamma in (None, record["gamma"])
-            and self.budget in (None, record.get("draft_budget"))
-        )
-
-
-@dataclass(frozen=True)
 class Published:
-    """All published numbers. checkpoint_names: what the published models are called where they are downloaded."""
+    """The contents of published.json. A published number is the `value` of a record, whose other keys are those of a
+    run's: its setting. What is null or absent there was not said, or does not matter.
+
+    speedup_tables, figure_6: speedups over plain decoding; their `origin` is the table's machine, or the figure.
+    acceptance: the share of verified positions that are accepted. ratios: a verification or a draft step (their `kind`)
+    over a step of plain decoding. checkpoint_names: what the published models are called where they are downloaded.
+    """
 
     system: str
     paper: str
@@ -80,15 +36,15 @@ class Published:
     draft_budget: int
     formula: str
     notes: dict[str, str]
-    checkpoint_names: dict[str, tuple[str, ...]]
-    speedup_tables: tuple[Fact, ...]
-    acceptance: tuple[Fact, ...]
-    figure_6: tuple[Fact, ...]
-    ratios: tuple[Fact, ...]
+    checkpoint_names: dict[str, list[str]]
+    speedup_tables: list[Record]
+    acceptance: list[Record]
+    figure_6: list[Record]
+    ratios: list[Record]
 
     @property
-    def speedups(self) -> tuple[Fact, ...]:
-        return *self.speedup_tables, *self.figure_6
+    def speedups(self) -> list[Record]:
+        return [*self.speedup_tables, *self.figure_6]
 
     @property
     def setting(self) -> str:
@@ -100,10 +56,8 @@ class Published:
 
     def alpha(self, target: str, draft: str, context: int) -> float | None:
         """The acceptance published for this context, None if there is none."""
-        for fact in self.acceptance:
-            if (fact.target, fact.draft) == (target, draft) and same_context(fact.context, context):
-                return fact.value
-        return None
+        pairs = [fact for fact in self.acceptance if (target_name(fact), draft_name(fact)) == (target, draft)]
+        return next((fact["value"] for fact in pairs if same_context(fact["prefix_len"], context)), None)
 
     def is_model(self, name: str, recorded: str | None) -> bool:
         """Whether `recorded`, a model of a record, is the published model `name`."""
@@ -113,38 +67,42 @@ class Published:
 
 @cache
 def published() -> Published:
-    """The facts in published.json."""
-    contents = json.loads(FILE.read_text(encoding="utf-8"))
-    fixed = {"budget": contents["draft_budget"]}
-
-    def facts(name: str, what: str, value: str, **setting: int) -> tuple[Fact, ...]:
-        return tuple(
-            Fact(**{"what": row.pop("kind", what), "value": row.pop(value)} | setting | row) for row in contents[name]
-        )
-
-    return Published(
-        **{key: contents[key] for key in TEXTS},
-        checkpoint_names={model: tuple(known) for model, known in contents["checkpoint_names"].items()},
-        speedup_tables=facts("speedup_tables", "table", "speedup", **fixed),
-        acceptance=facts("acceptance", "acceptance", "alpha", **fixed),
-        figure_6=facts("figure_6", "figure 6", "speedup", **fixed),
-        ratios=facts("ratios", "ratio", "ratio"),
-    )
+    return Published(**json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def same_context(a: int, b: int) -> bool:
     return abs(a - b) <= SAME_CONTEXT * max(a, b)
 
 
-def target_name(record: Mapping[str, Any]) -> str:
+def target_name(record: Record) -> str:
     """The published name of the record's model, where it is a published one, else its own."""
     known = (name for name in published().checkpoint_names if published().is_model(name, record.get("model")))
     return next(known, str(record.get("model")))
 
 
-def draft_name(record: Mapping[str, Any]) -> str:
+def draft_name(record: Record) -> str:
     """ "self", or the name of the draft model, as published where it is."""
     return target_name({"model": record["draft_model"]}) if record.get("draft_model") else SELF
+
+
+def pairs_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """The records of each pair of a target and a draft."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        found.setdefault((target_name(record), draft_name(record)), []).append(record)
+    return found
+
+
+def is_of(fact: Record, record: Record) -> bool:
+    """Whether the record is of a published number's model and setting."""
+    return target_name(record) == target_name(fact) and is_setting_of(fact, record)
+
+
+def is_setting_of(fact: Record, record: Record) -> bool:
+    """Whether the record is of a published number's setting, whatever its target model."""
+    said = [name for name in ("B", "gamma", "draft_budget", "draft_policy") if fact.get(name) is not None]
+    is_near = same_context(record["prefix_len"], fact["prefix_len"])
+    return is_near and draft_name(record) == draft_name(fact) and all(record.get(name) == fact[name] for name in said)
 
 
 def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_target: float) -> float:
@@ -154,11 +112,7 @@ def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_targ
     """
     cost = gamma * draft_over_target + verify_over_target
     if cost <= 0:
-        raise ConfigError(
-            "a round that takes no time has no speedup",
-            where="speedup: draft_over_target, verify_over_target",
-            seen=f"{draft_over_target}, {verify_over_target}",
-            required="a cost above 0",
-            fix="divide measured step times by that of plain decoding",
-        )
+        where, seen = "speedup: draft_over_target, verify_over_target", f"{draft_over_target}, {verify_over_target}"
+        fix = "divide measured step times by that of plain decoding"
+        raise ConfigError("a round that takes no time has no speedup", where, seen, "a cost above 0", fix)
     return tokens_per_round(alpha, gamma) / cost

@@ -1,14 +1,12 @@
 """What the scripts of published tables and figures share: their options, the cells to measure, how they are shown."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -24,8 +22,6 @@ from reproduce.paper.published import Record
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.runner import OK, read_rows, run_cells
 
-FOLDER = ROOT / "reproduce"
-RESULTS, FIGURES = FOLDER / "results", FOLDER / "figures"
 # Where records and figures go that nobody named a place for; git ignores it.
 REPRODUCTION = ROOT / "reproduction"
 SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
@@ -43,16 +39,12 @@ DraftWeights = Literal["same"] | Scheme
 class Sweep:
     """Where records and figures go, and which cells are run and shown."""
 
-    output: str
-    """file of records; a cell that has one is not run again"""
-    figures: str = str(REPRODUCTION / "figures")
-    """the folder for the figure, as PNG and SVG"""
-    retry_failed: bool = False
-    """run cells again that failed"""
+    output: str  # file of records; a cell that has one is not run again
+    figures: str = str(REPRODUCTION / "figures")  # the folder for the figure, as PNG and SVG
+    retry_failed: bool = False  # run cells again that failed
     only: Annotated[tuple[str, ...], arg(metavar="[CHOICE ...]")] = ()
     """name=value of a flag, or a cell's key: run only these"""
-    all: bool = False
-    """show every record in --output, not only those of these cells"""
+    all: bool = False  # show every record in --output, not only those of these cells
     timeout: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
     """seconds after which a cell is ended and has failed"""
 
@@ -63,53 +55,48 @@ class Grid:
 
     model: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
     """the target's converted checkpoint"""
-    dataset: str = "auto"
-    """as that of the benchmarks"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
-    dtype: Literal["auto"] | Dtype = "auto"
-    """the target's"""
-    B: tuple[int, ...] = (1, 2, 4, 8)
-    """rows decoded together"""
-    prefix_len: tuple[int, ...] = (1000, 4000)
-    """prompt tokens per row"""
-    gamma: tuple[int, ...] = (3,)
-    """tokens drafted per round"""
-    draft_budget: tuple[int, ...] = (512,)
-    """KV entries of the draft"""
-    gen_len: int = 64
-    """new tokens per row"""
+    dataset: str = "auto"  # as that of the benchmarks
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    dtype: Literal["auto"] | Dtype = "auto"  # the target's
+    B: tuple[int, ...] = (1, 2, 4, 8)  # rows decoded together
+    prefix_len: tuple[int, ...] = (1000, 4000)  # prompt tokens per row
+    gamma: tuple[int, ...] = (3,)  # tokens drafted per round
+    draft_budget: tuple[int, ...] = (512,)  # KV entries of the draft
+    gen_len: int = 64  # new tokens per row
 
     def given(self, *flags: str) -> dict[str, object]:
         """Only what is not the benchmarks' own default."""
-        asked = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
-        return {name: asked[name] for name in ("device", "dtype", "dataset", *flags) if name in asked}
+        values = {name: getattr(self, name) for name in ("device", "dtype", "dataset", *flags)}
+        return {name: value for name, value in values.items() if value != getattr(type(self), name)}
 
-    def target(self, load_format: str | None = None) -> dict[str, object]:
-        return {} if self.model is None else {"model": checkpoint_path(self.model, "model", load_format)}
+    def checkpoint(self, name: str) -> str | None:
+        """That of a flag, as a cell carries it: relative to the checkout, where it is in it. Errors: ConfigError."""
+        path = getattr(self, name)
+        if path is None or getattr(self, "load_format", "pth") == "dummy":
+            return path
+        absolute = Path(os.path.abspath(path))
+        if not absolute.is_file():
+            required, fix = "a model.pth that convert_hf_checkpoint.py wrote", "convert one, or leave the flag out"
+            raise ConfigError("a checkpoint is not there", flag(name), path, required, fix)
+        return str(absolute.relative_to(ROOT)) if absolute.is_relative_to(ROOT) else str(absolute)
 
 
 @dataclass(frozen=True)
 class Speculation(Grid):
     """Runs of the speculation benchmarks."""
 
-    draft_dtype: DraftDtype = "auto"
-    """the draft's"""
-    draft_weights: DraftWeights = "same"
-    """the draft's linear layers"""
+    draft_dtype: DraftDtype = "auto"  # the draft's
+    draft_weights: DraftWeights = "same"  # the draft's linear layers
     draft_model: Annotated[
         str | None, arg(help_behavior_hint="(default: checkpoints/SmolLM2-draft, if it is there)")
     ] = None
     """a draft model's checkpoint"""
-    draft_B: tuple[int, ...] = (1, 4)
-    """rows decoded together beside it"""
-    load_format: Literal["pth", "dummy"] = "pth"
-    """dummy: random weights, costs only"""
+    draft_B: tuple[int, ...] = (1, 4)  # rows decoded together beside it
+    load_format: Literal["pth", "dummy"] = "pth"  # dummy: random weights, costs only
     model_name: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """with --load_format dummy: the published shape to build"""
-    compile: bool = False
-    """as that of the benchmarks"""
-    sweep: Sweep = field(default_factory=lambda: Sweep(str(REPRODUCTION / SPEEDUPS)))
+    compile: bool = False  # as that of the benchmarks
+    sweep: Sweep = Sweep(str(REPRODUCTION / SPEEDUPS))
 
     def cells(self) -> list[Cell]:
         """Self-speculation at every size, and a draft model's at fewer rows, if there is one."""
@@ -117,73 +104,57 @@ class Speculation(Grid):
         fixed |= {"gen_len": self.gen_len, "benchmark": True}
         sizes = {"prefix_len": self.prefix_len, "B": self.B, "gamma": self.gamma}
         sizes["streamingllm_budget"] = self.draft_budget
-        target = self.target(self.load_format)
-        cells = grid(SELFSPEC, fixed | target, sizes)
-        draft = self._draft_model()
+        target, draft = self.checkpoint("model"), self._with_draft().checkpoint("draft_model")
+        cells = grid(SELFSPEC, fixed | {"model": target}, sizes)
         if draft is not None:
-            pair = {"model": draft} | ({"target": target["model"]} if target else {})
-            cells += grid(LONGSPEC, fixed | pair, sizes | {"B": self.draft_B})
+            cells += grid(LONGSPEC, fixed | {"model": draft, "target": target}, sizes | {"B": self.draft_B})
         return cells
 
-    def _draft_model(self) -> str | None:
-        """The draft model's checkpoint, or None, which is said."""
+    def _with_draft(self) -> "Speculation":
+        """With the default draft model, where none is given and it is there; where not, that is said."""
         if self.draft_model is not None:
-            return checkpoint_path(self.draft_model, "draft_model", self.load_format)
+            return self
         is_default = self.load_format != "dummy" and self.model in (None, str(DEFAULT_CHECKPOINT / "model.pth"))
         if is_default and DEFAULT_DRAFT.is_file():
-            return checkpoint_path(str(DEFAULT_DRAFT), "draft_model")
+            return replace(self, draft_model=str(DEFAULT_DRAFT))
         how = f"make the default one: {MAKE_DRAFT}" if is_default else "name one with --draft_model"
         print(f"Self-speculation only, without a draft model of its own ({how}).\n", file=sys.stderr)
-        return None
+        return self
 
 
 @dataclass(frozen=True)
 class Acceptance(Grid):
     """Runs of reproduce/acceptance.py: each measures all budgets, policies and texts."""
 
-    B: tuple[int, ...] = (4,)
-    """rows decoded together"""
-    gen_len: int = 128
-    """new tokens per row"""
-    draft_dtype: DraftDtype = "auto"
-    """the draft's"""
-    draft_weights: DraftWeights = "same"
-    """the draft's linear layers"""
-    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")
-    """what the draft's cache keeps"""
-    texts: tuple[Literal[TEXTS], ...] = TEXTS  # type: ignore[valid-type]
-    """what is drafted: own text, or the book's"""
-    sweep: Sweep = field(default_factory=lambda: Sweep(str(REPRODUCTION / ACCEPTANCE)))
+    B: tuple[int, ...] = (4,)  # rows decoded together
+    gen_len: int = 128  # new tokens per row
+    draft_dtype: DraftDtype = "auto"  # the draft's
+    draft_weights: DraftWeights = "same"  # the draft's linear layers
+    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")  # what the draft's cache keeps
+    texts: tuple[Literal[TEXTS], ...] = TEXTS  # what is drafted: own text, or the book's
+    sweep: Sweep = Sweep(str(REPRODUCTION / ACCEPTANCE))
 
     def cells(self) -> list[Cell]:
-        fixed = self.given("draft_dtype", "draft_weights") | self.target() | {"gen_len": self.gen_len}
+        fixed = self.given("draft_dtype", "draft_weights") | {
+            "model": self.checkpoint("model"),
+            "gen_len": self.gen_len,
+        }
         fixed |= {"policies": self.policies, "budgets": self.draft_budget, "texts": self.texts}
         if set(self.policies) == {"full"}:  # which has no budget
             del fixed["budgets"]
         return grid(ACCEPT, fixed, {"prefix_len": self.prefix_len, "B": self.B, "gamma": self.gamma})
 
 
-def checkpoint_path(path: str, name: str, load_format: str | None = None) -> str:
-    """The path as a cell carries it: relative to the checkout, where it is in it. Errors: ConfigError."""
-    if load_format == "dummy":
-        return path
-    absolute = Path(os.path.abspath(path))
-    if not absolute.is_file():
-        raise ConfigError(
-            "a checkpoint is not there",
-            where=flag(name),
-            seen=path,
-            required="a model.pth that convert_hf_checkpoint.py wrote",
-            fix="convert one, or leave the flag out",
-        )
-    return str(absolute.relative_to(ROOT)) if absolute.is_relative_to(ROOT) else str(absolute)
-
-
-Shown = Callable[[list[Record]], str]
+Table = Callable[[list[Record]], str]
 Drawn = Callable[[list[Record]], Figure]
 
 
-def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Shown, figure: Drawn) -> None:
+def showing(name: str, table: Table, figure: Drawn) -> Callable[[Any], None]:
+    """What a script does with its Grid: the cells are measured and shown."""
+    return lambda grid: present(grid.cells(), grid.sweep, name, table, figure)
+
+
+def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Table, figure: Drawn) -> None:
     """Measure the cells that have no record yet, draw the figure, print the table; exit code 1 if a cell failed.
 
     Where every cell failed, the figure that is there stays as it is.
@@ -196,16 +167,11 @@ def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Shown, figure
     scripts = {cell.script for cell in cells}
     shown = [row for row in read_rows(sweep.output).values() if row["script"] in scripts] if sweep.all else rows
     records = [row["record"] for row in shown if row["status"] == OK]
-    every_cell_failed = bool(rows) and not records
-    if not every_cell_failed:
+    if records or not rows:
         drawn = figures.save(figure(records), name, Path(sweep.figures))
-        print("\n" + table(records) + "\n")
-        for path in drawn:
-            print(f"  {path}")
+        print("", table(records), "", *(f"  {path}" for path in drawn), sep="\n")
     labels = {cell.key: cell.label for cell in cells}
-    failed = [row for row in rows if row["status"] != OK]
-    for row in failed:
-        print(f"  failed: {labels.get(row['key'], row['key'])}: {row['error']}", file=sys.stderr)
+    failed = [f"  failed: {labels.get(row['key'], row['key'])}: {row['error']}" for row in rows if row["status"] != OK]
     if failed:
-        print("  --retry_failed runs these again", file=sys.stderr)
+        print(*failed, "  --retry_failed runs these again", sep="\n", file=sys.stderr)
         sys.exit(1)
