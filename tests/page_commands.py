@@ -112,6 +112,11 @@ def is_published(flags: Sequence[str]) -> bool:
     return any(name in flag for name in PRESETS for flag in flags)
 
 
+def is_built_in(words: Sequence[str]) -> bool:
+    """Whether a command needs nothing but the built-in model and what it writes itself."""
+    return not is_published(words) and not set(words) & set(MADE_UP)
+
+
 def started(words: Sequence[str]) -> tuple[str, list[str], int, int] | None:
     """The program of ours that a command starts, its flags, on how many machines, and in how many processes on each."""
     launcher, *rest = words
@@ -134,12 +139,16 @@ def _given(flags: Sequence[str]) -> list[str]:
 
 
 class Reached(BaseException):
-    """A program has come as far as it is followed, and nothing has started. No handler of errors catches it."""
+    """A program has come as far as it is followed: to a plan, to cells, or to its flags' values. No handler of errors
+    catches it.
+    """
 
-    def __init__(
-        self, plan: Plan | None = None, cells: Sequence[Cell] = (), fields: dict[str, Any] | None = None
-    ) -> None:
-        self.plan, self.cells, self.fields = plan, cells, fields or {}
+    def __init__(self, what: Plan | Sequence[Cell] | dict[str, Any]) -> None:
+        self.what = what
+
+
+def _reach(what: Any, *args: Any, **kwargs: Any) -> None:
+    raise Reached(what)
 
 
 @dataclass
@@ -170,49 +179,45 @@ class Planner:
         if tuple(words) in self.checked:
             return []
         self.checked.add(tuple(words))
-        program, *rest = words
-        if program == "pip":
-            assert rest[:2] == ["install", "-r"] and (ROOT / rest[2]).is_file(), words
+        if words[0] == "pip":
+            assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file(), words
         job = started(words)
-        if job is None:
-            return []
-        reached = self.follow(*job)
-        of_cells = [plan for cell in reached.cells for plan in self.check(["python", *cell.argv()])]
-        return of_cells + ([reached.plan] if reached.plan else [])
+        match self.follow(*job) if job else ():
+            case Plan() as plan:
+                return [plan]
+            case dict():
+                return []
+            case cells:
+                return [plan for cell in cells for plan in self.check(["python", *cell.argv()])]
 
-    def follow(self, program: str, flags: Sequence[str], n_nodes: int = 1, n_local: int = 1) -> Reached:
+    def follow(
+        self, program: str, flags: Sequence[str], n_nodes: int = 1, n_local: int = 1
+    ) -> Plan | Sequence[Cell] | dict[str, Any]:
         """A published model runs on GPUs, where there are any; the built-in one on a CPU."""
         n_gpus = (n_local if self.n_gpus is None else self.n_gpus) if is_published(flags) else 0
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": n_nodes * n_local, "LOCAL_WORLD_SIZE": n_local}
-
-        def reach(plan: Plan) -> None:
-            raise Reached(plan)
-
-        def reach_cells(cells: Sequence[Cell], *args: Any, **kwargs: Any) -> None:
-            raise Reached(cells=cells)
-
+        replaced = {
+            "engine.bench.plan.check_compiler": lambda device: None,
+            "engine.bench.room.available_bytes": lambda device: self.gpu_bytes if n_gpus else self.cpu_bytes,
+            "engine.bench.session._join_ranks": _reach,
+            "reproduce.paper.reproduction.DEFAULT_DRAFT": self.folder / "checkpoints/SmolLM2-draft/model.pth",
+            "reproduce.paper.reproduction.run_cells": _reach,
+            "reproduce.sweeping.runner.run_cells": _reach,
+        }
         with pytest.MonkeyPatch.context() as patch:
             for name, value in ranks.items():
                 patch.setenv(name, str(value))
             patch.chdir(self.folder)
             use_built_in(self.folder / "checkpoints" / DEFAULT_NAME, patch)
-            patch.setattr("engine.bench.plan.check_compiler", lambda device: None)
-            free = self.gpu_bytes if n_gpus else self.cpu_bytes
-            patch.setattr("engine.bench.room.available_bytes", lambda device: free)
-            patch.setattr("engine.bench.session._join_ranks", reach)
-            draft = self.folder / "checkpoints/SmolLM2-draft/model.pth"
-            patch.setattr("reproduce.paper.reproduction.DEFAULT_DRAFT", draft)
-            patch.setattr("reproduce.paper.reproduction.run_cells", reach_cells)
-            patch.setattr("reproduce.sweeping.runner.run_cells", reach_cells)
-            if program in UNPLANNED:
-                patch.setattr("common.cli.run", _only_read)
+            for name, value in (replaced | ({"common.cli.run": _only_read} if program in UNPLANNED else {})).items():
+                patch.setattr(name, value)
             try:
                 ended = run(program, flags, n_gpus)
             except Reached as reached:
-                return reached
+                return reached.what
         assert ended.code == 0, f"{program} {' '.join(flags)}\n{ended.err}"
         assert "--list" in flags, f"{program} {' '.join(flags)} has no plan, and is not among those that need none"
-        return Reached()
+        return ()
 
 
 def use_built_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -226,21 +231,16 @@ def use_built_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def _only_read(main: object, kind: type, *end: object) -> None:
-    def read() -> None:
-        raise Reached(fields=_flat(cli.read(kind)))
-
-    exit_on_user_error(read)
+    exit_on_user_error(lambda: _reach(_flat(cli.read(kind))))
 
 
 def fields_read(program: str, flags: Sequence[str]) -> dict[str, Any]:
     """What a program reads of its flags, by the names of its configuration's fields, however deep they lie."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached) as reached:
         patch.setattr("common.cli.run", _only_read)
-        try:
-            ended = run(program, flags)
-        except Reached as reached:
-            return reached.fields
-    raise AssertionError(f"{program} {' '.join(flags)}\n{ended.err}")
+        ended = run(program, flags)
+        raise AssertionError(f"{program} {' '.join(flags)}\n{ended.err}")
+    return reached.value.what
 
 
 def _flat(config: Any) -> dict[str, Any]:
