@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from common import cli
 from reproduce.paper import columns, reproduction
 from reproduce.paper.figures import Figure, Panel, acceptance_curves
 from reproduce.paper.published import Record, published
@@ -41,4 +42,4 @@ class Flags(reproduction.Acceptance):
 
 
 if __name__ == "__main__":
-    reproduction.run(Flags, "acceptance_by_context", table, figure)
+    cli.run_alone(reproduction.showing("acceptance_by_context", table, figure), Flags)

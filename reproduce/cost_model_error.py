@@ -157,4 +157,4 @@ def figure(records: list[Record]) -> Figure:
 
 
 if __name__ == "__main__":
-    reproduction.run(CostModel, "cost_model_error", table, figure)
+    cli.run_alone(reproduction.showing("cost_model_error", table, figure), CostModel)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from common import cli
 from common.tables import Column
 from reproduce.paper import columns, reproduction
 from reproduce.paper.columns import KINDS, over
@@ -45,4 +46,4 @@ def figure(records: list[Record]) -> Figure:
 
 
 if __name__ == "__main__":
-    reproduction.run(reproduction.Speculation, "cost_ratios", table, figure)
+    cli.run_alone(reproduction.showing("cost_ratios", table, figure), reproduction.Speculation)

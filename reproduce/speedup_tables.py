@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from common import cli
 from common.tables import Column
 from reproduce.paper import columns, reproduction
 from reproduce.paper.figures import Figure, Pair, over_rows
@@ -45,4 +46,4 @@ def figure(records: list[Record]) -> Figure:
 
 
 if __name__ == "__main__":
-    reproduction.run(reproduction.Speculation, "speedup_tables", table, figure)
+    cli.run_alone(reproduction.showing("speedup_tables", table, figure), reproduction.Speculation)

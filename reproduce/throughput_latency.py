@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+from common import cli
 from reproduce.paper import columns, reproduction
 from reproduce.paper.figures import BLACK, Figure, Panel, Series, lines
 from reproduce.paper.published import Record, draft_name, published, target_name
@@ -54,4 +55,4 @@ def _series(records: list[Record]) -> list[Series]:
 
 
 if __name__ == "__main__":
-    reproduction.run(reproduction.Speculation, "throughput_latency", table, figure)
+    cli.run_alone(reproduction.showing("throughput_latency", table, figure), reproduction.Speculation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import ModuleType
@@ -39,16 +40,11 @@ def speculation(flags: dict[str, Any], is_self: bool) -> dict[str, Any]:
 
 
 def acceptance(flags: dict[str, Any]) -> dict[str, Any]:
-    row = {"judged": 300, "acceptance_per_position": [0.9, 0.8], "mean_accepted_length": 3.1}
-    rows = [
-        row
-        | {"text": text, "draft_policy": policy, "draft_budget": budget, "acceptance_rate": 0.5 + budget / 2000}
-        | {"distinct_4gram_fraction": 0.75}
-        for text in flags["texts"]
-        for policy in flags["policies"]
-        for budget in flags["budgets"]
-    ]
-    return {"rows": rows}
+    same = {"judged": 300, "acceptance_per_position": [0.9, 0.8], "mean_accepted_length": 3.1}
+    same |= {"distinct_4gram_fraction": 0.75}
+    drafts = itertools.product(flags["texts"], flags["policies"], flags["budgets"])
+    rows = [{"text": text, "draft_policy": policy, "draft_budget": budget} for text, policy, budget in drafts]
+    return {"rows": [same | row | {"acceptance_rate": 0.5 + row["draft_budget"] / 2000} for row in rows]}
 
 
 def gpu_costs(**other: Any) -> dict[str, Any]:

@@ -174,9 +174,7 @@ def test_published_points_are_open_and_measured_ones_filled(runs, tmp_path):
 def test_records_have_a_folder_where_none_is_named(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "REPRODUCTION", tmp_path / "reproduction")
     runs(speedup_tables, *TWO_ROWS, "--output", f"{tmp_path}/reproduction/speedups.jsonl")
-    assert runs.ended.code == 0 and [file.name for file in (tmp_path / "reproduction").glob("*.jsonl")] == [
-        "speedups.jsonl"
-    ]
+    assert runs.ended.code == 0 and (tmp_path / "reproduction/speedups.jsonl").is_file()
 
 
 def test_a_cell_that_fails_is_named_the_others_are_shown_and_without_others_the_figure_stays(runs, tmp_path):

@@ -150,9 +150,9 @@ Table = Callable[[list[Record]], str]
 Drawn = Callable[[list[Record]], Figure]
 
 
-def run(kind: type[Any], name: str, table: Table, figure: Drawn) -> None:
-    """A script's command: the cells of a Grid, measured and shown."""
-    cli.run_alone(lambda grid: present(grid.cells(), grid.sweep, name, table, figure), kind)
+def showing(name: str, table: Table, figure: Drawn) -> Callable[[Any], None]:
+    """What a script does with its Grid: the cells are measured and shown."""
+    return lambda grid: present(grid.cells(), grid.sweep, name, table, figure)
 
 
 def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Table, figure: Drawn) -> None:
