@@ -20,7 +20,9 @@ from kv_cache import FullKVCache
 
 PACED = "paced"
 # What needs no model, made of a runner and gamma.
-TEXT_DRAFTERS = {"ngram": NGram}
+TEXT_DRAFTERS = {
+    "ngram": NGram,
+}
 DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
 
 
