@@ -40,13 +40,12 @@ QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
 
 
 def cells(options: Options) -> list[Cell]:
-    modes = ("greedy", "coupled", "rejection")
     found: list[tuple] = [
         ("gpu_noise", "noise", noise, in_passes),
         *([("gpu_noise", "noise, compiled", noise, compiled_source())] if options.on_cuda else []),
         *(("gpu_quantised_error", f"{scheme} layers", quantised, scheme) for scheme in SCHEMES),
         ("gpu_prefill_kernel", "a chunk of a prompt", prefill_kernel),
-        *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in modes),
+        *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in ("greedy", "coupled", "rejection")),
         ("gpu_survival", "one runner's graphs go, another's stay", survival),
     ]
     for named in [*backends(options), *([ours("cpp", "cpu")] if options.on_cuda else [])]:
@@ -155,8 +154,7 @@ class WholeExtent(ModelRunner):
     narrows = False
 
 
-PROMPT_LENGTHS = [700, 96, 333, 80, 480, 129]
-LIMITS = [40, 24, 64, 33, 17, 48]
+PROMPT_LENGTHS, LIMITS = [700, 96, 333, 80, 480, 129], [40, 24, 64, 33, 17, 48]
 # Shorter than every prompt: the draft's cache then has the same shape in every round, called or captured.
 BUDGET = 64
 # Written over what the graphs that are gone have left.
@@ -229,5 +227,5 @@ def _model_and_prompts(options: Options) -> tuple[Transformer, list[list[int]], 
         model = load_model(f"HuggingFaceTB/{DEFAULT_NAME}", load_format="dummy", **how)
         name = f"HuggingFaceTB/{DEFAULT_NAME}, random weights"
         tokens = torch.randint(49152, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
-    ends = list(itertools.accumulate(PROMPT_LENGTHS))
-    return model, [tokens[end - n : end] for end, n in zip(ends, PROMPT_LENGTHS, strict=True)], name
+    left = iter(tokens)
+    return model, [list(itertools.islice(left, length)) for length in PROMPT_LENGTHS], name

@@ -30,11 +30,11 @@ WARM_UP, ROUNDS, N_KERNELS = 4, 16, 10
 
 
 def cells(options: Options) -> list[Cell]:
-    kinds = itertools.product(QUICK_SIZES if options.quick else SIZES, ("speculation", "plain"))
-    return [
-        Cell("e", "gpu_launch_gaps", "{}, B {}, S {}, {}".format(*size, what), partial(profiled, options, size, what))
-        for size, what in kinds
-    ]
+    found = []
+    for size, what in itertools.product(QUICK_SIZES if options.quick else SIZES, ("speculation", "plain")):
+        name = "{}, B {}, S {}, {}".format(*size, what)
+        found.append(Cell("e", "gpu_launch_gaps", name, partial(profiled, options, size, what)))
+    return found
 
 
 def around_rounds(device: torch.device, begin: Callable[[], object], end: Callable[[], object]) -> Phase:

@@ -19,7 +19,6 @@ GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500
 ON_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 STDOUT_FOLLOWS = "\n--- stdout ---\n"
-QUIET_BARS = {"TQDM_MININTERVAL": "30"}
 # How long output may be on its way after the end. A process that a child without its guardian left may hold the pipe.
 LAST_OUTPUT_SECONDS = 5.0
 
@@ -59,7 +58,7 @@ def run_child(
             guardian = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARDIAN), str(theirs.fileno()), sys.executable, *argv],
                 cwd=ROOT,
-                env=os.environ | QUIET_BARS | (environment or {}),
+                env=os.environ | {"TQDM_MININTERVAL": "30"} | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -150,10 +150,9 @@ class _Progress:
     def end(self, row: dict[str, Any]) -> None:
         self._n_left -= 1
         self._seconds += [row["seconds"]] if row["status"] == OK else []
-        left = time_left(self._seconds, self._n_left)
-        say(f"{self._lead}[{self._state()}]  {self._running}  {row['seconds']:.1f} s  {row['status']}  {left}")
-        if row["error"]:
-            say("    " + row["error"].replace("\n", "\n    "))
+        how = f"{row['seconds']:.1f} s  {row['status']}  {time_left(self._seconds, self._n_left)}"
+        error = "\n    " + row["error"].replace("\n", "\n    ") if row["error"] else ""
+        say(f"{self._lead}[{self._state()}]  {self._running}  {how}{error}")
         self._running = ""
 
     def interrupted(self) -> None:
