@@ -22,6 +22,7 @@ import common.startup
 
 import numpy as np
 
+from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.tables import Column, console
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round

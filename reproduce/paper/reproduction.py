@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from common import cli
 from common.checkout import ROOT
 from common.errors import ConfigError, flag
 from engine.bench.draft_flags import PolicyName
