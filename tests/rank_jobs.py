@@ -1,7 +1,5 @@
 """Benchmarks on two ranks of torchrun, while they run and when they have ended; and the models that they run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs a benchmark script of which rank 1 is broken: `rank_script_cases.py FAULT SCRIPT ARGUMENTS...`."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,8 +1,6 @@
 """What a process does with its GPU: which one it gets, how it joins the others, in which chunks it prefills. No GPU is
 needed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

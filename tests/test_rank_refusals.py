@@ -1,7 +1,5 @@
 """What a rank refuses before it waits for another, and vocabularies of draft and target; all in one process."""
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import suppress

@@ -3,8 +3,6 @@
 All exact: float64 on a CPU over gloo, a model whose heads, units and token ids do not divide by two.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
