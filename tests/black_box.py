@@ -1,7 +1,5 @@
 """The laws that `verify_rejection` realises, found from the outside, and pairs of laws to put to it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What the certificate's tests share: models whose blocks go wrong, speculation, and its certificate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """PyTorch's symmetric memory without a GPU: its documented calls, its sums made by the process group."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Drafters for tests: an oracle that errs in a controlled way, row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

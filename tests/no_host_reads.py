@@ -1,7 +1,5 @@
 """Refuses what a captured round, or one that is not to stall, must not do."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,7 +1,5 @@
 """Pacings for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.drafters import Drafter

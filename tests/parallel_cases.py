@@ -1,7 +1,5 @@
 """Tiny runs that a sharded model has to repeat token for token, and the program that torchrun runs them with."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -4,8 +4,6 @@ As on a GPU, a replay runs no Python: a value that the host computed while recor
 one in the next round, or a buffer that moved shows up as a wrong result. Collectives are recorded too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

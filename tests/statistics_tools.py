@@ -1,7 +1,5 @@
 """Chi-square and total variation, without scipy."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 No GPU is needed: one gloo rank stands for the group, and a fake for PyTorch's symmetric memory.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

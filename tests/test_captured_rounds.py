@@ -1,7 +1,5 @@
 """Rounds that are captured once and replayed give the very tokens of rounds that are called."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

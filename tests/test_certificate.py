@@ -1,7 +1,5 @@
 """The certificate of production precision: what it counts, and that it can fail."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bound that the certificate measures: what widens it, and that a bound which measured a bug is not trusted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """--compile: the same model up to rounding, and nothing compiled again whatever the rows do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from machine import needs_cpp_compiler

@@ -1,7 +1,5 @@
 """What is said of passes whose threads waited for processors; clocks and counters are made up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

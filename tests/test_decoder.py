@@ -1,7 +1,5 @@
 """A decoder whose requests come and go between its steps: each gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

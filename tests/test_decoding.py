@@ -1,7 +1,5 @@
 """generate() beside the random scenarios: ends of every kind, bad rows, bad calls, seeds, rows that are held."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Drafts that are models: some of the target's layers, or a model of its own with a padded vocabulary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

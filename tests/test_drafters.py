@@ -1,7 +1,5 @@
 """Drafters without probabilities: what an n-gram lookup and a saved text propose, row by row."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Speculative decoding == recomputing everything anew, token for token, on float64 Llamas of several shapes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

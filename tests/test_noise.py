@@ -1,7 +1,5 @@
 """Counter-based noise: the generator's bits, what a number depends on, and how its numbers are distributed."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

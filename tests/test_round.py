@@ -1,7 +1,5 @@
 """The four parts of a round, over rows of different lengths and ways to sample."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from no_host_reads import NoHostReads

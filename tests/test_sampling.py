@@ -1,7 +1,5 @@
 """The distribution of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

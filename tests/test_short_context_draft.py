@@ -1,7 +1,5 @@
 """A draft with a short trained context behind a long prompt: positions inside its cache keep it useful."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

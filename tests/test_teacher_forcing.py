@@ -1,7 +1,5 @@
 """Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model

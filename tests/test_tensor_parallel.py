@@ -1,7 +1,5 @@
 """A model split over processes: the same tokens as whole, whatever its shape, drafter, mode and ranks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

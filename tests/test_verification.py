@@ -1,7 +1,5 @@
 """Verification is exact: its law recovered from the outside, a narrow chi-square, edge cases."""
 
-from __future__ import annotations
-
 import math
 import os
 

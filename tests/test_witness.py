@@ -1,7 +1,5 @@
 """Speculative decoding == the plain reference, token for token, over random scenarios (KV witness)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

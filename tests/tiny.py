@@ -1,7 +1,5 @@
 """Tiny Llamas with random weights, and the plainest possible way to continue a prompt with one."""
 
-from __future__ import annotations
-
 import torch
 
 from engine.batch import Batch

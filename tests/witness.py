@@ -4,8 +4,6 @@ Whatever is stale, missing, doubled, misplaced or leaked from another row change
 through caches and drafts agrees with the plain reference below only if every slot is right.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
