@@ -1,17 +1,22 @@
-"""Batch: what rounds read of the rows that they decode, in tensors that stay where they are."""
+"""Batch: what rounds read of the rows that they compute, in tensors that stay where they are."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from engine.noise import Source, in_passes
 from engine.sampling import Distribution, Filters, SamplingParams
+from kv_cache import KVCache, WriteThroughKVCache
 
 
 class Batch:
     """Each row's length, last two tokens, distribution, seed and request id; at first all are 0, and greedy.
+
+    It has the rows of the caches, in order, or is the `first` ones of such a batch, each of which can be any row there.
 
     filters: those that any row will use. source: what draws the uniform numbers, see `noise.uniform`.
     narrows: whether a round reads only the slots that its positions can take; captured rounds keep one shape instead.
@@ -28,19 +33,40 @@ class Batch:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
         self.source = source
         self._narrows, self._longest = narrows, 0
-        self._state = torch.zeros(5, n_rows, dtype=torch.int64, device=device)
-        # `lengths [B]` int64: the position of each row's last token, `current [B]`, which is in no cache yet; the one
-        # before it is `previous [B]`.
-        self.lengths, self.previous, self.current, self.seeds, self.requests = self._state
+        self._is_whole, self._firsts = True, {n_rows: self}
+        self._view(torch.zeros(6, n_rows, dtype=torch.int64, device=device))
+        self.rows.copy_(torch.arange(n_rows))
+
+    def _view(self, state: torch.Tensor) -> None:
+        """`lengths [B]` int64: the position of each row's last token, `current [B]`, which is in no cache yet; the one
+        before it is `previous [B]`. `rows [B]`: which row of the caches, and of a drafter's own state, each is."""
+        self._state = state
+        self.lengths, self.previous, self.current, self.seeds, self.requests, self.rows = state
+
+    def first(self, n: int) -> Batch:
+        """So many rows of this batch, in its tensors; always the same object, and the batch itself if these are all."""
+        if n not in self._firsts:
+            fewer = self._firsts[n] = copy.copy(self)
+            fewer.distribution, fewer._is_whole = self.distribution.first(n), False
+            fewer._view(self._state[:, :n])
+        return self._firsts[n]
+
+    def of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
+        """A cache's rows of this batch; with gamma, only the slots that a round of so many drafts can take."""
+        rows = slice(None) if self._is_whole else self.rows
+        return cache.view(rows, None if gamma is None else self.extent(gamma))
 
     def extent(self, gamma: int) -> int | None:
         """What all positions of a round of `gamma` drafts are below; None where rounds keep the cache's whole shape."""
         return self._longest + gamma + 1 if self._narrows else None
 
-    def set_rows(self, sampling: Sequence[SamplingParams], requests: Sequence[int]) -> None:
-        """How each row is sampled, and the request that its random numbers are for."""
+    def set_rows(
+        self, sampling: Sequence[SamplingParams], requests: Sequence[int], rows: Sequence[int] | None = None
+    ) -> None:
+        """How each row is sampled, the request that its random numbers are for, and which row of the caches it is."""
         self.distribution.copy_(Distribution.of(sampling, self._state.device, self.distribution.filters))
-        self._state[3:].copy_(torch.tensor([[row.seed for row in sampling], requests]))
+        own = [row.seed for row in sampling], requests, rows or range(len(sampling))
+        self._state[3:].copy_(torch.tensor([*map(list, own)]))
 
     def set_state(self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int]) -> None:
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))

@@ -84,7 +84,9 @@ class Decoder:
         # Of each row: its length and its last two tokens.
         self._state = [(0, 0, 0)] * runner.max_batch
         self._made_for: tuple[str, Filters] | None = None
-        self._rounds: dict[Choice, Round] = {}
+        self._rounds: dict[tuple[Choice, int], Round] = {}
+        # The rows that the last round computed, with what each held.
+        self._computed: list[tuple[int, Request | None]] = []
 
     def submit(self, request: Request) -> None:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
@@ -125,7 +127,8 @@ class Decoder:
         ends the decode. A request whose logits are not finite ends with the reason in its `error`; the others go on.
         Errors: ConfigError if the pacing chooses a gamma that its drafter has not."""
         started = time.perf_counter()
-        self._admit_waiting()
+        while self._waiting and None in self._rows:
+            self._admit(self._rows.index(None), self._waiting.popleft())
         choosing = time.perf_counter()
         choice = self._pacing.choose() if any(self._rows) else None
         choice_seconds = time.perf_counter() - choosing
@@ -140,30 +143,33 @@ class Decoder:
     def _busy(self) -> list[tuple[int, Request]]:
         return [(row, request) for row, request in enumerate(self._rows) if request]
 
-    def _admit_waiting(self) -> None:
-        """Fill free rows, and let the rounds' buffers know of it."""
-        n_waiting = len(self._waiting)
-        for row in range(len(self._rows)):
-            while self._rows[row] is None and self._waiting:
-                self._admit(row, self._waiting.popleft())
+    def _gather(self) -> Batch:
+        """The busy rows, and as many idle ones as make up a number of rows that rounds are made for."""
         needed = self._mode, self._filters
-        if self._made_for == needed and len(self._waiting) == n_waiting:
-            return
         if self._made_for != needed:  # by the first requests, or by one that samples in a way that none before did
-            self._made_for, self._rounds = needed, {}
-            self._batch, self._captured = batch_and_parts(self._runner, self._pacing.drafters, *needed)
-            for row, (length, *_) in enumerate(self._state):
-                if length == 0:  # never filled: it idles at position 0, and writes over what it may hold
+            self._made_for, self._rounds, self._computed = needed, {}, []
+            self._whole, self._captured = batch_and_parts(self._runner, self._pacing.drafters, *needed)
+        n_busy = len(self._busy())
+        idle = [row for row, request in enumerate(self._rows) if request is None]
+        filling = idle[: self._runner.n_computed(n_busy) - n_busy]
+        computed = [(row, request) for row, request in enumerate(self._rows) if request or row in filling]
+        batch = self._whole.first(len(computed))
+        if computed != self._computed:
+            self._computed = computed
+            for row in filling:
+                if self._state[row][0] == 0:  # never filled: it idles at position 0, and writes over what it may hold
                     self._runner.cache.notes.pop(row, None)
-        rows = [request or IDLE for request in self._rows]
-        self._batch.set_rows([request.sampling for request in rows], [request.id for request in rows])
-        self._set_state()
+            requests = [request or IDLE for _, request in computed]
+            sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
+            batch.set_rows(sampling, ids, [row for row, _ in computed])
+            self._set_state(batch)
+        return batch
 
-    def _set_state(self) -> None:
+    def _set_state(self, batch: Batch) -> None:
         for row, request in self._busy():
             previous = request.tokens[-2] if len(request.tokens) > 1 else request.prompt[-1]
             self._state[row] = request.length, previous, request.tokens[-1]
-        self._batch.set_state(*zip(*self._state, strict=True))
+        batch.set_state(*zip(*(self._state[row] for row, _ in self._computed), strict=True))
 
     def _admit(self, row: int, request: Request) -> None:
         """Prefill a prompt into a free row and emit its first token; the row stays free if that ends it."""
@@ -210,7 +216,8 @@ class Decoder:
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         """One round, which began at that time."""
-        round_, busy = self._round_of(choice), self._busy()
+        batch, busy = self._gather(), self._busy()
+        round_ = self._round_of(choice, batch)
         with self._phase("resume"):
             if choice.drafter is not None:
                 for row, request in busy:
@@ -222,7 +229,7 @@ class Decoder:
             round_.verify()
         with self._phase("accept"):
             round_.accept()
-            outcomes = round_.outcomes()
+            outcomes = dict(zip((row for row, _ in self._computed), round_.outcomes(), strict=True))
         n_emitted = 0
         for row, request in busy:
             n_emitted += request.commit(outcomes[row])
@@ -231,24 +238,25 @@ class Decoder:
             if request.finish_reason is not None:
                 self._rows[row] = None
                 self._progress.finished(request)
-        self._set_state()
+        self._set_state(batch)
         round_.roll_back()
         self._pacing.observe(choice, [len(outcomes[row].block) - 1 for row, _ in busy])
         seconds = time.perf_counter() - started
         self._progress.emitted(n_emitted)
         return RoundStats(seconds, len(busy), n_emitted, choice)
 
-    def _round_of(self, choice: Choice) -> Round:
+    def _round_of(self, choice: Choice, batch: Batch) -> Round:
         """Errors: ConfigError if the drafter has no such gamma."""
-        if choice not in self._rounds:
+        kind = choice, len(batch.rows)
+        if kind not in self._rounds:
             drafter = None if choice.drafter is None else self._pacing.drafters[choice.drafter]
             most = 0 if drafter is None else drafter.gamma
             if not 0 <= choice.gamma <= most:
                 where = f"generate: pacing ({type(self._pacing).__name__})"
                 required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
                 raise ConfigError("a round drafts more than its drafter can", where, choice, required, fix)
-            self._rounds[choice] = Round(self._runner, self._batch, drafter, choice.gamma, self._mode, self._captured)
-        return self._rounds[choice]
+            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, self._mode, self._captured)
+        return self._rounds[kind]
 
 
 def generate(

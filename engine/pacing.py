@@ -58,8 +58,8 @@ class Interleaved:
     def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rows: int, n_rounds: int) -> None:
         self.drafters = tuple(drafters)
         self.max_gamma = max(choice.gamma for choice in choices)
-        self.n_rounds = n_rounds
-        self._n_rows, self._rows_are_missing = n_rows, False
+        self.n_rounds, self.n_rows = n_rounds, n_rows
+        self._rows_are_missing = False
         self._had = dict.fromkeys(choices, 0)
         self._verified, self._accepted = [0] * len(drafters), [0] * len(drafters)
 
@@ -83,7 +83,7 @@ class Interleaved:
         return [AcceptanceRate(accepted / verified, verified) for accepted, verified in pairs]
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        self._rows_are_missing = len(accepted) < self._n_rows
+        self._rows_are_missing = len(accepted) < self.n_rows
         if self._rows_are_missing:
             return
         self._had[choice] += 1

@@ -32,7 +32,7 @@ def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Ro
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            part, of = partial(method, self), (id(self.drafter), self.gamma)
+            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows))
             outputs = self._captured(method.__name__, of, part) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
@@ -88,7 +88,7 @@ class Round:
         """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`; stores their KV, a self-draft's too."""
         positions = self.batch.lengths[:, None] + torch.arange(self.gamma + 1, device=block.device)
         cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
-        return self.runner.step(block, positions, cache.view(extent=self.batch.extent(self.gamma)))
+        return self.runner.step(block, positions, self.batch.of(cache, self.gamma))
 
     @_part("decided")
     def accept(self) -> Tensor:
@@ -105,9 +105,9 @@ class Round:
     @_part(None)
     def roll_back(self) -> None:
         """Forget every rejected draft in the target's cache and in the drafter's: positions >= the new `lengths`."""
-        self.runner.rollback(self.batch.lengths)
+        self.batch.of(self.runner.cache).rollback(self.batch.lengths)
         if self.drafter is not None:
-            self.drafter.rollback(self.batch.lengths)
+            self.drafter.rollback(self.batch)
 
     def outcomes(self) -> list[Outcome]:
         """What `accept` decided, row by row: a round's one read from the device. Errors: RankError if ranks are

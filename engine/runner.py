@@ -55,6 +55,11 @@ def prefill_chunk_of(device: torch.device) -> int:
     return CPU_PREFILL_CHUNK if device.type == "cpu" else GPU_PREFILL_CHUNK
 
 
+def captured_sizes(max_batch: int) -> list[int]:
+    """The numbers of rows that captured rounds are made for, ascending: powers of two, and all."""
+    return [*(1 << i for i in range((max_batch - 1).bit_length())), max_batch]
+
+
 class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
@@ -88,6 +93,10 @@ class ModelRunner:
             where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
             fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit one"
             raise ConfigError("the cache does not fit the model", where, given, needed, fix)
+
+    def n_computed(self, n_busy: int) -> int:
+        """How many rows a round of so many busy ones computes."""
+        return n_busy if self.graphs is None else next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
         """The same ranks running the model, or another one, over another cache."""
@@ -195,7 +204,7 @@ class RemoteRunner:
     def _leave_out(self, *given: object) -> None:
         """What only those do that hold the model."""
 
-    fill_row = extend_row = rollback = _leave_out
+    fill_row = extend_row = _leave_out
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""

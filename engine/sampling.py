@@ -106,6 +106,11 @@ class Distribution:
             filters or Filters.of(rows),
         )
 
+    def first(self, n: int) -> Distribution:
+        """Of the first rows, in the same tensors."""
+        top_k, top_p = (None if x is None else x[:n] for x in (self.top_k, self.top_p))
+        return Distribution(self.temperature[:n], top_k, top_p, self.filters)
+
     def copy_(self, other: Distribution) -> None:
         """Take over the values of other rows of the same filters, in place."""
         for name in ("temperature", "top_k", "top_p"):

@@ -48,6 +48,8 @@ class KVCache(ABC):
     in_order = False
     # Of a view: whether a block that is run over it takes its last slots, in order, in every row.
     block_ends_view = False
+    # Of a view over rows that a tensor names: which row of the entries each of its own is, `[B]` int64.
+    rows: torch.Tensor | None = None
 
     def __init__(
         self, config: KVShape, max_batch: int, capacity: int, device: Device = "cpu", dtype: torch.dtype | None = None
@@ -62,14 +64,19 @@ class KVCache(ABC):
         # Zeros, not empty, for the same reason that `pack` leaves only what is finite.
         self.entries = torch.zeros(shape, device=device, dtype=dtype)
         self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in largest() else None
-        self.positions = torch.full((max_batch, capacity), EMPTY, device=device)
+        self._positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
         # Whatever a runner notes of a row's content; resetting the row forgets it.
         self.notes: dict[int, object] = {}
 
     @property
     def max_batch(self) -> int:
-        return self.positions.shape[0]
+        return len(self._rows)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[max_batch, capacity]`; a copy, of a view over rows that a tensor names."""
+        return self._positions if self.rows is None else self._positions[self.rows]
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +123,7 @@ class KVCache(ABC):
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
         """Claim slots for a forward over `positions [B, T]`; returns the slots `[B, T]`."""
         slots = self.slots(positions)
-        self.positions.scatter_(1, slots, positions)
+        self._positions[self._rows, slots] = positions
         return slots
 
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -139,13 +146,17 @@ class KVCache(ABC):
         """One layer's entries as views."""
         entries = self.entries[layer].transpose(2, 3)
         if self.scales is None:
-            return KV(entries[0], entries[1])
+            return KV(entries[0], entries[1], rows=self.rows)
         scales = self.scales[layer].transpose(2, 3)
-        return KV(entries[0], entries[1], scales[0], scales[1])
+        return KV(entries[0], entries[1], scales[0], scales[1], self.rows)
 
     def rollback(self, lengths: torch.Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
-        self.positions.masked_fill_(self.positions >= lengths[:, None], EMPTY)
+        if self.rows is None:
+            self._positions.masked_fill_(self._positions >= lengths[:, None], EMPTY)
+        else:
+            held = self.positions
+            self._positions[self.rows] = held.masked_fill(held >= lengths[:, None], EMPTY)
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
@@ -204,18 +215,24 @@ class KVCache(ABC):
         scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]
         return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
 
-    def view(self, rows: slice = slice(None), extent: int | None = None, block_at_end: bool = False) -> KVCache:
+    def view(
+        self, rows: slice | torch.Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
+    ) -> KVCache:
         """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
 
+        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves.
         Narrowing by `extent` keeps a backend without per-row early exit from reading empty capacity.
         `block_at_end` promises that the block to be run takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)
-        narrowed.entries = self.entries[:, :, rows, :, :extent]
+        stored = rows if isinstance(rows, slice) else slice(None)
+        narrowed.entries = self.entries[:, :, stored, :, :extent]
         if self.scales is not None:
-            narrowed.scales = self.scales[:, :, rows, :, :extent]
-        narrowed.positions = self.positions[rows, :extent]
-        narrowed._rows = self._rows[: narrowed.positions.shape[0]]
+            narrowed.scales = self.scales[:, :, stored, :, :extent]
+        narrowed._positions = self._positions[stored, :extent]
+        narrowed._rows = self._rows[: len(narrowed._positions)]
+        if isinstance(rows, torch.Tensor):
+            narrowed.rows, narrowed._rows = rows, rows[:, None]
         narrowed.block_ends_view = block_at_end and self.in_order
         return narrowed

@@ -21,16 +21,21 @@ class KV(NamedTuple):
     """Keys and values `[B, C, n_kv_head, head_dim]`, the last stride 1.
 
     Of int8 or float8_e4m3fn entries the value is `stored * scale`, with one scale per token and head,
-    `[B, C, n_kv_head]` float32; None where the entries are the values.
+    `[B, C, n_kv_head]` float32; None where the entries are the values. rows: `[B']` int64, the row of the entries that
+    each row of queries attends to; None where these are the same rows.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
     def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in `dtype`; the entries themselves where they are stored in it."""
+        """Keys and values in `dtype`, one row for each of the queries'; the entries themselves where they are that."""
+        if self.rows is not None:
+            scales = (None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales))
+            return KV(self.keys[self.rows], self.values[self.rows], *scales).dequantized(dtype)
         return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
 
 

@@ -13,7 +13,8 @@ class ReadOnlyKVCache:
     """Over a cache that holds the forward's tokens: they are run again, and stored entries keep their bits."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.positions, self.in_order, self.block_ends_view = cache.positions, cache.in_order, cache.block_ends_view
+        self.in_order, self.block_ends_view, self.rows = cache.in_order, cache.block_ends_view, cache.rows
+        self.positions = cache.positions
         self.rotary_positions, self.read = cache.rotary_positions, cache.read
 
     def begin(self, positions: torch.Tensor) -> None:
@@ -32,10 +33,14 @@ class WriteThroughKVCache:
 
     def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
         self.target, self.draft, self.layers = target, draft, layers
-        self.positions, self.in_order, self.block_ends_view = target.positions, target.in_order, target.block_ends_view
+        self.in_order, self.block_ends_view, self.rows = target.in_order, target.block_ends_view, target.rows
         self.rotary_positions, self.read = target.rotary_positions, target.read
         own = range(len(draft.entries))
         self._draft_layer = dict(zip(layers or own, own, strict=True))
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.target.positions
 
     def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.target.begin(positions), self.draft.begin(positions)
@@ -45,5 +50,5 @@ class WriteThroughKVCache:
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], new)
 
-    def view(self, rows: slice = slice(None), extent: int | None = None) -> WriteThroughKVCache:
+    def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> WriteThroughKVCache:
         return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)

@@ -19,6 +19,7 @@ class FakeSlots:
 
     positions: Tensor
     in_order: bool = False
+    rows: Tensor | None = None
     block_ends_view: bool = False
 
 
@@ -32,6 +33,19 @@ class Case:
 
     def run(self, backend) -> Tensor:
         return backend.attend(self.q, self.kv, backend.prepare(self.spec, self.queries, self.slots))
+
+    def among_other_rows(self) -> Case:
+        """The same, of a larger cache whose rows are in another order, with rows between them that nobody asked for."""
+        rows = 2 * torch.randperm(len(self.q), generator=torch.Generator().manual_seed(1)) + 1
+
+        def spread(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            wide = x.transpose(1, 2)[:1].repeat(2 * len(x) + 1, *[1] * (x.dim() - 1))
+            wide[rows] = x.transpose(1, 2)
+            return wide.transpose(1, 2)
+
+        return replace(self, kv=KV(*map(spread, self.kv[:4]), rows), slots=replace(self.slots, rows=rows))
 
     def dequantizes(self, backend) -> bool:
         """Whether the backend turns the case's entries into another dtype, whatever it says."""

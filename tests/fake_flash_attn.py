@@ -74,6 +74,7 @@ def fake_package(package: Package) -> ModuleType:
         v_cache,
         *,
         cache_seqlens=None,
+        cache_batch_idx=None,
         causal=False,
         window_size=(-1, -1),
         num_splits=0,
@@ -81,6 +82,9 @@ def fake_package(package: Package) -> ModuleType:
         **only_of_fa3,
     ):
         assert only_of_fa3.keys() <= (set() if is_fa2 else {"pack_gqa"}), "no such argument, or none that is used"
+        if cache_batch_idx is not None:
+            require(cache_batch_idx.dtype == torch.int32, "cache_batch_idx must have dtype int32")
+            k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
         check_arguments(q, k_cache, v_cache, cache_seqlens, num_splits, package.dtypes, MOST_SPLITS[package.module])
         if is_fa2:
             # Not an error there, but it reads a KV head once per query head; prefill is bound by arithmetic instead.

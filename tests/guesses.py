@@ -32,17 +32,17 @@ class Guesses(SavedText):
         self.requests[row] = request
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
-        (tokens, n_tokens), lengths = super().guess(batch, gamma), batch.lengths
+        (tokens, n_tokens), of = super().guess(batch, gamma), (self.requests[batch.rows], batch.lengths)
         if self.kind == "random":
-            return self._below(self.vocab_size, lengths, gamma), n_tokens
+            return self._below(self.vocab_size, *of, gamma), n_tokens
         n_right = {"oracle": gamma, "reject": 0}.get(self.kind)
-        right = self._below(gamma + 1, lengths, 1) if n_right is None else n_right
+        right = self._below(gamma + 1, *of, 1) if n_right is None else n_right
         wrong = (tokens + 1) % self.vocab_size
         tokens = torch.where(torch.arange(gamma) < right, tokens, wrong)
         if self.kind == "ragged":
-            n_tokens = torch.minimum(n_tokens, self._below(gamma + 1, lengths + 1000, 1)[:, 0])
+            n_tokens = torch.minimum(n_tokens, self._below(gamma + 1, of[0], of[1] + 1000, 1)[:, 0])
         return tokens, n_tokens
 
-    def _below(self, bound: int, lengths: Tensor, n: int) -> Tensor:
-        numbers = uniform(self.seed, self.requests, lengths, Stream.DRAFT, max(n, 1))[:, :n]
+    def _below(self, bound: int, requests: Tensor, lengths: Tensor, n: int) -> Tensor:
+        numbers = uniform(self.seed, requests, lengths, Stream.DRAFT, max(n, 1))[:, :n]
         return (numbers * bound).long()

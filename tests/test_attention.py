@@ -32,6 +32,7 @@ def test_equals_attention_by_hand(group, n_kv_head, n_token, sliding_window):
     case = make_case(lengths, n_token, **shape, dtype=torch.float64, ring=True, sliding_window=sliding_window)
     wanted = by_hand(case.q, *case.kv[:2], case.queries, case.slots.positions, sliding_window)
     torch.testing.assert_close(case.run(TorchAttention()), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(case.among_other_rows().run(TorchAttention()), case.run(TorchAttention()))
 
 
 @pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])

@@ -106,6 +106,27 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
     assert bool(graphs) is captured
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_round_computes_the_rows_that_decode(captured):
+    """Of five rows that end one by one; captured rounds are made for 1, 2, 4 and all rows."""
+    computed = []
+
+    class Counting(ModelRunner):
+        def step(self, tokens, positions, cache=None):
+            computed.append(len(tokens))
+            return super().step(tokens, positions, cache)
+
+    model = tiny_model()
+    decoder = Decoder(Counting(model, full_cache(model, 5), new_graphs=RecordedGraphs if captured else None))
+    requests = [Request(prompt, 3 + n) for n, prompt in enumerate(random_prompts([9, 4, 17, 6, 11]))]
+    for request in requests:
+        decoder.submit(request)
+    busy = [step.busy for step in iter(decoder.step, None)]
+    assert busy == [5, 5, 4, 3, 2, 1]
+    assert computed == ([5, 5, 4, 4, 2, 1] if captured else busy)
+    assert all(one.tokens == continue_by_recomputing(model, one.prompt, one.limit) for one in requests)
+
+
 def test_a_cancelled_row_is_free_before_the_next_round():
     runner = witness_runner(2)
     decoder = Decoder(runner)

@@ -55,13 +55,14 @@ def test_a_draft_of_all_layers_is_the_model():
     assert len(model.layers) == model.config.n_layer == 4, "the model itself is as it was"
 
 
-def recorded(drafter: StandaloneDraft) -> list[tuple[list[int], list[list[int]]]]:
-    """What it will have proposed in every round, and behind which lengths."""
+def recorded(drafter: StandaloneDraft) -> list[dict[int, tuple[int, list[int]]]]:
+    """What it will have proposed in every round for each row, and behind which length."""
     rounds, propose = [], drafter.propose
 
     def recording(batch, *others):
         drafts = propose(batch, *others)
-        rounds.append((batch.lengths.tolist(), drafts.tokens.tolist()))
+        of_rows = zip(batch.lengths.tolist(), drafts.tokens.tolist(), strict=True)
+        rounds.append(dict(zip(batch.rows.tolist(), of_rows, strict=True)))
         return drafts
 
     drafter.propose = recording
@@ -76,9 +77,9 @@ def test_every_draft_is_what_the_draft_model_continues_with():
     rounds = recorded(drafter)
     out = generate(ModelRunner(target, full_cache(target, 3)), prompts, max_new_tokens=24, drafter=drafter)
     for row, prompt in enumerate(prompts):
-        for lengths, drafts in rounds[: out.stats.rows[row].rounds]:
-            known = (prompt + out.tokens[row])[: lengths[row] + 1]
-            assert drafts[row] == continue_by_recomputing(draft, known, 3)
+        for length, drafts in (one[row] for one in rounds if row in one):
+            known = (prompt + out.tokens[row])[: length + 1]
+            assert drafts == continue_by_recomputing(draft, known, 3)
     assert len({row.accepted for row in out.stats.rows}) > 1 and 0 < out.stats.counts.acceptance_rate < 1
 
 
@@ -95,7 +96,7 @@ def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafter, sampling=sampling, verification=mode)
     expected = [continue_by_recomputing(target, p, 10, sampling, request) for request, p in enumerate(prompts)]
     assert out.tokens == expected
-    proposed = {token for _, drafts in rounds for row in drafts for token in row}
+    proposed = {token for one in rounds for _, drafts in one.values() for token in drafts}
     assert max(proposed) < min(vocab_size, TINY.vocab_size)
 
 

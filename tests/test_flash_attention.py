@@ -54,7 +54,8 @@ def assert_equals_reference(case, out):
 def assert_runs_on_flash(case, package):
     backend, fallback, calls = make_backend(package)
     assert_equals_reference(case, case.run(backend))
-    assert len(calls) == 1 and fallback.method_calls == []
+    assert torch.equal(case.among_other_rows().run(backend), case.run(backend))
+    assert len(calls) == 3 and fallback.method_calls == []
 
 
 @with_each_package

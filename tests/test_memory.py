@@ -256,7 +256,7 @@ def test_selecting_entries_is_planned_for() -> None:
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
-    """Two budgets and three gammas, plain rounds among them and as the baseline: all but those of one longest round."""
+    """Two budgets, three gammas, plain rounds and the baseline's, for two rows and one: all but one longest round's."""
     kept: list[Any] = []
 
     class Keeping(RecordedGraphs):
@@ -271,11 +271,11 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
     sampling = ResolvedSampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
-    for pacing in (Fixed(None), Interleaved(drafters, choices, 2, 2)):
-        prompts, params = random_prompts([9, 14]), sampling.params
+    for n_rows, pacing in [(n, kind) for n in (1, 2) for kind in (Fixed(None), Interleaved(drafters, choices, n, 2))]:
+        prompts, params = random_prompts([9, 14][:n_rows]), sampling.params
         generate(runner, prompts, max_new_tokens=60, pacing=pacing, sampling=params, verification=mode)
     draft = ResolvedDraft(SelfConfig(), 3, auto_gamma=True, budgets=budgets)
-    on_cuda = SimpleNamespace(draft=draft, device="cuda", sampling=sampling, config=RunConfig())
+    on_cuda = SimpleNamespace(n_rows=2, draft=draft, device="cuda", sampling=sampling, config=RunConfig())
     plan = plan_of(TINY, captured_rows=captured_rows(on_cuda))
     assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.per_row["outputs of captured rounds"] > 0
     longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4

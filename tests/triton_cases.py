@@ -30,6 +30,9 @@ def check(case: Case, min_chunk: int = CHUNK) -> None:
     as_in_a_model = case.q.transpose(1, 2).contiguous().transpose(1, 2)
     out = backend.attend(as_in_a_model, case.kv, prepared)
     assert out.is_contiguous() and out.dtype == case.spec.dtype
+    mapped = case.among_other_rows()
+    again = backend.attend(as_in_a_model, mapped.kv, backend.prepare(case.spec, case.queries, mapped.slots))
+    assert torch.equal(again, out)
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out.double(), case.reference(), rtol=tolerance, atol=tolerance)
 

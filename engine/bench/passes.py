@@ -21,6 +21,7 @@ from engine.decoding import GenerateOutput, Phase
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Interleaved, Pacing
 from engine.requests import Progress, Request
+from engine.runner import captured_sizes
 from engine.timing import PhaseTimer, synchronize
 
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
@@ -111,9 +112,10 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     choices = [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     if not drafters or (draft and draft.automatic):
         choices.insert(0, PLAIN)
-    pacing = Interleaved(drafters, choices, runner.max_batch, WARM_UP_ROUNDS)
-    for _ in interleaved_rounds(runner, pacing, session.prompts, **_how(session)):
-        pass
+    for n_rows in captured_sizes(runner.max_batch) if runner.graphs else {1, runner.max_batch}:
+        pacing = Interleaved(drafters, choices, n_rows, WARM_UP_ROUNDS)
+        for _ in interleaved_rounds(runner, pacing, session.prompts, **_how(session)):
+            pass
 
 
 def _how(session: Session) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from common.errors import ConfigError, flag
 from common.process import local_world_size
 from engine.bench.memory import Footprint, MemoryPlan, available_bytes, plan_memory, require_memory
 from engine.bench.plan import Plan
-from engine.runner import prefill_chunk_of
+from engine.runner import captured_sizes, prefill_chunk_of
 from kv_cache.entries import largest
 from models import ModelConfig
 from models.tensor_parallel import Shard, shard_config
@@ -65,14 +66,15 @@ def memory_plan(plan: Plan) -> MemoryPlan:
 
 def captured_rows(plan: Plan) -> int:
     """How many `[V]` of logits, and of distributions to reject by, CUDA graphs keep for a row while the longest round
-    runs: those of all other rounds that may be chosen, and of the baseline's.
+    runs over all rows: those of all other rounds that may be chosen, and of the baseline's, for every number of rows.
     """
     draft = plan.draft
     if draft is None or plan.device == "cpu" or plan.config.target.no_cuda_graphs:
         return 0
     gammas = [0, *([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
-    gammas.remove(draft.gamma)
-    return sum(gamma + 1 + (gamma if plan.sampling.mode == "rejection" else 0) for gamma in gammas)
+    twice = 2 if plan.sampling.mode == "rejection" else 1
+    longest, *each = (1 + twice * gamma for gamma in (draft.gamma, *gammas))
+    return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
 
 
 def _dequantizes(

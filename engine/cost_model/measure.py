@@ -34,14 +34,14 @@ def interleaved_rounds(
     Errors: ConfigError for fewer prompts than rows, or if nothing is to be decoded behind the first token; UserError
     if logits are not finite.
     """
-    if len(prompts) < runner.max_batch or max_new_tokens < 2:
-        seen = f"{len(prompts)} prompts in {runner.max_batch} rows, {max_new_tokens} new tokens"
+    if not 0 < pacing.n_rows <= len(prompts) or max_new_tokens < 2:
+        seen = f"{len(prompts)} prompts for {pacing.n_rows} rows, {max_new_tokens} new tokens"
         what, required = "no round has all rows decoding", "a prompt for every row, and 2 new tokens or more"
         fix = "give more prompts, or a cache with more room"
         raise ConfigError(what, "interleaved_rounds: prompts, max_new_tokens", seen, required, fix)
     while not pacing.done:
         pacing.restart()
-        timer, filling = PhaseTimer(runner.device), prompts[: runner.max_batch]
+        timer, filling = PhaseTimer(runner.device), prompts[: pacing.n_rows]
         output = generate(runner, filling, max_new_tokens=max_new_tokens, pacing=pacing, phase=timer, **how)
         output.require_finite("measuring costs")
         yield output.stats, timer
@@ -68,7 +68,8 @@ def measure_costs(
     choices += [Choice(index, middle) for index in range(1, len(drafters))]
     untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
     fewest = untimed + FEWEST_TIMED
-    pacing = Interleaved(drafters, choices, runner.max_batch, fewest)
+    n_rows = min(runner.max_batch, len(prompts))
+    pacing = Interleaved(drafters, choices, n_rows, fewest)
     found: dict[Choice, list[dict[str, float]]] = defaultdict(list)
     decodes: list[Stats] = []
 
@@ -80,7 +81,7 @@ def measure_costs(
             phases = (timer.seconds[name] for name in ("resume", "draft", "verify"))
             for round_, resume, draft, verify in zip(stats.rounds, *phases, strict=True):
                 other = round_.seconds - resume - draft - verify
-                if round_.busy == runner.max_batch:
+                if round_.busy == n_rows:
                     found[round_.choice].append({"draft": draft, "verify": verify, "other": other})
 
     measure(fewest)

@@ -43,8 +43,9 @@ class Drafter(Protocol):
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
         means as many as its draft length says. A draft model's are what `verification.draw` gives for its logits."""
 
-    def rollback(self, lengths: Tensor) -> None:
-        """Forget what was rejected: the round left `lengths [B]` tokens of each row committed to the target's cache."""
+    def rollback(self, batch: Batch) -> None:
+        """Forget what was rejected: the round left `batch.lengths [B]` tokens committed to `batch.rows` of the target's
+        cache."""
 
 
 class TextDrafter(ABC):
@@ -71,8 +72,8 @@ class TextDrafter(ABC):
     def check(self, target: ModelRunner, length: int) -> None:
         check_target(self, self._cache, target.cache)
 
-    def rollback(self, lengths: Tensor) -> None:
-        """Text behind `lengths` is written over before it is looked at."""
+    def rollback(self, batch: Batch) -> None:
+        """Text behind the rows' lengths is written over before it is looked at."""
         return
 
 
@@ -91,7 +92,7 @@ class ModelDrafter(ABC):
         decides. cache: what of the draft's own a round can touch."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        cache = None if self._runner.cache is None else self._runner.cache.view(extent=batch.extent(gamma))
+        cache = None if self._runner.cache is None else batch.of(self._runner.cache, gamma)
         tokens, distributions = [batch.current], []
         for i in range(gamma):
             logits = self.logits(batch, i, tokens[-1], cache)
@@ -119,8 +120,9 @@ class ModelDrafter(ABC):
             what, fix = "prompt + new tokens + gamma + 1 exceeds the draft's KV cache", "give the draft a longer cache"
             raise ConfigError(what, f"{name}: cache", f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")
 
-    def rollback(self, lengths: Tensor) -> None:
-        self._runner.rollback(lengths)
+    def rollback(self, batch: Batch) -> None:
+        if self._runner.cache is not None:
+            batch.of(self._runner.cache).rollback(batch.lengths)
 
 
 def check_target(drafter: object, own: KVCache, given: KVCache) -> None:

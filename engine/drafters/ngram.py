@@ -41,13 +41,14 @@ class NGram(TextDrafter):
         self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
-        text, lengths = self._text[:, : batch.extent(gamma)], batch.lengths
-        text.scatter_(1, lengths[:, None], batch.current[:, None])
+        rows, lengths = batch.rows[:, None], batch.lengths
+        self._text[rows, lengths[:, None]] = batch.current[:, None]
+        text = self._text[batch.rows, : batch.extent(gamma)]
         match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.min_ngram)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
-        text.scatter_(1, lengths[:, None] + ahead, tokens)
+        self._text[rows, lengths[:, None] + ahead] = tokens
         return tokens, n_tokens
 
 

@@ -39,11 +39,12 @@ class SavedText(TextDrafter):
             self._start[row], self._end[row] = len(text), len(saved)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
-        following = batch.lengths - self._start + 1
+        rows = batch.rows
+        following = batch.lengths - self._start[rows] + 1
         ahead = torch.arange(gamma, device=following.device)
         index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
-        n_tokens = (self._end - following).clamp(min=0, max=gamma)
-        return self._text.gather(1, index), n_tokens
+        n_tokens = (self._end[rows] - following).clamp(min=0, max=gamma)
+        return self._text[rows[:, None], index], n_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class CppAttention:
             layout,
             ctypes.c_int64(head_dim),
             ctypes.c_int64(ENTRIES.index(kv.keys.dtype)),
-            *map(_pointer, (packed, kv.keys, kv.values, kv.key_scales, kv.value_scales)),
+            *map(_pointer, (packed, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales)),
             *map(_pointer, (prepared.slots, prepared.newest, prepared.oldest, partials, out)),
             ctypes.c_int(torch.get_num_threads()),
         )

@@ -257,9 +257,9 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
 }
 
 template <int D, typename Entry>
-void attend(const Layout& at, const float* q, const void* keys, const void* values, const float* key_scales,
-            const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
-            float* workspace, float* out, int n_thread) {
+void attend(const Layout& at, const float* q, const int64_t* rows, const void* keys, const void* values,
+            const float* key_scales, const float* value_scales, const int64_t* slots, const int64_t* queries,
+            const int64_t* oldest, float* workspace, float* out, int n_thread) {
     const int64_t n_part = (at.n_slot + at.part - 1) / at.part;
     const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part;
     const int64_t per_task = at.n_row * (D + 2);
@@ -267,12 +267,12 @@ void attend(const Layout& at, const float* q, const void* keys, const void* valu
     for (int64_t task = 0; task < n_task; ++task) {
         const int64_t head = task / n_part, first = task % n_part * at.part;
         const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head;
-        const int64_t last = std::min(first + at.part, at.n_slot);
+        const int64_t last = std::min(first + at.part, at.n_slot), stored = rows ? rows[row] : row;
         float* partial = workspace + task * per_task;
-        const int64_t scale_at = row * at.scale_row + kv_head * at.scale_head;
+        const int64_t scale_at = stored * at.scale_row + kv_head * at.scale_head;
         attend_part<D, Entry>(at, q + head * at.n_row * D,
-                              (const Entry*)keys + row * at.key_row + kv_head * at.key_head,
-                              (const Entry*)values + row * at.value_row + kv_head * at.value_head,
+                              (const Entry*)keys + stored * at.key_row + kv_head * at.key_head,
+                              (const Entry*)values + stored * at.value_row + kv_head * at.value_head,
                               key_scales ? key_scales + scale_at : nullptr,
                               value_scales ? value_scales + scale_at : nullptr, slots + row * at.n_slot,
                               queries + row * at.n_row, oldest + row * at.n_row, first, last,
@@ -309,16 +309,17 @@ int attend_any(int64_t head_dim, Args... args) {
 
 }  // namespace
 
-// Entries are 0 float, 1 bfloat16, 2 int8 or 3 float8, the last two with scales. Returns 0, or 1 if it cannot.
+// Entries are 0 float, 1 bfloat16, 2 int8 or 3 float8, the last two with scales. rows: that of the entries which each
+// row of queries attends to, or null if these are the same. Returns 0, or 1 if it cannot.
 extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
-                                const void* keys, const void* values, const float* key_scales,
+                                const int64_t* rows, const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* queries,
                                 const int64_t* oldest, float* workspace, float* out, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
     const auto with = [&](auto entry) {
-        return attend_any<decltype(entry)>(head_dim, at, q, keys, values, key_scales, value_scales, slots, queries,
-                                           oldest, workspace, out, n_thread);
+        return attend_any<decltype(entry)>(head_dim, at, q, rows, keys, values, key_scales, value_scales, slots,
+                                           queries, oldest, workspace, out, n_thread);
     };
     if (entries == 0) return with(float{});
     if (entries == 1) return with(bfloat16{});

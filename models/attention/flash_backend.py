@@ -170,7 +170,7 @@ class FlashAttention:
     def _plan_causal(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Plan:
         """The kernel's own causal mask: the last query sees the last of its row's keys."""
         (batch, n_token), n_slot = queries.shape, slots.positions.shape[1]
-        options: dict[str, Any] = {"causal": True}
+        options: dict[str, Any] = {"causal": True, **_stored_rows(slots)}
         if n_token <= MAX_BLOCK:  # a chunk sees the whole of its view
             options["cache_seqlens"] = (queries[:, -1] + 1).to(torch.int32)
         if spec.sliding_window is not None:
@@ -199,7 +199,12 @@ def _plan_packed(spec: AttentionSpec, queries: Tensor, slots: Slots) -> Plan:
         bias=bias.repeat_interleave(spec.group_size, dim=1)[:, None],
         no_prefix=(first == 0)[:, :, None, None],
     )
-    return Plan({"causal": False, "cache_seqlens": first[:, 0].to(torch.int32)}, tail)
+    return Plan({"causal": False, "cache_seqlens": first[:, 0].to(torch.int32), **_stored_rows(slots)}, tail)
+
+
+def _stored_rows(slots: Slots) -> dict[str, Tensor]:
+    """The kernels' own map from rows of queries to rows of the cache."""
+    return {} if slots.rows is None else {"cache_batch_idx": slots.rows.to(torch.int32)}
 
 
 def _add_tail(rows: Tensor, prefix: Tensor, lse: Tensor, kv: KV, tail: Tail) -> Tensor:
@@ -207,8 +212,8 @@ def _add_tail(rows: Tensor, prefix: Tensor, lse: Tensor, kv: KV, tail: Tail) -> 
 
     One softmax in which the whole prefix is one more key, with `lse` for a score and `prefix` for a value.
     """
-    batch_index = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    keys, values = (x[batch_index, tail.slots].transpose(1, 2).float() for x in (kv.keys, kv.values))
+    stored = torch.arange(rows.shape[0], device=rows.device) if kv.rows is None else kv.rows
+    keys, values = (x[stored[:, None], tail.slots].transpose(1, 2).float() for x in (kv.keys, kv.values))
     scores = rows.transpose(1, 2).float() @ keys.transpose(2, 3) * rows.shape[-1] ** -0.5 + tail.bias
     # No keys at all: the output is 0, but lse is inf in some versions and -inf in others.
     prefix_score = lse[..., None].masked_fill(tail.no_prefix, float("-inf"))

@@ -134,6 +134,11 @@ class Block:
     slots: Slots
 
     @cached_property
+    def positions(self) -> Tensor:
+        """Those of the slots `[B, C]`; whatever, where the kernel goes by their order."""
+        return self.queries if self.slots.in_order else self.slots.positions
+
+    @cached_property
     def for_torch(self) -> Any:
         return TorchAttention().prepare(self.spec, self.queries, self.slots)
 
@@ -158,9 +163,10 @@ def plan(
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
-    positions, window = block.slots.positions, block.spec.sliding_window
+    positions, window = block.positions, block.spec.sliding_window
     entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
     others = {"q": q, "queries": block.queries, "positions": positions, "out": partial, "log_sums": log_sums}
+    others["stored_rows"] = block.queries if kv.rows is None else kv.rows
     strides = _strides(q=q) | _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
     sizes = {"n_token": n_token, "n_kv_head": n_kv_head, "n_slot": n_slot, "chunk": chunk, "n_chunk": n_chunk}
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK, "ROWS": tile.rows, "SLOTS": tile.slots}
@@ -169,6 +175,7 @@ def plan(
         "positions_row": positions.stride(0),
         "window": window or 0,
         "scale": head_dim**-0.5 * math.log2(math.e),
+        "MAPPED": kv.rows is not None,
         "QUANTIZED": kv.key_scales is not None,
         "IN_ORDER": block.slots.in_order,
         "WINDOWED": window is not None,

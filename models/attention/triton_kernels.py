@@ -76,15 +76,16 @@ def _attend_tile(
 # What changes from call to call must not compile another variant in the middle of a run.
 @triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "window"])
 def split_kv(
-    q, keys, values, key_scales, value_scales, queries, positions, out, log_sums,
+    q, keys, values, key_scales, value_scales, stored_rows, queries, positions, out, log_sums,
     q_row, q_token, q_head, k_row, k_slot, k_head, v_row, v_slot, v_head,
     ks_row, ks_slot, ks_head, vs_row, vs_slot, vs_head, positions_row,
     n_token, n_kv_head, n_slot, chunk, n_chunk, window, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_TOKENS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    QUANTIZED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    MAPPED: tl.constexpr, QUANTIZED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS of the `n_token * GROUP` rows of one row and KV head, over one chunk of its slots.
 
+    With MAPPED, `stored_rows [B]` int64 has the row of the entries that each row of queries attends to.
     Grid `[row blocks, chunks, B * n_kv_head]`. Softmax is that of Milakov and Gimelshein (2018), the chunks
     those of Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token, H, n_chunk, HEAD_DIM]`
     takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
@@ -119,12 +120,13 @@ def split_kv(
     query = tl.load(queries + b * n_token + token, mask=real, other=-1).to(tl.int32)
     q_at = q + b * q_row + token[:, None] * q_token + head[:, None] * q_head + dims[None, :]
     q_tile = tl.load(q_at, mask=real[:, None], other=0.0)
-    keys += b * k_row + h * k_head
-    values += b * v_row + h * v_head
+    stored = tl.load(stored_rows + b) if MAPPED else b
+    keys += stored * k_row + h * k_head
+    values += stored * v_row + h * v_head
     positions += b * positions_row
     if QUANTIZED:
-        key_scales += b * ks_row + h * ks_head
-        value_scales += b * vs_row + h * vs_head
+        key_scales += stored * ks_row + h * ks_head
+        value_scales += stored * vs_row + h * vs_head
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
