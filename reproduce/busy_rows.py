@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from engine.cost_model.costs import Costs
 
 SelfDraft: Any = draft_flags(["self"])
-# New tokens that there is room for where steps are timed.
-ROOM = 64
+# New tokens that there is room for where steps are timed, and seconds that each measurement may take.
+ROOM, SECONDS = 64, 4.0
 COLUMNS = [
     Column("rows", "busy rows"),
     Column("step_ms", "step", ".1f"),
@@ -98,7 +98,7 @@ def costs_of_busy(session: engine.Session, n_busy: int, prefix_len: int, gamma: 
     prompts = [[(row + i) % session.runner.vocab_size for i in range(prefix_len)] for row in range(n_busy)]
     fill_with_noise(session.runner, prompts)
     sampling = session.sampling
-    how = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode}
+    how = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode, "seconds": SECONDS}
     return measure_costs(session.runner, [session.drafter()], prompts, gammas=[gamma], **how)[0]
 
 

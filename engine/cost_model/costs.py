@@ -78,7 +78,10 @@ class CostGrid:
             return np.array([[values(cells[batch, context]) for context in contexts] for batch in batches])
 
         return cls(
-            *(batches, contexts, cells[batches[0], contexts[0]][0].at, tuple(drafts)),
+            batches=batches,
+            contexts=contexts,
+            gammas=cells[batches[0], contexts[0]][0].at,
+            drafts=tuple(drafts),
             plain=table(lambda cell: cell[0].plain_ms),
             verify=table(lambda cell: cell[0].verify_ms),
             draft=table(lambda cell: [costs.draft_ms for costs in cell]),
