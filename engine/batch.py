@@ -65,8 +65,8 @@ class Batch:
     ) -> None:
         """How each row is sampled, the request that its random numbers are for, and which row of the caches it is."""
         self.distribution.copy_(Distribution.of(sampling, self._state.device, self.distribution.filters))
-        own = [row.seed for row in sampling], requests, rows or range(len(sampling))
-        self._state[3:].copy_(torch.tensor([*map(list, own)]))
+        seeds, rows = [row.seed for row in sampling], range(len(sampling)) if rows is None else rows
+        self._state[3:].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
     def set_state(self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int]) -> None:
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))

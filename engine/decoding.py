@@ -232,6 +232,8 @@ class Decoder:
             outcomes = dict(zip((row for row, _ in self._computed), round_.outcomes(), strict=True))
         n_emitted = 0
         for row, request in busy:
+            if self._rows[row] is not request:  # cancelled meanwhile, by one that was notified of another's end
+                continue
             n_emitted += request.commit(outcomes[row])
             if choice.drafter is not None:
                 request.followed[choice.drafter] = request.length

@@ -115,7 +115,7 @@ class Round:
         packed, batch = self.decided.tolist(), self.batch
         self.runner.ranks.require_same(
             lambda: f"a round from positions {batch.lengths.tolist()}",
-            lambda: (batch.lengths, batch.current, self.drafts.tokens, self.decided),
+            lambda: (batch.rows, batch.lengths, batch.current, self.drafts.tokens, self.decided),
         )
         return [
             Outcome(drafted, [*rest[:accepted], next_token], rest[self.gamma :])

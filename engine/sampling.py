@@ -108,8 +108,7 @@ class Distribution:
 
     def first(self, n: int) -> Distribution:
         """Of the first rows, in the same tensors."""
-        top_k, top_p = (None if x is None else x[:n] for x in (self.top_k, self.top_p))
-        return Distribution(self.temperature[:n], top_k, top_p, self.filters)
+        return Distribution(self.temperature[:n], self.top_k[:n], self.top_p[:n], self.filters)
 
     def copy_(self, other: Distribution) -> None:
         """Take over the values of other rows of the same filters, in place."""

@@ -161,6 +161,7 @@ class KVCache(ABC):
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
         self.notes.pop(row, None)
+        assert self.rows is None, "rows are filled and reset in the cache itself"
         self.positions[row] = EMPTY
 
     @property
@@ -220,19 +221,21 @@ class KVCache(ABC):
     ) -> KVCache:
         """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
 
-        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves.
+        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves. Of such a view
+        there are no other views but of its slots, and its rows cannot be filled or reset.
         Narrowing by `extent` keeps a backend without per-row early exit from reading empty capacity.
         `block_at_end` promises that the block to be run takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)
         stored = rows if isinstance(rows, slice) else slice(None)
+        assert self.rows is None or stored == rows == slice(None), "rows of a view over named rows"
         narrowed.entries = self.entries[:, :, stored, :, :extent]
         if self.scales is not None:
             narrowed.scales = self.scales[:, :, stored, :, :extent]
         narrowed._positions = self._positions[stored, :extent]
         narrowed._rows = self._rows[: len(narrowed._positions)]
         if isinstance(rows, torch.Tensor):
-            narrowed.rows, narrowed._rows = rows, rows[:, None]
+            narrowed.rows, narrowed._rows = rows.contiguous(), rows[:, None]
         narrowed.block_ends_view = block_at_end and self.in_order
         return narrowed

@@ -1,7 +1,5 @@
 """Builds a C++ kernel with the system's compiler, once per machine and source."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The Transformer of every Llama-family model. The cache is an argument; drafts and policies are unknown here."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a command line calls dtypes, weight formats, cache entries and attention backends. Imports no torch."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Linear layers whose weights are stored once in oneDNN's blocked layout: the CPU's fast path at small batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Only these are: each becomes one kernel whatever the device, while matrix produc
 into libraries and hand-written kernels. Nothing here sees a cache or its length, so no length can recompile it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType

@@ -1,7 +1,5 @@
 """Published configurations by name, for runs with random weights (`--load_format dummy`) and for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,6 @@ grid of a group spans its smallest and largest weight: that is how GGUF's Q4_1 i
 it gets its own grouping and 4 bits back; only the scales are rounded, to the kernels' bfloat16.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

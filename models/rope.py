@@ -1,7 +1,5 @@
 """Rotary position embedding in the half-split layout, with linear and Llama-3 frequency scaling."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ half of a block ends in one all-reduce. Query groups stay with their KV head. Em
 vocabulary. Nothing has to divide evenly: sizes of parts differ by one head, unit or token id at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

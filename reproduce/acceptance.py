@@ -7,8 +7,6 @@ sampled: what it writes at --temperature; book: the data set's own text behind e
 share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import dataclass, field, fields
@@ -109,6 +107,7 @@ def main(flags: Flags) -> None:
     for draft, text in itertools.product(drafts, flags.texts):
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(record.rounded(_row(own, text)))
+        say(f"{own.draft.policy.name if own.draft and own.draft.policy else ''}, {text}: {rows[-1]['acceptance_rate']}")
     say(console(rows, COLUMNS))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))

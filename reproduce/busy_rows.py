@@ -22,10 +22,10 @@ import common.startup
 
 import engine
 from common import cli
-from common.errors import require_at_least
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.tables import Column, console
-from engine.bench.config import Output, Rows, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 SelfDraft: Any = draft_flags(["self"])
 # New tokens that there is room for where steps are timed, and seconds that each measurement may take.
 ROOM, SECONDS = 64, 4.0
+# Of the record those that were asked for, not those of the cache.
+SIZES = ("prefix_len", "gen_len")
 COLUMNS = [
     Column("rows", "busy rows"),
     Column("step_ms", "step", ".1f"),
@@ -71,11 +73,15 @@ class Flags:
             require_at_least(name, getattr(self, name), least)
         require_at_least("rows", min(self.rows), 1)
         require_at_least("B", self.B, max(self.rows))
+        draft = self.draft.config()
+        gamma, budget = draft.gamma, getattr(draft.policy, "draft_budget", 0)
+        if AUTO in (gamma, budget):
+            what, where = "a round of one kind is timed", f"{flag('gamma')} and {flag('draft_budget')}"
+            raise ConfigError(what, where, f"{gamma} and {budget}", "numbers", f"name them: {flag('gamma')} 3")
+        require_at_least("gamma", gamma, 1)
         sizes = Sizes(self.B, 2 * self.prefix_len, max(ROOM, self.gen_len * 3 // 2))
         rows = Rows(num_prompts=self.num_prompts)
-        return RunConfig(
-            self.target, self.text, sizes, rows, self.sampling, output=self.output, draft=self.draft.config()
-        )
+        return RunConfig(self.target, self.text, sizes, rows, self.sampling, output=self.output, draft=draft)
 
 
 def busy_rows(session: engine.Session, flags: Flags) -> list[dict[str, Any]]:
@@ -140,8 +146,9 @@ def main(flags: Flags) -> None:
     session = engine.Session.open(flags.config())
     streamed = stream(session, flags)
     rows = busy_rows(session, flags)
-    measured = rounded({"repeats": flags.repeats, "busy_rows": rows, "stream": streamed})
-    publish(flags.output.output, record_of("busy_rows", session, measured), console(rows, COLUMNS))
+    sizes = {name: getattr(flags, name) for name in SIZES}
+    measured = rounded({**sizes, "repeats": flags.repeats, "busy_rows": rows, "stream": streamed})
+    publish(flags.output.output, record_of("busy_rows", session, measured, SIZES), console(rows, COLUMNS))
 
 
 if __name__ == "__main__":

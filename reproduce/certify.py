@@ -18,8 +18,6 @@ of a token alike, which cancels in a gap. There is no top-k and no top-p here: w
 near-tie of another kind. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import asdict, dataclass, field

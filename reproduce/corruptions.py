@@ -12,8 +12,6 @@ tokenizer.json or a GGUF's metadata that still make sense (another rope_theta, a
 checkpoint of another model damage. The last line on stdout is the table as one JSON object.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import random

@@ -7,8 +7,6 @@ tokens. Prints a table and appends one record per decoding; exit code 1 if a row
 differ at near-ties: reproduce/certify.py tells those from errors.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -8,8 +8,6 @@ figure is the median time between two of its tokens. --schemes adds our own mode
 which as another model may write another text. Needs requirements-dev.txt.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import time

@@ -7,8 +7,6 @@ one summary each. Pointwise functions are those of a run without flags, with --c
 also PyTorch's own; each cell is measured beside a baseline with the same.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -8,8 +8,6 @@ makes the rounds that have the most expected tokens per ms; a rule's score is it
 A score above 1 is luck.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """A byte-level tokenizer, as a file of the tokenizers package."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ways to damage a file of a checkpoint: bits, ranges of bytes, lengths, weights, and values of its JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Tiny random models as checkpoint folders, in every format that is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

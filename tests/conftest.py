@@ -4,8 +4,6 @@ A test records a figure with `record_property`: "count: X" figures are summed ov
 keep their largest, and "p-value: X" figures stand for themselves. They survive pytest-xdist's processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

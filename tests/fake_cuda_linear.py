@@ -1,7 +1,5 @@
 """Stand-ins for the CUDA operators of quantised layers on CPU tensors: their interface, checks, layout and rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Stand-ins for the three flash packages: their documented interface and checks, in plain PyTorch."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

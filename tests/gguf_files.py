@@ -1,7 +1,5 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

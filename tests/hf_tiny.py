@@ -1,7 +1,5 @@
 """Checkpoint folders like those of the hub: random tiny transformers models, one token a byte behind a BOS."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The most bytes that tensors made within held at once."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests need of the machine, as marks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

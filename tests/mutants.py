@@ -6,8 +6,6 @@ Prints a table "bug -> killed by" and, last, one JSON object. Exit code 1 if a b
 fail without one, or if a bug no longer fits the source.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The project's programs, as a user starts them: in this process, or in one of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

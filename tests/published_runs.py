@@ -1,7 +1,5 @@
 """The scripts of published tables, run over cells that are measured in no time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

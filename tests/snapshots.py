@@ -10,8 +10,6 @@ variables. All are run in one process, in a folder of tiny checkpoints, texts an
 or on a version is masked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

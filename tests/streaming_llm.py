@@ -1,7 +1,5 @@
 """A StreamingLLM that keeps plain lists of tokens, as a reference for the streaming cache."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What pays best, chosen before every round: the rule on a simulated machine, and that no token changes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

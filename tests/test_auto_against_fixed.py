@@ -1,7 +1,5 @@
 """What `auto` is held against: which fixed gammas, in which repeats, and what is said of it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from itertools import cycle

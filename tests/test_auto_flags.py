@@ -1,7 +1,5 @@
 """`auto` and SnapKV on the benchmarks' command lines: what was chosen, and why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

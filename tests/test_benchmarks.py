@@ -3,8 +3,6 @@
 What is said of bad command lines is in tests/snapshots/errors.json.
 """
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

@@ -1,7 +1,5 @@
 """Positions inside the cache: the streaming cache against a StreamingLLM that keeps plain lists of tokens."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """reproduce/certify.py, as a user runs it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

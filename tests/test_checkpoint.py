@@ -1,7 +1,5 @@
 """Checkpoints: conversion from every Hugging Face format, layers dropped, dummy weights."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

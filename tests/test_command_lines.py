@@ -1,7 +1,5 @@
 """What every command line of the project says of flags that it does not have, and how soon it says its own."""
 
-from __future__ import annotations
-
 import io
 import re
 import resource

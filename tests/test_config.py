@@ -1,7 +1,5 @@
 """ModelConfig: what a Hugging Face config.json comes to, under old and new keys, and the ones that are refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sample of the damage that reproduce/corruptions.py does to checkpoints, each kind to each file once or less."""
 
-from __future__ import annotations
-
 from reproduce.corruptions import all_cases, run
 
 N_CASES = 60

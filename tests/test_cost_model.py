@@ -1,7 +1,5 @@
 """The cost model: the formula by hand, interpolation, what pays best and how surely, the heat map."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The cost model's program: what it measures and predicts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

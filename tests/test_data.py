@@ -1,7 +1,5 @@
 """Books to prompts: every format, exact lengths, distinct rows, and errors that carry the numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

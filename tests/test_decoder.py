@@ -13,6 +13,7 @@ from witness import VOCAB, WitnessModel, continue_plainly, cut
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice, Fixed
+from engine.requests import Progress
 from kv_cache import FullKVCache, StreamingKVCache
 
 ROOM, GAMMA = 64, 3
@@ -108,7 +109,7 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_round_computes_the_rows_that_decode(captured):
-    """Of five rows that end one by one; captured rounds are made for 1, 2, 4 and all rows."""
+    """Of five rows that end one by one; captured rounds are made for 1, 2, 4 and all, called ones for 2 or more."""
     computed = []
 
     class Counting(ModelRunner):
@@ -123,7 +124,7 @@ def test_a_round_computes_the_rows_that_decode(captured):
         decoder.submit(request)
     busy = [step.busy for step in iter(decoder.step, None)]
     assert busy == [5, 5, 4, 3, 2, 1]
-    assert computed == ([5, 5, 4, 4, 2, 1] if captured else busy)
+    assert computed == ([5, 5, 4, 4, 2, 1] if captured else [5, 5, 4, 3, 2, 2])
     assert all(one.tokens == continue_by_recomputing(model, one.prompt, one.limit) for one in requests)
 
 
@@ -146,6 +147,24 @@ def test_a_cancelled_row_is_free_before_the_next_round():
         pass
     decoder.cancel(second)
     assert second.finish_reason == "length" and second.tokens == continue_plainly(second.prompt, 9)
+
+
+def test_a_row_that_is_cancelled_when_another_ends_emits_no_more():
+    """By who is notified of that end, in the middle of a round that has tokens for both."""
+    first, second = Request([5, 1, 7], 3), Request([5, 2, 7], 9)
+
+    class Cancelling(Progress):
+        def finished(self, request):
+            ended.append(request)
+            decoder.cancel(second)
+
+    ended: list[Request] = []
+    decoder = Decoder(witness_runner(2), progress=Cancelling())
+    for request in (first, second):
+        decoder.submit(request)
+    while decoder.step():
+        pass
+    assert ended == [first] and second.finish_reason == "cancelled" and second.tokens == continue_plainly([5, 2, 7], 2)
 
 
 def test_what_is_refused_is_not_queued():

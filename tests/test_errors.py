@@ -1,7 +1,5 @@
 """How a command line ends: with one message for the user's errors, quietly where nobody reads on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

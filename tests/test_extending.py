@@ -1,7 +1,5 @@
 """docs/extending.md does what it says: its blocks, as files of a copy of the checkout, are a policy and a drafter."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

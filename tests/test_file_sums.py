@@ -1,7 +1,5 @@
 """Weights are compared with the manifest when they are loaded, and read for that once for each version of a file."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

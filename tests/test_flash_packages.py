@@ -1,7 +1,5 @@
 """Which flash package a device gets, what is said where it has none, and that the stand-ins refuse what they refuse."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """gamma_cell.py's ways of drafting beside each other, and acceptance.py's kinds of text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

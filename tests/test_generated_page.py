@@ -1,7 +1,5 @@
 """Generated pages are what their records say, are made of records that are there, and go where a page can be."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

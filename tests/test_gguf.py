@@ -1,7 +1,5 @@
 """GGUF checkpoints: weights, layout, config and tokenizer from one file; damage is refused by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

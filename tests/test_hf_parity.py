@@ -1,7 +1,5 @@
 """The Transformer against Hugging Face's own models, family by family."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The checkout's packages win over namesakes, from anywhere."""
 
-from __future__ import annotations
-
 import pytest
 from programs import ROOT, python
 

@@ -1,7 +1,5 @@
 """Cache invariants by random writes and rollbacks; what is copied, viewed, written through, and stored in 8 bits."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Logits keep float32 where a GPU's matrix product can: in 16 bits near ones would tie. Without a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

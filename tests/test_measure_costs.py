@@ -1,7 +1,5 @@
 """What rounds cost and accept, measured before they are chosen by it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory estimate: equal to what is then allocated, exact about the largest batch, itemised when it refuses."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The seeded bugs still fit the source, and the program that tries them can tell a kill from a survivor."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is said below the table of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

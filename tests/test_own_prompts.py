@@ -1,7 +1,5 @@
 """`--prompts`: one's own prompts, whole and of any lengths; what is refused is in tests/snapshots/errors.json."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

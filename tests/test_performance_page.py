@@ -1,7 +1,5 @@
 """docs/performance.md: only numbers that are in a record, and "not measured" for all others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's own records, drawn: what is on which axis, which points make a line, what is left out and said to be."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

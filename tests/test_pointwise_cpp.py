@@ -1,7 +1,5 @@
 """The pointwise functions in C++ against the eager ones, and their promise: a row's bits depend on the row alone."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

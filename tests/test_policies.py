@@ -1,7 +1,5 @@
 """What every KV policy has to do, on ragged rows: the rows of tests/policies.py, each through the same tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policies import OF_SELF_DRAFTS, POLICIES, Size

@@ -1,7 +1,5 @@
 """The stored configurations against what their repositories publish."""
 
-from __future__ import annotations
-
 import pytest
 
 from common.errors import ConfigError

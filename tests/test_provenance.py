@@ -1,7 +1,5 @@
 """Records survive kill -9 and failing outputs, and nothing that was there before them is changed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

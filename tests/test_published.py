@@ -1,7 +1,5 @@
 """The published facts and their formula, and the scripts that set measurements beside them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

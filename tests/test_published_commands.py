@@ -1,7 +1,5 @@
 """The command lines for 8 GPUs of docs/ranks.md: tiny models where theirs lie, on PG-19 in a hub cache, made small."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

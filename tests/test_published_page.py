@@ -1,7 +1,5 @@
 """reproduce/README.md: all published numbers, and what was measured or is predicted beside each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from published_runs import BUILT_IN, gpu_costs, write

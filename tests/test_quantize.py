@@ -1,7 +1,5 @@
 """Quantised linear layers against the arithmetic they stand for, written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears

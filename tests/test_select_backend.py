@@ -1,7 +1,5 @@
 """Which attention backend a model gets, and what is said about it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace

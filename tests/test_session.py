@@ -1,7 +1,5 @@
 """The Session API: one configuration opened, other drafts and samplings over the same weights and cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights that take the place of others in a folder: never with the config.json or the tokenizer of those before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """SnapKV: what is selected, against a selection on plain lists; what the cache then holds, and how it goes on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """What users see of the programs is what tests/snapshots/ keeps; `python tests/snapshots.py` writes it anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

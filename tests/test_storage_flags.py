@@ -1,7 +1,5 @@
 """How weights and caches are stored, from the command line: a draft's storage changes no token of the target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One description of a table's columns, drawn for the console and in Markdown."""
 
-from __future__ import annotations
-
 from common.tables import Column, console, markdown
 
 COLUMNS = [

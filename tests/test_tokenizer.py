@@ -1,7 +1,5 @@
 """Tokenizers: both file formats, BOS only where the model has one, damaged files refused by name."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Triton backend: its results in Triton's interpreter, its launches, and what its kernels compile to."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the command lines in tests/snapshots/ name: tiny checkpoints, damaged copies of them, shapes, texts, records."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

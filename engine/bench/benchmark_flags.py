@@ -1,7 +1,5 @@
 """The command lines of the three benchmarks: what each has flags for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What a run is: frozen dataclasses whose fields are its flags. Imports no torch, so that --help is quick."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Which device and dtypes a run's names mean on this machine."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Flags of what drafts: those of every drafter and every policy, each of which owns its options in its own file."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints

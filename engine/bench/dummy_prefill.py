@@ -1,7 +1,5 @@
 """Random entries instead of a prefill, where only costs are measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

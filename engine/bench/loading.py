@@ -1,7 +1,5 @@
 """The models of a plan, each with its attention and what lies between its matrix products."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Will it fit: weights, caches and activations itemised before anything is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

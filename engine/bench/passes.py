@@ -112,7 +112,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     choices = [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     if not drafters or (draft and draft.automatic):
         choices.insert(0, PLAIN)
-    for n_rows in captured_sizes(runner.max_batch) if runner.graphs else {1, runner.max_batch}:
+    for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         pacing = Interleaved(drafters, choices, n_rows, WARM_UP_ROUNDS)
         for _ in interleaved_rounds(runner, pacing, session.prompts, **_how(session)):
             pass

@@ -1,7 +1,5 @@
 """What a run's configuration means, checked before anything is loaded: models, text, ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Whether a run fits: the memory plan of the rank with the largest shard, against what is free."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -69,11 +67,13 @@ def captured_rows(plan: Plan) -> int:
     runs over all rows: those of all other rounds that may be chosen, and of the baseline's, for every number of rows.
     """
     draft = plan.draft
-    if draft is None or plan.device == "cpu" or plan.config.target.no_cuda_graphs:
+    if plan.device == "cpu" or plan.config.target.no_cuda_graphs:
         return 0
-    gammas = [0, *([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
+    gammas = [0]
+    if draft:
+        gammas += [*([0] if draft.automatic else []), *(gamma for _ in draft.capacities for gamma in draft.gammas)]
     twice = 2 if plan.sampling.mode == "rejection" else 1
-    longest, *each = (1 + twice * gamma for gamma in (draft.gamma, *gammas))
+    longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
     return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
 
 

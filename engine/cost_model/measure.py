@@ -31,10 +31,10 @@ def interleaved_rounds(
     """Decode behind the prompts, as often as it takes, until the pacing is done.
 
     how: sampling and verification, as of `generate`. Yields what each decode did, and its phases' times.
-    Errors: ConfigError for fewer prompts than rows, or if nothing is to be decoded behind the first token; UserError
-    if logits are not finite.
+    Errors: ConfigError for fewer prompts than the pacing's rows, or if nothing is to be decoded behind the first token;
+    UserError if logits are not finite.
     """
-    if not 0 < pacing.n_rows <= len(prompts) or max_new_tokens < 2:
+    if not 0 < pacing.n_rows <= min(len(prompts), runner.max_batch) or max_new_tokens < 2:
         seen = f"{len(prompts)} prompts for {pacing.n_rows} rows, {max_new_tokens} new tokens"
         what, required = "no round has all rows decoding", "a prompt for every row, and 2 new tokens or more"
         fix = "give more prompts, or a cache with more room"
@@ -56,7 +56,8 @@ def measure_costs(
     seconds: float = MEASURING_SECONDS,
     **how: Any,
 ) -> list[Costs]:
-    """The costs of each drafter's rounds behind prompts that fill the runner's rows: ms, medians of interleaved rounds.
+    """The costs of each drafter's rounds in ms, medians of interleaved rounds, while as many rows decode as there are
+    prompts, or all.
 
     Only the first drafter's rounds are measured at every one of the gammas, which ascend; of the others, which come in
     the order of what they cost, the dearest first, only the draft step is, at the middle gamma. `seconds`: what all

@@ -1,7 +1,5 @@
 """Several processes that run one model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from common.exit import exit_on_user_error

@@ -1,7 +1,5 @@
 """The sum over ranks, by the process group or through PyTorch's symmetric memory where that works."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Under torchrun several processes run it. Whichever fails tells torchrun, which e
 merely lose a peer wait for that, so that the rank that failed is the one that is named.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import sys

@@ -3,8 +3,6 @@
 Rank 0 decides and every other rank is told: tokens, counts and prompts are broadcast, never computed twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The protocol that every attention backend follows, and a wrapper that remembers the queries it is given."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The `cpp` backend: a kernel of our own for CPUs, which reads every key and value once."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """The flash backend: the kernels of FlashAttention-2 or -3, whichever of their packages the machine has."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which backend a model gets: the one that was asked for, or the best one at hand, and why."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

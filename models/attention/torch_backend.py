@@ -1,7 +1,5 @@
 """The reference backend: PyTorch's scaled_dot_product_attention with the query group packed into rows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The Triton backend: the KV of a short block is read once, in chunks that fill the GPU, with lengths on the device."""
 
-from __future__ import annotations
-
 import math
 import traceback
 from contextlib import nullcontext
@@ -135,7 +133,7 @@ class Block:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Those of the slots `[B, C]`; whatever, where the kernel goes by their order."""
+        """Those of the slots `[B, C]`; any tensor, where the kernel goes by the slots' order."""
         return self.queries if self.slots.in_order else self.slots.positions
 
     @cached_property

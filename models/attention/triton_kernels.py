@@ -1,7 +1,5 @@
 """Triton kernels: attention of a few query tokens over one chunk of a row's slots, and the merge of the chunks."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """A downloaded checkpoint once it is open, whatever its format, and which of its tensors make up each of model.pth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

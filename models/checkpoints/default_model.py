@@ -1,7 +1,5 @@
 """Where the built-in default lives: SmolLM2-135M-Instruct and the text of *Pride and Prejudice*."""
 
-from __future__ import annotations
-
 from common.checkout import ROOT
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"

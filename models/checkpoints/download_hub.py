@@ -1,7 +1,5 @@
 """Checkpoints of the Hugging Face Hub: what to fetch, resumed, verified, with one clear error per failure."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import itertools

@@ -1,7 +1,5 @@
 """A GGUF checkpoint, read through the `gguf` package, as Hugging Face config, names, layout and tokenizer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A tokenizer.json built from the byte-level BPE vocabulary in a GGUF's metadata."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """model.pth: what it holds, how it is written, and how it becomes a Transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

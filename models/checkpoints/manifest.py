@@ -1,7 +1,5 @@
 """The manifest.json of a checkpoint's folder: SHA-256 sums of its files, and which of them belong to which weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Where a benchmark's models come from: a converted checkpoint, or a shape for random weights."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Sequence

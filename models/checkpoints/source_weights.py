@@ -1,7 +1,5 @@
 """A downloaded checkpoint as lazily read tensors under their Hugging Face names, whatever its format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Text to token ids and back, from a checkpoint's own tokenizer.json or tokenizer.model."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Files of torch.save: damage that torch.load does not look for, and mapped pages that it would keep in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import zipfile

@@ -97,7 +97,7 @@ class Unpacked(FlashAttention):
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         lengths = (queries[:, -1] + 1).to(torch.int32)
-        return Prepared(spec, queries, slots, Plan({"cache_seqlens": lengths, "causal": True}, None))
+        return Prepared(Plan({"cache_seqlens": lengths, "causal": True}, None), lambda: None)
 
 
 def copy(options: Options) -> Record:

@@ -1,7 +1,5 @@
 """Cells of measurement: each run in its own try, so that one that breaks is a record and the rest goes on."""
 
-from __future__ import annotations
-
 import gc
 import time
 import traceback
