@@ -63,7 +63,7 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
 
     # Two plain rounds, now and then.
     pacing = Scripted([Watched(runner, 4)], [PLAIN, Choice(0, 4), Choice(0, 4), Choice(0, 4), PLAIN])
-    out = generate(runner, prompts, max_new_tokens=[12, 60, 20, 45], pacing=pacing)
+    out = generate(runner, prompts, max_new_tokens=[12, 60, 45, 10], pacing=pacing)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     ragged, n_idle = set(), 0
     for lengths, text, drafts in seen:
