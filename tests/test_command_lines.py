@@ -118,7 +118,9 @@ def test_a_token_is_not_repeated():
 
 def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
     """It is pressed by a stand-in for torch."""
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # A shell's background jobs ignore it, and so would what they start.
+    heeded = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tmp_path / "torch.py").write_text(heeded + "os.kill(os.getpid(), signal.SIGINT)\n")
     for program in ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py"):
         assert python(ROOT / program, PYTHONPATH=str(tmp_path)) == Ended(130, "", "interrupted\n")
 
