@@ -84,7 +84,7 @@ def _unknown(kind: type, prog: str, words: Sequence[str]) -> ConfigError:
     with redirect_stdout(told), suppress(SystemExit):
         tyro.cli(kind, args=["--help"], **STYLE)
     known = re.findall(r"(?<!\S)--\w+", told.getvalue())
-    near = " and ".join(match for word in words for match in get_close_matches(word, known, 1))
+    near = " and ".join(match for word in flags for match in get_close_matches(word, known, 1))
     return _unreadable(prog, seen, "flags of this program", f"perhaps you meant {near}; {SEE}" if near else SEE)
 
 
