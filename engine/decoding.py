@@ -130,7 +130,7 @@ class Decoder:
         while self._waiting and None in self._rows:
             self._admit(self._rows.index(None), self._waiting.popleft())
         choosing = time.perf_counter()
-        choice = self._pacing.choose() if any(self._rows) else None
+        choice = self._pacing.choose(len(busy)) if (busy := self._busy()) else None
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.

@@ -115,6 +115,7 @@ def main(flags: Flags) -> None:
 
 def _row(session: engine.Session, text: str) -> dict[str, Any]:
     from engine.bench import passes, record
+    from engine.bench.settings import settings_record
     from engine.evaluation.teacher_forcing import forced_acceptance
     from engine.stats import total
 
@@ -126,7 +127,7 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
         output = passes.decode(session, text, drafter)
         counts, written = output.stats.counts, output.tokens
     session.runner.drop_graphs()
-    own = {name: value for name, value in record.settings_record(session).items() if name in ROW_SETTINGS}
+    own = {name: value for name, value in settings_record(session).items() if name in ROW_SETTINGS}
     return {
         "text": text,
         **own,

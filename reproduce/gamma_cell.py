@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 
 if TYPE_CHECKING:
-    from engine.cost_model.costs import Costs
+    from engine.bench.auto_costs import RunCosts
 
 SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
@@ -75,11 +74,10 @@ class Flags:
 
 
 class Run(NamedTuple):
-    """costs: what the run chose by, measured in `cost_seconds`; none where it had nothing to choose."""
+    """costs: what the run chose by; None where it had nothing to choose."""
 
     output: engine.GenerateOutput
-    costs: Sequence[Costs] = ()
-    cost_seconds: float = 0.0
+    costs: RunCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -93,18 +91,17 @@ class Contender:
     gamma: int | str = 0
 
     def run(self) -> Run:
-        from engine.bench.passes import costs_of, decode, make_pacing
+        from engine.bench.auto_costs import costs_of
+        from engine.bench.passes import decode, make_pacing
 
         if not self.drafters:
             return Run(decode(self.session, self.name))
-        started = time.perf_counter()
-        costs = costs_of(self.session, self.drafters)
-        cost_seconds = time.perf_counter() - started
+        costs = costs_of(self.session, self.drafters, whole=True)
         pacing = make_pacing(self.session, self.drafters, costs)
-        return Run(decode(self.session, self.name, pacing=pacing), costs, cost_seconds)
+        return Run(decode(self.session, self.name, pacing=pacing), costs)
 
     def row(self, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-        """Lists have one value a repeat, but `measured_costs`, which has one a drafter for each.
+        """Lists have one value a repeat, but `measured_costs`, which has one a drafter and number of rows for each.
 
         speedups: to plain decoding in the same repeat; speedup: their median.
         """
@@ -117,6 +114,7 @@ class Contender:
         choices = [[round_.choice for round_ in run.output.stats.rounds] for run in runs]
         same = [identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(runs, plain, strict=True)]
         budgets = [[drafting_budget(self.session, choice) for choice in run] for run in choices]
+        costs = [run.costs for run in runs if run.costs]
         row = {
             "way": self.name,
             "draft_budget": self.budget,
@@ -128,8 +126,8 @@ class Contender:
             "identical_rows": min(same) if self.session.sampling.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if self.gamma == AUTO else None,
             "budgets": budgets if self.budget == AUTO else None,
-            "measured_costs": [costs_record(self.session, run.costs) for run in runs] if runs[0].costs else None,
-            "measured_costs_seconds": [run.cost_seconds for run in runs] if runs[0].costs else None,
+            "measured_costs": [costs_record(self.session, one.by_rows) for one in costs] or None,
+            "measured_costs_seconds": [one.seconds for one in costs] or None,
         }
         return rounded(row)
 

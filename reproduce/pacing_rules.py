@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -40,7 +40,7 @@ GAMMAS = range(7)
 VERIFIED, VERIFIED_OTHERS = 90, 16
 # Stands for a drafter: nothing is drafted.
 NO_DRAFTER = NGramConfig(gamma=3)
-RULES: dict[str, Callable[[Sequence[Drafter], Sequence[Costs], Sequence[int]], Pacing]] = {
+RULES: dict[str, Callable[[Sequence[Drafter], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
     "adaptive": Adaptive,
@@ -107,10 +107,15 @@ SCENARIOS = (
 
 
 def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
-    """By (rows, context), from the largest budget to the smallest."""
+    """By (rows, context), from the largest budget to the smallest, while all rows decode."""
     records = (json.loads(line)["record"] for line in COSTS.read_text().splitlines())
+
+    def of_all_rows(record: dict, measured: Sequence[Sequence[dict]]) -> list[Costs]:
+        whole = ([one for one in run if one.get("rows", record["B"]) == record["B"]] for run in measured)
+        return [_median(runs) for runs in zip(*whole, strict=True)]
+
     return {
-        (record["B"], record["prefix_len"]): [_median(runs) for runs in zip(*row["measured_costs"], strict=True)]
+        (record["B"], record["prefix_len"]): of_all_rows(record, row["measured_costs"])
         for record in records
         if record["benchmark"] == "gamma_cell"
         for row in record["rows"]
@@ -130,11 +135,11 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
     given = [replace(one, acceptance=_measured(scenario, index, rng)) for index, one in enumerate(costs)]
-    pacing = RULES[rule]([NO_DRAFTER] * n_drafters, given, GAMMAS)  # type: ignore[list-item]
+    pacing = RULES[rule]([NO_DRAFTER] * n_drafters, {scenario.rows: given}, GAMMAS)  # type: ignore[list-item]
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
-        choice = pacing.choose() or PLAIN
+        choice = pacing.choose(scenario.rows) or PLAIN
         accepted = [_n_accepted(scenario, choice, position, rng) for _ in range(scenario.rows)]
         round_ms = costs[0].plain_ms
         n_rounds += 1

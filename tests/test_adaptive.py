@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pacings import Scripted
+from pacings import Ending, Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
@@ -18,7 +18,7 @@ from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, Standalo
 from engine.acceptance import AcceptanceRate
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
-from engine.pacing import PLAIN, Choice, Interleaved
+from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache
 
@@ -34,7 +34,12 @@ CHEAP = costs(100, 15, (115, 160))
 
 
 def adaptive(*each: Costs) -> Adaptive:
-    return Adaptive([NGram] * len(each), each, GAMMAS)  # type: ignore[list-item]  # nothing is drafted
+    return of_rows({8: each})
+
+
+def of_rows(by_rows: dict[int, Sequence[Costs]]) -> Adaptive:
+    n_drafters = len(next(iter(by_rows.values())))
+    return Adaptive([NGram] * n_drafters, by_rows, GAMMAS)  # type: ignore[list-item]  # nothing is drafted
 
 
 def simulate(each: Sequence[Costs], alphas, n_rounds: int, n_rows: int = 8) -> tuple[list[Choice], float]:
@@ -44,7 +49,7 @@ def simulate(each: Sequence[Costs], alphas, n_rounds: int, n_rows: int = 8) -> t
     """
     pacing, rng, choices, tokens, ms = adaptive(*each), random.Random(0), [], 0.0, 0.0
     for n in range(n_rounds):
-        choice = pacing.choose()
+        choice = pacing.choose(n_rows)
         choices.append(choice)
         accepted = [0] * n_rows
         for row in range(n_rows):
@@ -77,7 +82,7 @@ def test_speculation_that_loses_gives_way_and_is_tried_again_now_and_then(n_draf
 
 
 def test_what_cannot_pay_is_never_tried():
-    assert adaptive(costs(100, 90, (300, 600))).choose() == PLAIN
+    assert adaptive(costs(100, 90, (300, 600))).choose(8) == PLAIN
 
 
 @pytest.mark.parametrize("n_rows", [1, 8])
@@ -91,10 +96,10 @@ def test_what_was_seen_while_costs_were_measured_is_where_it_begins():
     """The best gamma of the best drafter, or a plain round."""
     for alpha in (0.6, 0.9):
         best = max(GAMMAS[1:], key=lambda gamma, alpha=alpha: CHEAP.speedup(tokens_per_round(alpha, gamma), gamma))
-        assert abs(adaptive(replace(CHEAP, acceptance=AcceptanceRate(alpha, 400))).choose().gamma - best) <= 1
-    assert adaptive(replace(CHEAP, acceptance=AcceptanceRate(0.1, 400))).choose() == PLAIN
+        assert abs(adaptive(replace(CHEAP, acceptance=AcceptanceRate(alpha, 400))).choose(8).gamma - best) <= 1
+    assert adaptive(replace(CHEAP, acceptance=AcceptanceRate(0.1, 400))).choose(8) == PLAIN
     dear, cheap = (costs(100, ms, (115, 160), AcceptanceRate(alpha, 400)) for ms, alpha in ((60, 0.95), (15, 0.85)))
-    assert adaptive(dear, cheap).choose().drafter == 1
+    assert adaptive(dear, cheap).choose(8).drafter == 1
 
 
 @pytest.mark.parametrize("n_rows", [1, 8])
@@ -125,7 +130,16 @@ def test_another_budget_is_preferred_for_its_costs_not_for_its_luck(small, wante
     """Against 0.9 of 300 positions with a larger budget; and a change has to be worth it."""
     draft_ms, *seen = small
     each = [costs(100, ms, (115, 160), AcceptanceRate(*rate)) for ms, rate in ((15, (0.9, 300)), (draft_ms, seen))]
-    assert adaptive(*each).choose().drafter == wanted
+    assert adaptive(*each).choose(8).drafter == wanted
+
+
+def test_the_choice_is_that_of_the_rows_that_are_left():
+    """A few rows verify many drafts for the price of one, all rows do not; in between what lies in between pays."""
+    few, all_rows = costs(50, 3, (51, 55)), costs(100, 15, (140, 300))
+    pacing = of_rows({8: [all_rows], 2: [few]})
+    chosen = [pacing.choose(n_busy).gamma for n_busy in range(1, 10)]
+    assert chosen[0] == chosen[1] == 6 and chosen[7] == chosen[8] < 4 and chosen == sorted(chosen, reverse=True)
+    assert len(set(chosen)) > 2
 
 
 def drafters_of(runner: ModelRunner) -> list:
@@ -216,9 +230,9 @@ def test_a_pacing_can_end_the_decode():
     """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
     runner, prompts = two_rows(30, 11, 20)
     (drafter, *_) = drafters_of(runner)
-    pacing = Interleaved([drafter], [Choice(0, 2), PLAIN], 2, 3)
+    pacing = Ending([drafter], [Choice(0, 2), PLAIN], 6)
     out = generate(runner, prompts, max_new_tokens=60, pacing=pacing)
-    assert pacing.done and [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
+    assert [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
     assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
     lengths = [len(tokens) for tokens in out.tokens[:2]]
     assert all(7 <= n <= 13 for n in lengths) and out.tokens[:2] == recomputed(runner.model, prompts[:2], lengths)

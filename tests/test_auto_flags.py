@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import measure_costs
+from engine.cost_model.measure import measure_for_decode
 
 SELFSPEC, LONGSPEC = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
@@ -17,13 +17,13 @@ SNAPKV = "--draft_policy snapkv --draft_budget 40"
 def drafting_pays(monkeypatch: pytest.MonkeyPatch):
     """Whatever is measured, the smallest budget drafts for nothing, and a verification costs what a step does."""
 
-    def cheap(*args: Any, **kwargs: Any) -> list[Costs]:
-        measured = measure_costs(*args, **kwargs)
+    def cheap(*args: Any, **kwargs: Any) -> dict[int, list[Costs]]:
+        (n_rows, measured), *_ = measure_for_decode(*args, **kwargs).items()
         n_gammas = len(measured[0].at)
         cheapest = replace(measured[-1], plain_ms=100.0, verify_ms=(100.0,) * n_gammas, draft_ms=0.1, other_ms=0.0)
-        return [*(replace(cheapest, draft_ms=90.0) for _ in measured[1:]), cheapest]
+        return {n_rows: [*(replace(cheapest, draft_ms=90.0) for _ in measured[1:]), cheapest]}
 
-    monkeypatch.setattr("engine.bench.passes.measure_costs", cheap)
+    monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", cheap)
 
 
 def drafting(record: dict[str, Any]) -> list[dict[str, Any]]:

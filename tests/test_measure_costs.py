@@ -1,6 +1,8 @@
 """What rounds cost and accept, measured before they are chosen by it."""
 
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +11,15 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 from common.errors import ConfigError, UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.acceptance import AcceptanceRate
-from engine.cost_model.measure import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs
-from engine.decoding import GenerateOutput
+from engine.cost_model import rehearsal
+from engine.cost_model.costs import Costs
+from engine.cost_model.measure import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs, measure_for_decode
+from engine.cost_model.rehearsal import Rehearsal
+from engine.decoding import Decoder
 from engine.pacing import PLAIN, Choice
+from engine.stats import RoundStats
+
+Decode = list[RoundStats]
 
 
 @pytest.fixture
@@ -21,16 +29,23 @@ def runner() -> ModelRunner:
 
 
 @pytest.fixture
-def decodes(monkeypatch: pytest.MonkeyPatch) -> list[GenerateOutput]:
-    """What every decode of a measurement did."""
-    outputs: list[GenerateOutput] = []
+def decodes(monkeypatch: pytest.MonkeyPatch) -> list[Decode]:
+    """The rounds of every decode of a measurement."""
+    every: list[Decode] = []
 
-    def kept(*args: Any, **kwargs: Any) -> GenerateOutput:
-        outputs.append(generate(*args, **kwargs))
-        return outputs[-1]
+    class Watched(Decoder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            every.append([])
 
-    monkeypatch.setattr("engine.cost_model.measure.generate", kept)
-    return outputs
+        def step(self) -> RoundStats | None:
+            round_ = super().step()
+            assert round_ is not None
+            every[-1].append(round_)
+            return round_
+
+    monkeypatch.setattr(rehearsal, "Decoder", Watched)
+    return every
 
 
 @pytest.mark.parametrize("max_new_tokens", [2, 40])
@@ -54,7 +69,7 @@ def test_costs_cannot_be_measured_where_no_round_is_full(runner):
     prompts = random_prompts([30, 30])
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)]
     for given, n in ((prompts[:0], 9), (prompts, 1)):
-        with pytest.raises(ConfigError, match="no round has all rows"):
+        with pytest.raises(ConfigError, match="no round has a row"):
             measure_costs(runner, drafters, given, gammas=[1, 2], max_new_tokens=n)
     runner.model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
@@ -67,15 +82,25 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes)
     quick, slow = recomputed(runner.model, prompts, 30)
     drafter = SavedText(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
     (measured,) = measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=20, seconds=0.0)
-    rounds = [[round_.busy for round_ in output.stats.rounds] for output in decodes]
-    assert len(rounds) > 1 and all(busy.count(1) <= 1 for busy in rounds)
-    assert sum(busy.count(2) for busy in rounds) == 3 * (1 + FEWEST_TIMED)
-    # Also where the slow row ends right behind the quick one.
-    decodes.clear()
-    measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=4, seconds=0.0)
-    assert all(output.stats.rounds for output in decodes)
+    assert len(decodes) > 1 and all(round_.busy == 2 for decode in decodes for round_ in decode)
+    assert sum(map(len, decodes)) == 3 * (1 + FEWEST_TIMED)
     # Of the quick row all positions of a block, of the slow one the first: 2 of 3 with gamma 2, 4 of 5 with 4.
     assert measured.acceptance is not None and measured.acceptance.value == pytest.approx((2 + 4) / (3 + 5))
+
+
+def test_what_follows_with_fewer_rows_is_of_those_alone(runner, decodes):
+    """The first row goes on where it was, and what both showed is forgotten."""
+    prompts = random_prompts([30, 11])
+    first, _ = recomputed(runner.model, prompts, 30)
+    drafter = SavedText(runner, {0: first, 1: []}, gamma=2)
+    rounds = Rehearsal(runner, [drafter], prompts, gamma=2, max_new_tokens=30)
+    rounds.run([PLAIN, Choice(0, 2)], 2)
+    assert rounds.acceptance[0] == AcceptanceRate(1.0, 4)
+    rounds.keep(1)
+    assert rounds.acceptance == [None] and not rounds.timed
+    rounds.run([Choice(0, 1)], 3)
+    assert [round_.busy for round_ in decodes[0]] == [2] * 4 + [1] * 3 and len(decodes) == 1
+    assert [*rounds.timed] == [Choice(0, 1)] and rounds.acceptance == [AcceptanceRate(1.0, 3)]
 
 
 def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
@@ -102,29 +127,93 @@ def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
     assert [one.draft_ms for one in found] == pytest.approx([first, first, 7.5, 7.5, 5])
 
 
-@pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 4)])
+@pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 3)])
 def test_costs_take_more_rounds_where_time_allows(runner, decodes, max_new_tokens, seconds, n_timed):
     """Of each kind at least the fewest and at most the most, however long or short a round is."""
     drafter, flags = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4), {"gammas": [1, 3]}
     prompts = random_prompts([30, 30])
     measure_costs(runner, [drafter], prompts, max_new_tokens=max_new_tokens, seconds=seconds, **flags)
-    # With two tokens a row, one round a decode; with many, all in one, which ends when all were measured.
-    n_rounds = [len(output.stats.rounds) for output in decodes]
+    # With two tokens a row, one round a decode; with many, all in one.
+    n_rounds = [*map(len, decodes)]
     assert sum(n_rounds) == 3 * (1 + n_timed) and len(n_rounds) == (sum(n_rounds) if max_new_tokens == 2 else 1)
 
 
-@pytest.mark.parametrize("seconds,n_decodes", [(1.0, 1), (1.5, 1), (1e6, 2)])
-def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, seconds, n_decodes):
-    """They are in no round, 0.8 s in every decode: there is time for another one or there is not."""
+@pytest.mark.parametrize("seconds,has_more", [(1.0, False), (3.0, True)])
+def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, seconds, has_more):
+    """They are in no round, 0.8 s in every decode: there is time for more rounds or there is not."""
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2)), gamma=3)
     follow = own.follow
 
-    def slow(*args: Any) -> None:
-        time.sleep(0.4)
-        follow(*args)
+    def slow(row: int, request: int, text: Sequence[int], known: int) -> None:
+        time.sleep(0 if known else 0.4)
+        follow(row, request, text, known)
 
     own.follow = slow  # type: ignore[method-assign]
     measure_costs(runner, [own], random_prompts([30, 30]), gammas=[1, 3], max_new_tokens=90, seconds=seconds)
-    most = [3 * (1 + FEWEST_TIMED), 3 * (MOST_TIMED - FEWEST_TIMED)]
-    n_rounds = [len(output.stats.rounds) for output in decodes]
-    assert n_rounds[:1] == most[:1] and sum(n_rounds) == sum(most[:n_decodes])
+    assert (sum(map(len, decodes)) > 3 * (1 + FEWEST_TIMED)) == has_more
+
+
+FOUR_ROWS = [30, 11, 20, 25]
+
+
+def four_rows() -> tuple[ModelRunner, list[SelfSpeculation]]:
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 4))
+    return runner, [SelfSpeculation(runner, full_cache(model, 4), gamma=6) for _ in range(2)]
+
+
+def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
+    """How many rounds there were of each kind, by the rows that were busy."""
+    rounds = [(round_.busy, round_.choice) for decode in decodes for round_ in decode]
+    return {kind: rounds.count(kind) for kind in rounds}
+
+
+FIRST = [PLAIN, Choice(0, 4), Choice(1, 4)]
+
+
+def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
+    runner, drafters = four_rows()
+    prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
+    found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=1, max_new_tokens=30)
+    assert kinds(decodes) == {(4, one): 1 + FEWEST_TIMED for one in FIRST}
+    assert [*found] == [4] and [costs.at for costs in found[4]] == [(4,), (4,)]
+
+
+def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
+    runner, drafters = four_rows()
+    prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
+    found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=math.inf, max_new_tokens=30)
+    assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {
+        4: [tuple(gammas)] * 2,
+        2: [(4,)] * 2,
+    }
+    counted = kinds(decodes)
+    assert all(counted[2, one] == 1 + FEWEST_TIMED for one in FIRST)
+    assert {one for n_rows, one in counted if n_rows == 4} == {*FIRST, *(Choice(0, gamma) for gamma in gammas)}
+    assert all(n <= 1 + MOST_TIMED for n in counted.values())
+
+
+def test_measuring_keeps_to_its_share_of_the_decode(decodes, monkeypatch):
+    """With a clock that only rounds move, one of them a second: the few rows first, then gammas, then more rounds."""
+    runner, drafters = four_rows()
+    prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
+    seen = []
+    for n_kinds in (0, 3, 5, 30):
+        decodes.clear()
+        monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", math.inf)
+        monkeypatch.setattr(Rehearsal, "seconds", property(lambda self: 10.0, lambda self, value: None))
+        plain = pytest.MonkeyPatch()
+        # The fewest rounds took 10 s; those of so many more kinds would take 10 / 3 s each.
+        plain.setattr("engine.cost_model.measure.MOST_SHARE", (10 + n_kinds * 10 / 3 + 1) * 1e3)
+        plain.setattr("engine.cost_model.measure.costs_of_rounds", one_millisecond)
+        measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=1, max_new_tokens=30)
+        plain.undo()
+        seen.append(kinds(decodes))
+    none, few, more, most = seen
+    assert set(none) == {(4, one) for one in FIRST} and set(few) == set(none) | {(2, one) for one in FIRST}
+    assert set(more) == set(few) | {(4, Choice(0, 6)), (4, Choice(0, 1))}
+    assert len(most) == 3 + 3 + 5 and most[4, PLAIN] == 1 + FEWEST_TIMED + (30 - 3 - 5) * (1 + FEWEST_TIMED) // 8
+
+
+def one_millisecond(timed: Any, gammas: Sequence[int], acceptance: Sequence[Any]) -> list[Costs]:
+    return [Costs(1.0, tuple(gammas), (1.0,) * len(gammas), 1.0, 1.0) for _ in acceptance]

@@ -28,9 +28,10 @@ from engine.bench.memory import (
 )
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
 from engine.bench.room import captured_rows
+from engine.cost_model.rehearsal import Rehearsal
 from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
-from engine.pacing import PLAIN, Choice, Fixed, Interleaved
+from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model
@@ -269,9 +270,11 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
     sampling = ResolvedSampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
-    for n_rows, pacing in [(n, kind) for n in (1, 2) for kind in (Fixed(None), Interleaved(drafters, choices, n, 2))]:
-        prompts, params = random_prompts([9, 14][:n_rows]), sampling.params
-        generate(runner, prompts, max_new_tokens=60, pacing=pacing, sampling=params, verification=mode)
+    how: dict[str, Any] = {"max_new_tokens": 60, "sampling": sampling.params, "verification": mode}
+    for n_rows in (1, 2):
+        prompts = random_prompts([9, 14][:n_rows])
+        generate(runner, prompts, **how)
+        Rehearsal(runner, drafters, prompts, gamma=3, **how).run(choices, 2)
     draft = ResolvedDraft(SelfConfig(), 3, auto_gamma=True, budgets=budgets)
     on_cuda = SimpleNamespace(n_rows=2, draft=draft, device="cuda", sampling=sampling, config=RunConfig())
     plan = plan_of(TINY, captured_rows=captured_rows(on_cuda))

@@ -30,6 +30,8 @@ def record(*rounds_by_gamma: tuple[int, int], **changes: Any) -> dict[str, Any]:
         "speedup": 1.2,
         "steady_rounds": sum(rounds for _, rounds in rounds_by_gamma),
         "measured_costs_seconds": None,
+        "measured_costs_kept": None,
+        "held_up_rounds": None,
         "contention": {"baseline": beside(0.1), "speculation": beside(0.0, contended=None)},
         **changes,
     }
@@ -62,6 +64,12 @@ FEW = f"too few rounds with all rows busy for a speedup, {FEW_ROUNDS - 1};"
             AUTO,
             "measuring what rounds cost took 11.3 s, which is in no ",
         ),
+        (
+            record((3, 20), measured_costs_seconds=1.26, measured_costs_kept=True, held_up_rounds=0),
+            AUTO,
+            "checking the costs of an earlier run took 1.3 s, ",
+        ),
+        (record((3, 20), held_up_rounds=4), AUTO, "4 rounds took over twice what they cost"),
         (record((0, 63)), AUTO, f"{PLAIN}, so the speedups are noise"),
         (record((0, 1), (3, FEW_ROUNDS - 2)), AUTO, FEW),
         (record((3, 20), steady_rounds=2), AUTO, "busy for a speedup, 2;"),

@@ -131,6 +131,8 @@ class Passes:
     """skip plain decoding: no speedup, no comparison of rows"""
     benchmark: bool = False
     """time draft and verification steps, in a pass of their own"""
+    measure_costs: bool = False
+    """measure what `auto` chooses by, whatever earlier runs have measured"""
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,20 @@
 """The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from common.jsonl import append_or_put_off
-from common.process import is_leader
-from common.say import say
+from engine.bench.auto_costs import RunCosts, costs_of, how_measured
+from engine.bench.progress import DecodeProgress, progress_bar
 from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.cost_model.adaptive import Adaptive
-from engine.cost_model.costs import Costs
-from engine.cost_model.measure import interleaved_rounds, measure_costs
+from engine.cost_model.rehearsal import Rehearsal
 from engine.decoding import GenerateOutput, Phase
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice, Fixed, Interleaved, Pacing
-from engine.requests import Progress, Request
+from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.runner import captured_sizes
 from engine.timing import PhaseTimer, synchronize
 
@@ -37,16 +31,13 @@ class Decoded(GenerateOutput):
 
 @dataclass(frozen=True)
 class Passes:
-    """What was run; `timed` is a pass of its own, because timing phases slows them down. costs: what `auto` chose by,
-    measured in `cost_seconds`.
-    """
+    """What was run; `timed` is a pass of its own, because timing phases slows them down. costs: what `auto` chose by."""
 
     prefill_seconds: float
     baseline: Decoded | None = None
     speculative: Decoded | None = None
     timed: tuple[PhaseTimer, Decoded] | None = None
-    costs: Sequence[Costs] = ()
-    cost_seconds: float = 0.0
+    costs: RunCosts | None = None
 
     @property
     def by_name(self) -> dict[str, Decoded]:
@@ -74,34 +65,20 @@ def speculation_passes(session: Session) -> Passes:
     plain = Passes(prefill(session)) if which.no_baseline else plain_passes(session)
     drafters = session.drafters(plain.baseline.tokens if plain.baseline else None)
     warm_up(session, drafters)
-    started = time.perf_counter()
     costs = costs_of(session, drafters)
-    cost_seconds = time.perf_counter() - started
 
     def speculate(name: str, timer: PhaseTimer | None = None) -> Decoded:
         return decode(session, name, phase=timer, pacing=make_pacing(session, drafters, costs))
 
     speculative, timer = speculate("speculation"), PhaseTimer(session.runner.device)
     timed = (timer, speculate("phase times", timer)) if which.benchmark else None
-    return replace(plain, speculative=speculative, timed=timed, costs=costs, cost_seconds=cost_seconds)
+    return replace(plain, speculative=speculative, timed=timed, costs=costs)
 
 
-def costs_of(session: Session, drafters: Sequence[Drafter]) -> list[Costs]:
-    """What the rounds of each drafter cost, measured from the prefilled state where something is to be chosen: by every
-    rank, and the first one's counts on all.
-    """
-    draft = session.draft
-    if not draft or not draft.automatic or draft.gamma < 1 or session.plan.gen_len < 2:
-        return []
-    say("measuring what rounds cost")
-    measured = measure_costs(session.runner, drafters, session.prompts, gammas=draft.gammas, **_how(session))
-    return session.ranks.shared(lambda: measured)
-
-
-def make_pacing(session: Session, drafters: Sequence[Drafter], costs: Sequence[Costs]) -> Pacing:
+def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts | None) -> Pacing:
     """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
     assert session.draft is not None
-    return Adaptive(drafters, costs, session.draft.gammas) if costs else Fixed(drafters[0])
+    return Adaptive(drafters, costs.by_rows, session.draft.gammas) if costs else Fixed(drafters[0])
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
@@ -112,16 +89,10 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     choices = [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     if not drafters or (draft and draft.automatic):
         choices.insert(0, PLAIN)
+    gamma = max(choice.gamma for choice in choices)
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
-        pacing = Interleaved(drafters, choices, n_rows, WARM_UP_ROUNDS)
-        for _ in interleaved_rounds(runner, pacing, session.prompts, **_how(session)):
-            pass
-
-
-def _how(session: Session) -> dict[str, Any]:
-    """How the session decodes where costs are measured, whatever would end a row."""
-    sampling = session.sampling
-    return {"max_new_tokens": session.plan.gen_len, "sampling": sampling.params, "verification": sampling.mode}
+        prompts = session.prompts[:n_rows]
+        Rehearsal(runner, drafters, prompts, gamma=gamma, **how_measured(session)).run(choices, WARM_UP_ROUNDS)
 
 
 @torch.inference_mode()
@@ -134,7 +105,7 @@ def prefill(session: Session) -> float:
         for n_token in (chunk, max(2, chunk - 1), 1):
             runner.fill_row(0, first[0][:n_token])
     started = time.perf_counter()
-    with _bar("prefill", sum(map(len, first))) as bar:
+    with progress_bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
             runner.prefill_row(row, prompt, bar.update)
     synchronize(runner.device)
@@ -152,34 +123,7 @@ def decode(
     UserError naming row and position if any row's logits were not finite.
     """
     before = usage_so_far()
-    with _bar(name, len(session.prompts) * session.plan.gen_len) as bar:
-        output = session.generate(drafter, pacing=pacing, progress=_DecodeProgress(bar, session, name), phase=phase)
+    with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
+        output = session.generate(drafter, pacing=pacing, progress=DecodeProgress(bar, session, name), phase=phase)
     output.require_finite(name)
     return Decoded(**vars(output), usage=usage_so_far().since(before))
-
-
-@dataclass(frozen=True)
-class _DecodeProgress(Progress):
-    bar: tqdm
-    session: Session
-    phase: str
-
-    def prefilled(self, n_tokens: int) -> None:
-        self.bar.set_postfix_str("prefilling", refresh=True)
-
-    def emitted(self, n_tokens: int) -> None:
-        self.bar.set_postfix_str("", refresh=False)
-        self.bar.update(n_tokens)
-
-    def finished(self, request: Request) -> None:
-        path, tokenizer = self.session.config.rows.save_rows, self.session.tokenizer
-        if path is not None and self.session.ranks.leads:
-            row = {"run": self.session.run, "pass": self.phase, "row": request.index}
-            text = tokenizer.decode(request.tokens) if tokenizer else None
-            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens, "text": text}
-            append_or_put_off(path, row, self.session.put_off)
-
-
-def _bar(name: str, total: int) -> tqdm:
-    named = {"desc": f"{name:<12}", "unit": "tok"}
-    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not is_leader(), **named)

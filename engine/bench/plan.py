@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
@@ -115,6 +115,9 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     if stored.attention != AUTO:  # refused now, where this machine does not have it
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
+    if config.passes.measure_costs and not (plan.draft and plan.draft.automatic):
+        what, needed = "costs are measured where something is chosen by them", f"{flag('gamma')} auto, or a budget auto"
+        raise without_effect(["measure_costs"], what, seen="a draft of one gamma and one budget", required=needed)
     _check_context(plan)
     return replace(plan, capacity=plan.length)
 

@@ -4,18 +4,16 @@ import hashlib
 import json
 import resource
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
 import torch
 
 from common.provenance import provenance
-from common.say import dtype_name
-from engine.bench.config import AUTO
 from engine.bench.passes import Passes
-from engine.bench.resolved import option_names
 from engine.bench.session import Session
+from engine.bench.settings import settings_record
 from engine.contention import contention
 from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
@@ -85,7 +83,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
     no acceptance.
     """
     config, stats = session.config, passes.last.stats
-    baseline, speculative = passes.baseline, passes.speculative
+    baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
     peaks = session.ranks.gathered(peak_memory_bytes(session.runner.device))
     record = {
@@ -119,8 +117,10 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         **_phase_times(passes.timed),
         "steady_rounds": len(stats.steady()),
         "choices": _choices(session, speculative) if speculative else None,
-        "measured_costs": costs_record(session, passes.costs),
-        "measured_costs_seconds": passes.cost_seconds if passes.costs else None,
+        "measured_costs": costs_record(session, costs.by_rows) if costs else None,
+        "measured_costs_seconds": costs.seconds if costs else None,
+        "measured_costs_kept": costs.kept if costs else None,
+        "held_up_rounds": costs.held_up(speculative.stats.rounds) if costs and speculative else None,
         "contention": {name: contention(session.ranks.gathered(one.usage)) for name, one in passes.by_name.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
@@ -149,54 +149,6 @@ def record_of(
     return {**{name: shared[name] for name in shared if name not in without}, **measured, **provenance()}
 
 
-def settings_record(session: Session) -> dict[str, Any]:
-    """How a run decodes and drafts, and how both models are stored: the same in every record."""
-    params, runner = session.sampling.params, session.runner
-    return {
-        **_draft_record(session),
-        "verification": session.sampling.mode,
-        **vars(params),
-        "seed": None if params.greedy else params.seed,
-        "device": str(runner.device),
-        "dtype": dtype_name(session.plan.dtype),
-        "attention": runner.model.backend.name,
-        "draft_attention": _draft_attention(session),
-        "compile": session.config.target.compile,
-        "cuda_graphs": runner.graphs is not None,
-        "quantize": session.config.target.quantize,
-        "kv_dtype": dtype_name(runner.cache.keys.dtype),
-        "pointwise": runner.model.pointwise.name,
-    }
-
-
-def _draft_record(session: Session) -> dict[str, Any]:
-    """Every option of every drafter and policy, null where it is not this draft's."""
-    draft = session.draft
-    own = draft.options if draft else {}
-    if draft and draft.dtype is not None:
-        own |= {
-            "draft_budget": AUTO if draft.budgets else draft.capacity,
-            "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
-            "draft_layers": draft.layers,
-            "draft_dtype": dtype_name(draft.dtype),
-            "draft_weights": draft.quantize,
-            "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
-        }
-    return {
-        "draft_model": session.draft_source.name if session.draft_source else None,
-        "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,
-        "draft_policy": draft.policy.name if draft and draft.policy else None,
-        **{name: own.get(name) for name in option_names()},
-    }
-
-
-def _draft_attention(session: Session) -> str | None:
-    """The backend of what drafts; None for drafts without a model, and on a rank that has no part of it."""
-    if session.draft_model is not None:
-        return session.draft_model.backend.name
-    return session.runner.model.backend.name if session.draft and session.draft.kind == "self" else None
-
-
 def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, float | None]:
     """Medians over the rounds of the timed pass, if any draft over those: a draft step, a verification, the rest."""
     phases: list[tuple[RoundStats, float, float]] = []
@@ -221,10 +173,13 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
     ]
 
 
-def costs_record(session: Session, costs: Sequence[Costs]) -> list[dict[str, Any]] | None:
-    """What rounds cost and accepted, of each drafter, with its KV entries a row if it has a cache."""
+def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
+    """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its KV entries a
+    row if it has a cache.
+    """
     return [
         {
+            "rows": n_rows,
             "draft_budget": drafting_budget(session, Choice(index, one.at[-1])),
             "plain_ms": one.plain_ms,
             "gammas": one.at,
@@ -234,8 +189,9 @@ def costs_record(session: Session, costs: Sequence[Costs]) -> list[dict[str, Any
             "accepted_share": one.acceptance.value if one.acceptance else None,
             "places_reached": one.acceptance.n if one.acceptance else None,
         }
-        for index, one in enumerate(costs)
-    ] or None
+        for n_rows, each in sorted(costs.items(), reverse=True)
+        for index, one in enumerate(each)
+    ]
 
 
 def drafting_budget(session: Session, choice: Choice) -> int | None:

@@ -81,7 +81,10 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
         found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {room}")
     if seconds := record["measured_costs_seconds"]:
-        found.append(f"measuring what rounds cost took {seconds:.1f} s, which is in no speedup")
+        what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
+        found.append(f"{what} took {seconds:.1f} s, which is in no speedup")
+    if held_up := record["held_up_rounds"]:
+        found.append(f"{held_up} rounds took over twice what they cost: something else kept the machine busy")
     n_rounds, compared = record["steady_rounds"], record["speedup"] is not None
     if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
         found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))

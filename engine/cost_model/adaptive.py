@@ -1,7 +1,9 @@
 """Adaptive: before every round, the drafter and the gamma that pay best by measured costs and the acceptance seen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from engine.acceptance import AcceptanceRate, verified_positions
 from engine.cost_model.costs import Costs, tokens_per_round
@@ -21,8 +23,9 @@ WORTH_A_CHANGE = 1.03
 class Adaptive:
     """A `Pacing`: every round takes the drafter and gamma of the largest expected speedup, or is plain if none pays.
 
-    `costs[i]`: of drafter i, from the largest budget to the smallest; gammas: of the rounds to choose among beside
-    plain ones. The first drafter drafts until another promises 3% more, and so on from there.
+    `costs[n][i]`: of drafter i while n rows decode, from the largest budget to the smallest; in between, what rounds
+    cost in plain steps lies on straight lines. gammas: of the rounds to choose among beside plain ones. The first
+    drafter drafts until another promises 3% more, and so on from there.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one with a larger budget, since the best of several small
@@ -31,21 +34,25 @@ class Adaptive:
     Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], costs: Sequence[Costs], gammas: Sequence[int]) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], costs: Mapping[int, Sequence[Costs]], gammas: Sequence[int]
+    ) -> None:
         self.drafters = tuple(drafters)
         self.max_gamma = max(gammas)
+        self._rows = sorted(costs)
+        # What each choice costs in plain steps, while so many rows decode.
         self._plain_steps = {
-            Choice(index, gamma): one.round_ms(gamma) / one.plain_ms
-            for index, one in enumerate(costs)
+            Choice(i, gamma): [costs[n][i].round_ms(gamma) / costs[n][i].plain_ms for n in self._rows]
+            for i in range(len(drafters))
             for gamma in gammas
             if gamma > 0
         }
-        measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in costs]
+        measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in costs[self._rows[-1]]]
         self._verified = [MOST_MEASURED if rate.n is None else min(rate.n, MOST_MEASURED) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         self._last_drafter = 0
 
-    def choose(self) -> Choice:
+    def choose(self, n_busy: int) -> Choice:
         own = (
             (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
             for accepted, verified in zip(self._accepted, self._verified, strict=True)
@@ -54,7 +61,8 @@ class Adaptive:
 
         def promise(choice: Choice) -> float:
             assert choice.drafter is not None
-            speedup = tokens_per_round(alphas[choice.drafter], choice.gamma) / self._plain_steps[choice]
+            plain_steps = float(np.interp(n_busy, self._rows, self._plain_steps[choice]))
+            speedup = tokens_per_round(alphas[choice.drafter], choice.gamma) / plain_steps
             return speedup if choice.drafter == self._last_drafter else speedup / WORTH_A_CHANGE
 
         best = max(self._plain_steps, key=promise)

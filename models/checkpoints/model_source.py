@@ -12,7 +12,7 @@ import torch
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
-from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files
+from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files, read_manifest
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
@@ -41,6 +41,11 @@ class ModelSource:
     def is_default(self) -> bool:
         """Whether it is the built-in model, as it was fetched; what was derived from it is another."""
         return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
+
+    @property
+    def manifest_sha256(self) -> str | None:
+        """Of everything that its checkpoint's manifest says; None without one."""
+        return read_manifest(_folder(self.path)).get("sha256")
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))

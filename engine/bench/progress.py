@@ -1,0 +1,45 @@
+"""Progress bars, on the leader's standard error."""
+
+import sys
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from common.jsonl import append_or_put_off
+from common.process import is_leader
+from engine.bench.session import Session
+from engine.requests import Progress, Request
+
+
+def progress_bar(name: str, total: int | None) -> tqdm:
+    """Of tokens; without a total it shows how many there were."""
+    named = {"desc": f"{name:<12}", "unit": "tok"}
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not is_leader(), **named)
+
+
+@dataclass(frozen=True)
+class BarProgress(Progress):
+    bar: tqdm
+
+    def prefilled(self, n_tokens: int) -> None:
+        self.bar.set_postfix_str("prefilling", refresh=True)
+
+    def emitted(self, n_tokens: int) -> None:
+        self.bar.set_postfix_str("", refresh=False)
+        self.bar.update(n_tokens)
+
+
+@dataclass(frozen=True)
+class DecodeProgress(BarProgress):
+    """Of a pass, which also saves the rows that have finished."""
+
+    session: Session
+    phase: str
+
+    def finished(self, request: Request) -> None:
+        path, tokenizer = self.session.config.rows.save_rows, self.session.tokenizer
+        if path is not None and self.session.ranks.leads:
+            row = {"run": self.session.run, "pass": self.phase, "row": request.index}
+            text = tokenizer.decode(request.tokens) if tokenizer else None
+            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens, "text": text}
+            append_or_put_off(path, row, self.session.put_off)

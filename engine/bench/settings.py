@@ -1,0 +1,56 @@
+"""How a run decodes and drafts, as records say it."""
+
+from typing import Any
+
+from common.say import dtype_name
+from engine.bench.config import AUTO
+from engine.bench.resolved import option_names
+from engine.bench.session import Session
+
+
+def settings_record(session: Session) -> dict[str, Any]:
+    """How a run decodes and drafts, and how both models are stored: the same in every record."""
+    params, runner = session.sampling.params, session.runner
+    return {
+        **_draft_record(session),
+        "verification": session.sampling.mode,
+        **vars(params),
+        "seed": None if params.greedy else params.seed,
+        "device": str(runner.device),
+        "dtype": dtype_name(session.plan.dtype),
+        "attention": runner.model.backend.name,
+        "draft_attention": _draft_attention(session),
+        "compile": session.config.target.compile,
+        "cuda_graphs": runner.graphs is not None,
+        "quantize": session.config.target.quantize,
+        "kv_dtype": dtype_name(runner.cache.keys.dtype),
+        "pointwise": runner.model.pointwise.name,
+    }
+
+
+def _draft_record(session: Session) -> dict[str, Any]:
+    """Every option of every drafter and policy, null where it is not this draft's."""
+    draft = session.draft
+    own = draft.options if draft else {}
+    if draft and draft.dtype is not None:
+        own |= {
+            "draft_budget": AUTO if draft.budgets else draft.capacity,
+            "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
+            "draft_layers": draft.layers,
+            "draft_dtype": dtype_name(draft.dtype),
+            "draft_weights": draft.quantize,
+            "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
+        }
+    return {
+        "draft_model": session.draft_source.name if session.draft_source else None,
+        "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,
+        "draft_policy": draft.policy.name if draft and draft.policy else None,
+        **{name: own.get(name) for name in option_names()},
+    }
+
+
+def _draft_attention(session: Session) -> str | None:
+    """The backend of what drafts; None for drafts without a model, and on a rank that has no part of it."""
+    if session.draft_model is not None:
+        return session.draft_model.backend.name
+    return session.runner.model.backend.name if session.draft and session.draft.kind == "self" else None

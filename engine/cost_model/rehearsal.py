@@ -1,0 +1,99 @@
+"""Rehearsal: rounds of the kinds that are asked for while all rows decode, timed; nothing is kept of their tokens."""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import ConfigError
+from engine.acceptance import AcceptanceRate, verified_positions
+from engine.decoding import Decoder
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice
+from engine.requests import Request, make_requests
+from engine.runner import ModelRunner, not_finite
+from engine.sampling import SamplingParams
+from engine.timing import PhaseTimer
+
+
+class Rehearsal:
+    """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
+
+    gamma: the largest of any choice. how: verification and progress, as of `generate`. Of each choice, `timed` has the
+    seconds of every round's parts "draft", "verify" and "other"; what a drafter catches up with is in none of them.
+    `seconds`: what everything took, a draft model's runs of the prompts included.
+    Errors: ConfigError without prompts, or if nothing is to be decoded behind the first token; UserError if logits are
+    not finite.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafters: Sequence[Drafter],
+        prompts: Sequence[Sequence[int]],
+        *,
+        gamma: int,
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        **how: Any,
+    ) -> None:
+        self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
+        if not self.prompts or max_new_tokens < 2:
+            seen = f"{len(prompts)} prompts, {max_new_tokens} new tokens"
+            what, required = "no round has a row that decodes", "a prompt, and 2 new tokens or more"
+            fix = "give more prompts, or a cache with more room"
+            raise ConfigError(what, "Rehearsal: prompts, max_new_tokens", seen, required, fix)
+        self._runner, self._limit, self._sampling, self._how = runner, max_new_tokens, sampling, how
+        self._phases = PhaseTimer(runner.device)
+        self._requests: list[Request] = []
+        self._next = PLAIN
+        self.seconds = 0.0
+        self._forget()
+
+    def run(self, choices: Sequence[Choice], n_rounds: int) -> None:
+        """So many rounds of each, interleaved."""
+        started = time.perf_counter()
+        for choice in [*choices] * n_rounds:
+            self._next = choice
+            self._round()
+        self.seconds += time.perf_counter() - started
+
+    def keep(self, n_rows: int) -> None:
+        """Go on with the first prompts alone, as if nothing had been seen."""
+        self.prompts = self.prompts[:n_rows]
+        for request in self._requests[n_rows:]:
+            self._decoder.cancel(request)
+        del self._requests[n_rows:]
+        self._forget()
+
+    @property
+    def acceptance(self) -> list[AcceptanceRate | None]:
+        """What each drafter's rounds showed; None of one that had no round."""
+        pairs = zip(self._accepted, self._verified, strict=True)
+        return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
+
+    def choose(self, n_busy: int) -> Choice:
+        return self._next
+
+    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+        if choice.drafter is not None:
+            self._accepted[choice.drafter] += sum(accepted)
+            self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
+
+    def _forget(self) -> None:
+        self.timed: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+        self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)
+
+    def _round(self) -> None:
+        if not self._requests or any(request.finish_reason for request in self._requests):
+            self._decoder = Decoder(self._runner, self, phase=self._phases, **self._how)
+            self._requests = make_requests(self.prompts, self._limit, sampling=self._sampling)
+            for request in self._requests:
+                self._decoder.submit(request)
+        round_ = self._decoder.step()
+        if broken := [request.error for request in self._requests if request.error]:
+            raise not_finite("measuring costs", "; ".join(broken[:8]))
+        assert round_ is not None, "there are rows, and they are not done"
+        resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
+        parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
+        self.timed[round_.choice].append(parts)
