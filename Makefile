@@ -16,6 +16,12 @@ demo: $(VENV)/.installed  ## fetch the default model and book, then self-specula
 	$(RUN) download.py
 	$(RUN) convert_hf_checkpoint.py
 	$(RUN) tests/selfspec_benchmark.py
+	@echo
+	@echo "Try next (first: . $(VENV)/bin/activate)"
+	@echo "  python tests/selfspec_benchmark.py --prompts FILE_OR_FOLDER --printoutput       your own text"
+	@echo "  python tests/selfspec_benchmark.py --temperature 0.6 --verification coupled     the samples of plain decoding"
+	@echo "  python tests/selfspec_benchmark.py --gamma auto --draft_budget auto             what pays best on this machine"
+	@echo "  python tests/selfspec_benchmark.py --help                                       all else; README.md says more"
 
 # Measured here, whatever is recorded in reproduce/results/ already. An interrupted run goes on where it was.
 # Acceptance behind 4000 tokens is measured once, by budget; --all puts it among the contexts too.

@@ -15,6 +15,8 @@ COLUMNS = [
 ]
 # Rounds below which one that was interrupted decides the ratio of two passes.
 FEW_ROUNDS = 8
+# The share by which the speedup to the last row is lower where that is explained.
+WORTH_SAYING = 0.05
 
 
 def table(record: dict[str, Any]) -> str:
@@ -90,4 +92,8 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
     elif compared and n_rounds < FEW_ROUNDS:
         found.append(f"too few rounds with all rows busy for a speedup, {n_rounds}; a longer --gen_len has more")
+    elif compared and record["wall_speedup"] < (1 - WORTH_SAYING) * record["speedup"]:
+        n_all = sum(choice["rounds"] for choice in record["choices"])
+        why = "rows whose drafts are accepted less often end later, and a few rows gain less than all"
+        found.append(f"{n_all - n_rounds} of {n_all} rounds had fewer rows: {why}")
     return found
