@@ -47,6 +47,13 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
         append_record(config.getoption("evidence"), record | provenance())
 
 
+@pytest.fixture(autouse=True)
+def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a test's costs are kept: nothing of the user's."""
+    monkeypatch.setattr("engine.cost_model.stored.cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "costs"
+
+
 @pytest.fixture
 def call(checkpoint: Path, books: Path):
     """Runs a program in this process on the checkpoint and the books: `call(program, flags)`."""

@@ -135,11 +135,17 @@ def test_another_budget_is_preferred_for_its_costs_not_for_its_luck(small, wante
 
 def test_the_choice_is_that_of_the_rows_that_are_left():
     """A few rows verify many drafts for the price of one, all rows do not; in between what lies in between pays."""
-    few, all_rows = costs(50, 3, (51, 55)), costs(100, 15, (140, 300))
+    few, all_rows = costs(50, 3, (51, 55)), costs(100, 15, (130, 500))
     pacing = of_rows({8: [all_rows], 2: [few]})
     chosen = [pacing.choose(n_busy).gamma for n_busy in range(1, 10)]
     assert chosen[0] == chosen[1] == 6 and chosen[7] == chosen[8] < 4 and chosen == sorted(chosen, reverse=True)
     assert len(set(chosen)) > 2
+
+
+def test_no_gamma_is_chosen_beyond_those_that_were_measured():
+    """Where a verification of 1 costs what a step does, one of 6 would seem to, too."""
+    chosen = [of_rows({8: [Costs(100, at, (100.0,) * len(at), 1, 1)]}).choose(8).gamma for at in ((1,), (3,), (1, 6))]
+    assert chosen == [1, 3, 6]
 
 
 def drafters_of(runner: ModelRunner) -> list:

@@ -13,7 +13,14 @@ from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, gen
 from engine.acceptance import AcceptanceRate
 from engine.cost_model import rehearsal
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import FEWEST_TIMED, MOST_TIMED, costs_of_rounds, measure_costs, measure_for_decode
+from engine.cost_model.measure import (
+    FEWEST_TIMED,
+    MOST_SHARE,
+    MOST_TIMED,
+    costs_of_rounds,
+    measure_costs,
+    measure_for_decode,
+)
 from engine.cost_model.rehearsal import Rehearsal
 from engine.decoding import Decoder
 from engine.pacing import PLAIN, Choice
@@ -91,11 +98,11 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes)
 def test_what_follows_with_fewer_rows_is_of_those_alone(runner, decodes):
     """The first row goes on where it was, and what both showed is forgotten."""
     prompts = random_prompts([30, 11])
-    first, _ = recomputed(runner.model, prompts, 30)
-    drafter = SavedText(runner, {0: first, 1: []}, gamma=2)
+    first, second = recomputed(runner.model, prompts, 30)
+    drafter = SavedText(runner, {0: first, 1: [(token + 1) % TINY.vocab_size for token in second]}, gamma=2)
     rounds = Rehearsal(runner, [drafter], prompts, gamma=2, max_new_tokens=30)
     rounds.run([PLAIN, Choice(0, 2)], 2)
-    assert rounds.acceptance[0] == AcceptanceRate(1.0, 4)
+    assert rounds.acceptance == [AcceptanceRate(4 / 6, 6)]
     rounds.keep(1)
     assert rounds.acceptance == [None] and not rounds.timed
     rounds.run([Choice(0, 1)], 3)
@@ -127,7 +134,7 @@ def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
     assert [one.draft_ms for one in found] == pytest.approx([first, first, 7.5, 7.5, 5])
 
 
-@pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 3)])
+@pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 2)])
 def test_costs_take_more_rounds_where_time_allows(runner, decodes, max_new_tokens, seconds, n_timed):
     """Of each kind at least the fewest and at most the most, however long or short a round is."""
     drafter, flags = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4), {"gammas": [1, 3]}
@@ -168,7 +175,7 @@ def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
     return {kind: rounds.count(kind) for kind in rounds}
 
 
-FIRST = [PLAIN, Choice(0, 4), Choice(1, 4)]
+FIRST = [PLAIN, Choice(0, 3), Choice(1, 3)]
 
 
 def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
@@ -176,7 +183,7 @@ def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
     found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=1, max_new_tokens=30)
     assert kinds(decodes) == {(4, one): 1 + FEWEST_TIMED for one in FIRST}
-    assert [*found] == [4] and [costs.at for costs in found[4]] == [(4,), (4,)]
+    assert [*found] == [4] and [costs.at for costs in found[4]] == [(3,), (3,)]
 
 
 def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
@@ -185,7 +192,7 @@ def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(deco
     found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=math.inf, max_new_tokens=30)
     assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {
         4: [tuple(gammas)] * 2,
-        2: [(4,)] * 2,
+        2: [(3,)] * 2,
     }
     counted = kinds(decodes)
     assert all(counted[2, one] == 1 + FEWEST_TIMED for one in FIRST)
@@ -194,26 +201,25 @@ def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(deco
 
 
 def test_measuring_keeps_to_its_share_of_the_decode(decodes, monkeypatch):
-    """With a clock that only rounds move, one of them a second: the few rows first, then gammas, then more rounds."""
+    """The few rows first, then the largest gamma and the others, then more rounds."""
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
+
+    def one_millisecond(timed: Any, gammas: Sequence[int], acceptance: Sequence[Any]) -> list[Costs]:
+        return [Costs(1.0, tuple(gammas), (1.0,) * len(gammas), 1.0, 1.0) for _ in acceptance]
+
+    monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", math.inf)
+    monkeypatch.setattr("engine.cost_model.measure.costs_of_rounds", one_millisecond)
+    # The fewest rounds of three kinds took 9 s, by a clock that stands still then.
+    monkeypatch.setattr(Rehearsal, "seconds", property(lambda self: 9.0, lambda self, value: None), raising=False)
     seen = []
-    for n_kinds in (0, 3, 5, 30):
+    for n_kinds in (-1, 2, 3, 5, 30):
         decodes.clear()
-        monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", math.inf)
-        monkeypatch.setattr(Rehearsal, "seconds", property(lambda self: 10.0, lambda self, value: None))
-        plain = pytest.MonkeyPatch()
-        # The fewest rounds took 10 s; those of so many more kinds would take 10 / 3 s each.
-        plain.setattr("engine.cost_model.measure.MOST_SHARE", (10 + n_kinds * 10 / 3 + 1) * 1e3)
-        plain.setattr("engine.cost_model.measure.costs_of_rounds", one_millisecond)
-        measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=1, max_new_tokens=30)
-        plain.undo()
+        n_steps = (9 + 3 * n_kinds + 1) * 1e3 / MOST_SHARE
+        measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=n_steps, max_new_tokens=30)
         seen.append(kinds(decodes))
-    none, few, more, most = seen
-    assert set(none) == {(4, one) for one in FIRST} and set(few) == set(none) | {(2, one) for one in FIRST}
-    assert set(more) == set(few) | {(4, Choice(0, 6)), (4, Choice(0, 1))}
-    assert len(most) == 3 + 3 + 5 and most[4, PLAIN] == 1 + FEWEST_TIMED + (30 - 3 - 5) * (1 + FEWEST_TIMED) // 8
-
-
-def one_millisecond(timed: Any, gammas: Sequence[int], acceptance: Sequence[Any]) -> list[Costs]:
-    return [Costs(1.0, tuple(gammas), (1.0,) * len(gammas), 1.0, 1.0) for _ in acceptance]
+    none, two, three, five, thirty = seen
+    assert set(none) == {(4, one) for one in FIRST} and set(three) == set(none) | {(2, one) for one in FIRST}
+    assert set(two) == set(none) | {(4, Choice(0, 6)), (4, Choice(0, 1))}
+    assert set(five) == set(three) | {(4, Choice(0, 6)), (4, Choice(0, 1))}
+    assert len(thirty) == 3 + 3 + 5 and thirty[4, PLAIN] == 1 + FEWEST_TIMED + (30 - 3 - 5) * (1 + FEWEST_TIMED) // 8

@@ -3,7 +3,6 @@
 import json
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ KEY = {"model": "a", "rows": 8, "layers": (1, 2)}
 COSTS = {8: [Costs(100, (1, 3), (120, 150), 10, 2)], 2: [Costs(60, (3,), (70,), 9, 2)]}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where costs are kept."""
-    monkeypatch.setattr("engine.cost_model.stored.cache_folder", lambda: tmp_path)
-    return tmp_path / "costs"
-
-
 def test_what_was_stored_is_found_by_its_key_alone():
     assert load_costs(KEY) is None
     with_rate = {n: [replace(one, acceptance=AcceptanceRate(0.9, 40)) for one in each] for n, each in COSTS.items()}
@@ -40,16 +32,16 @@ def test_what_was_stored_is_found_by_its_key_alone():
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"key": 1}', '{"costs": {}}', "\udcff"])
-def test_what_cannot_be_read_was_not_stored(folder, text):
+def test_what_cannot_be_read_was_not_stored(costs_folder, text):
     store_costs(KEY, COSTS)
-    (path,) = folder.iterdir()
+    (path,) = costs_folder.iterdir()
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     assert load_costs(KEY) is None
 
 
-def test_costs_of_another_key_with_the_same_digest_are_not_used(folder):
+def test_costs_of_another_key_with_the_same_digest_are_not_used(costs_folder):
     store_costs(KEY, COSTS)
-    (path,) = folder.iterdir()
+    (path,) = costs_folder.iterdir()
     kept = json.loads(path.read_text())
     path.write_text(json.dumps(kept | {"key": KEY | {"rows": 4}}))
     assert load_costs(KEY) is None
@@ -64,7 +56,15 @@ def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "plain,round_,holds",
-    [(1, 1.32, True), (3, 3.96, True), (1, 1.57, True), (1, 1.60, False), (1, 1.07, True), (1, 1.04, False), (2, 1.32, False)],
+    [
+        (1, 1.32, True),
+        (3, 3.96, True),
+        (1, 1.57, True),
+        (1, 1.60, False),
+        (1, 1.07, True),
+        (1, 1.04, False),
+        (2, 1.32, False),
+    ],
 )
 def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, plain, round_, holds):
     """One of gamma 1 took 132 ms, 1.32 times a plain step."""
@@ -73,7 +73,10 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
     def run(self: Rehearsal, choices: Any, n_rounds: int) -> None:
         assert n_rounds == CHECKED_ROUNDS
         for choice in choices:  # the first one was held up
-            self.timed[choice] += [{"draft": 9e9, "verify": ms[choice]}, {"draft": ms[choice] / 4, "verify": ms[choice] * 3 / 4}]
+            self.timed[choice] += [
+                {"draft": 9e9, "verify": ms[choice]},
+                {"draft": ms[choice] / 4, "verify": ms[choice] * 3 / 4},
+            ]
         self._verified[0], self._accepted[0] = 10, 7
 
     monkeypatch.setattr(Rehearsal, "run", run)
@@ -101,13 +104,16 @@ def hold(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
     monkeypatch.setattr("engine.bench.auto_costs.still_hold", lambda known, *args, **how: known if found else None)
 
 
-def test_a_second_run_measures_nothing(call, folder, measured, monkeypatch):
+def test_a_second_run_measures_nothing(call, costs_folder, measured, monkeypatch):
     hold(monkeypatch, True)
     first, second = (call(SELFSPEC, SIZES) for _ in range(2))
-    assert measured == [30] and len([*folder.iterdir()]) == 1
+    assert measured == [30] and len([*costs_folder.iterdir()]) == 1
     assert [run.record["measured_costs_kept"] for run in (first, second)] == [False, True]
     assert "checking the costs of an earlier run took" in second.out
-    kept = [[one | {"accepted_share": 0, "places_reached": 0} for one in run.record["measured_costs"]] for run in (first, second)]
+    kept = [
+        [one | {"accepted_share": 0, "places_reached": 0} for one in run.record["measured_costs"]]
+        for run in (first, second)
+    ]
     assert kept[0] == kept[1] and second.record["identical_sequences"] == 2
 
 

@@ -31,7 +31,7 @@ class Decoded(GenerateOutput):
 
 @dataclass(frozen=True)
 class Passes:
-    """What was run; `timed` is a pass of its own, because timing phases slows them down. costs: what `auto` chose by."""
+    """What was run; `timed` is a pass of its own, because timing phases slows it down. costs: what `auto` chose by."""
 
     prefill_seconds: float
     baseline: Decoded | None = None

@@ -24,8 +24,8 @@ class Adaptive:
     """A `Pacing`: every round takes the drafter and gamma of the largest expected speedup, or is plain if none pays.
 
     `costs[n][i]`: of drafter i while n rows decode, from the largest budget to the smallest; in between, what rounds
-    cost in plain steps lies on straight lines. gammas: of the rounds to choose among beside plain ones. The first
-    drafter drafts until another promises 3% more, and so on from there.
+    cost in plain steps lies on straight lines. gammas: of the rounds to choose among beside plain ones, as far as they
+    were measured. The first drafter drafts until another promises 3% more, and so on from there.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one with a larger budget, since the best of several small
@@ -40,14 +40,15 @@ class Adaptive:
         self.drafters = tuple(drafters)
         self.max_gamma = max(gammas)
         self._rows = sorted(costs)
+        of_all_rows = costs[self._rows[-1]]
         # What each choice costs in plain steps, while so many rows decode.
         self._plain_steps = {
             Choice(i, gamma): [costs[n][i].round_ms(gamma) / costs[n][i].plain_ms for n in self._rows]
             for i in range(len(drafters))
             for gamma in gammas
-            if gamma > 0
+            if 0 < gamma <= of_all_rows[0].at[-1]
         }
-        measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in costs[self._rows[-1]]]
+        measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in of_all_rows]
         self._verified = [MOST_MEASURED if rate.n is None else min(rate.n, MOST_MEASURED) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         self._last_drafter = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from engine.pacing import PLAIN, Choice
 from engine.runner import ModelRunner
 
 # Rounds of each kind that are timed: as many as fit, but neither fewer nor more than these ...
-FEWEST_TIMED, MOST_TIMED = 3, 16
+FEWEST_TIMED, MOST_TIMED = 2, 16
 # ... into what all may take, those included that are not timed, of each kind the first ones ...
 MEASURING_SECONDS = 12.0
 # ... which are so many: one runs, or one runs, one captures, one replays.
@@ -68,7 +68,7 @@ def measure_for_decode(
     fewest rows decode, other gammas, more rounds.
     """
     rehearsal, untimed = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how), _n_untimed(runner)
-    n_rows, fewest_rows, middle = len(rehearsal.prompts), runner.n_computed(1), gammas[len(gammas) // 2]
+    n_rows, fewest_rows, middle = len(rehearsal.prompts), runner.n_computed(1), _middle(gammas)
     choices, fewest = _choices(drafters, [middle]), untimed + FEWEST_TIMED
     rehearsal.run(choices, fewest)
     n_first = len(choices)
@@ -113,7 +113,9 @@ def still_hold(
     rehearsal.run([PLAIN, Choice(0, gamma)], CHECKED_ROUNDS)
 
     def hold() -> bool:
-        plain, round_ = (min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, Choice(0, gamma)))
+        plain, round_ = (
+            min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, Choice(0, gamma))
+        )
         return abs(round_ / plain * known[0].plain_ms / known[0].round_ms(gamma) - 1) <= MOST_OFF
 
     seen = zip(known, rehearsal.acceptance, strict=True)
@@ -124,9 +126,14 @@ def _n_untimed(runner: ModelRunner) -> int:
     return UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
 
 
+def _middle(gammas: Sequence[int]) -> int:
+    """The lower one of two: its rounds are the shorter ones."""
+    return gammas[(len(gammas) - 1) // 2]
+
+
 def _choices(drafters: Sequence[Drafter], gammas: Sequence[int]) -> list[Choice]:
     """Plain rounds, those of the first drafter at every gamma, those of the others at the middle one."""
-    others = [Choice(index, gammas[len(gammas) // 2]) for index in range(1, len(drafters))]
+    others = [Choice(index, _middle(gammas)) for index in range(1, len(drafters))]
     return [PLAIN, *(Choice(0, gamma) for gamma in gammas), *others]
 
 
@@ -146,7 +153,7 @@ def costs_of_rounds(
     """
 
     def ms(choice: Choice, part: str) -> float:
-        return 1e3 * median(times[part] for times in timed[choice])
+        return 1e3 * median_low(times[part] for times in timed[choice])  # of two, the one that nothing held up
 
     draft_ms, n_drafted = [], []
     for drafter in range(len(acceptance)):
