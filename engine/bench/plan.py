@@ -116,7 +116,10 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
     if config.passes.measure_costs and not (plan.draft and plan.draft.automatic):
-        what, needed = "costs are measured where something is chosen by them", f"{flag('gamma')} auto, or a budget auto"
+        what, needed = (
+            "costs are measured where something is chosen by them",
+            f"{flag('gamma')} or {flag('draft_budget')} auto",
+        )
         raise without_effect(["measure_costs"], what, seen="a draft of one gamma and one budget", required=needed)
     _check_context(plan)
     return replace(plan, capacity=plan.length)
