@@ -12,7 +12,7 @@ from engine.bench.progress import BarProgress, progress_bar
 from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import measure_for_decode, still_hold
+from engine.cost_model.measure import MOST_SHARE, measure_for_decode, still_hold
 from engine.cost_model.stored import load_costs, store_costs
 from engine.drafters import Drafter
 from engine.stats import RoundStats
@@ -63,7 +63,7 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
         known = None if anew else ranks.shared(lambda: load_costs(_key(session, n_steps)))
         if known and (checked := still_hold(known[max(known)], *given, **how)):
             return RunCosts(known | {max(known): checked}, time.perf_counter() - started, kept=True)
-        say("measuring what rounds cost")
+        say(f"measuring what rounds cost, in {MOST_SHARE:.0%} of the time of plain decoding if that is enough")
         costs = measure_for_decode(*given, gammas=draft.gammas, n_steps=math.inf if whole else n_steps, **how)
     costs = ranks.shared(lambda: costs)
     if ranks.leads and not whole:
