@@ -1,6 +1,7 @@
 """Replicas that divide the prompts: on four ranks the tokens, saved rows and numbers of one process; one record."""
 
 import json
+import pickle
 import re
 import shlex
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import replica_cases
+import torch
 from programs import Ended, benchmark, python
 from rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RankError
 from engine.bench.record import ratio
 from engine.pacing import PLAIN, Choice
-from engine.parallel.ranks import check_rank_group, check_replicas
+from engine.parallel.ranks import Ranks, check_rank_group, check_replicas
 from engine.stats import Counts, RoundStats, Stats
 
 N_PROMPTS = 7
@@ -137,3 +139,17 @@ def test_replicas_have_as_many_ranks_each_which_are_numbered_alike() -> None:
     assert check_rank_group([1, 0], 2, n_replicas=2) == (1, 0)
     with pytest.raises(ConfigError, match=r"each of the 2 ranks of each of 2 replicas, once: 0 1"):
         check_rank_group([0, 1, 2, 3], 2, n_replicas=2)
+
+
+def test_ranks_that_disagree_are_named_by_their_numbers_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "gathered", lambda self, value: [value, "other"])
+    with pytest.raises(RankError, match=r"on rank 2, other on rank 3\n(.*\n)+.*look at rank 3:"):
+        Ranks(0, 2, check=True, first=2).require_same(lambda: "a round", lambda: [torch.zeros(1)])
+
+
+def test_an_error_is_told_by_another_process_as_by_its_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_replicas(3, 4)
+    error = pickle.loads(pickle.dumps(refused.value))
+    flags = {"data_parallel": "--replicas"}
+    assert type(error) is ConfigError and error.told(flags) == refused.value.told(flags) != str(error)
