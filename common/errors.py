@@ -1,5 +1,6 @@
 """The exceptions a user can cause."""
 
+import copyreg
 from collections.abc import Mapping, Sequence
 
 
@@ -13,6 +14,10 @@ class UserError(Exception):
 
     def __init__(self, what: str, where: object, seen: object, required: object, fix: str) -> None:
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The message as it is, for a process that is told of another's error."""
+        return copyreg.__newobj__, (type(self), *self.args)  # type: ignore[attr-defined]
 
     def told(self, flags: Mapping[str, str]) -> str:
         """The message, with each field under its own name as a flag, or under that which `flags` has for it."""

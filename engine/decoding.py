@@ -271,6 +271,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verification: str = "auto",
     request_ids: Sequence[int] | None = None,
+    numbered_from: int = 0,
     stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
     phase: Phase | None = None,
@@ -284,15 +285,16 @@ def generate(
         pacing: in place of one drafter in every round.
         request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
             that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
+        numbered_from: the first prompt's index, which messages name.
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
     decoder = Decoder(runner, pacing, drafter=drafter, verification=verification, progress=progress, phase=phase)
-    requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids)
+    requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids, numbered_from)
     for request in requests:
         decoder.submit(request)
     rounds = tuple(iter(decoder.step, None))
     counts = tuple(request.counts for request in requests)
-    stats = Stats(counts, rounds, decoder.prefill_seconds, decoder.draft_prefill_seconds)
+    stats = Stats(counts, (rounds,), decoder.prefill_seconds, decoder.draft_prefill_seconds)
     reasons, errors = [one.finish_reason for one in requests], [one.error for one in requests]
     return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)

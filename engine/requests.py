@@ -86,6 +86,7 @@ def make_requests(
     stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     request_ids: Sequence[int] | None = None,
+    numbered_from: int = 0,
 ) -> list[Request]:
     """One a prompt. Errors: ConfigError if a list is not as long as the prompts, or samples would share their noise."""
     sampling = SamplingParams() if sampling is None else sampling
@@ -97,7 +98,7 @@ def make_requests(
         "max_new_tokens": (max_new_tokens, isinstance(max_new_tokens, int)),
         "stop_tokens": (stop_tokens, n_ids == len(stop_tokens)),
         "sampling": (sampling, isinstance(sampling, SamplingParams)),
-        "request_ids": (range(n_prompts) if request_ids is None else request_ids, False),
+        "request_ids": (range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids, False),
     }
     columns = []
     for name, (value, is_shared) in given.items():
@@ -106,7 +107,7 @@ def make_requests(
             raise _refuse(f"{name} given per prompt does not match the prompts", name, len(columns[-1]), n_prompts)
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
-    for index, (prompt, limit, stop, params, id_) in enumerate(zip(prompts, *columns, strict=True)):
+    for index, (prompt, limit, stop, params, id_) in enumerate(zip(prompts, *columns, strict=True), numbered_from):
         requests.append(Request(list(prompt), limit, frozenset(map(int, stop)), params, id_, index))
         first = index if params.greedy else owner.setdefault((id_, params.seed), index)
         if first != index:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from engine.pacing import Choice
 
@@ -85,13 +86,21 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """A run's rows, whose sum is `counts`, and its rounds in order. Prefill is timed apart; `draft_prefill_seconds` is
-    the drafter's part of it."""
+    """A run's rows, whose sum is `counts`, and in order the rounds of every replica, all of which decode at the same
+    time. Prefill is timed apart; `draft_prefill_seconds` is the drafter's part of it."""
 
     rows: tuple[Counts, ...]
-    rounds: tuple[RoundStats, ...]
+    replicas: tuple[tuple[RoundStats, ...], ...]
     prefill_seconds: float
     draft_prefill_seconds: float = 0.0
+
+    @classmethod
+    def joined(cls, each: Sequence[Stats]) -> Stats:
+        """Those of replicas as one."""
+        rows = tuple(chain.from_iterable(one.rows for one in each))
+        replicas = tuple(chain.from_iterable(one.replicas for one in each))
+        draft_prefill_seconds = max(one.draft_prefill_seconds for one in each)
+        return cls(rows, replicas, max(one.prefill_seconds for one in each), draft_prefill_seconds)
 
     @property
     def counts(self) -> Counts:
@@ -110,10 +119,27 @@ class Stats:
         return self.counts.acceptance_per_position
 
     @property
+    def rounds(self) -> tuple[RoundStats, ...]:
+        """Replica after replica."""
+        return tuple(chain.from_iterable(self.replicas))
+
+    @property
     def decode_seconds(self) -> float:
-        return sum(r.seconds for r in self.rounds)
+        """Of the replica that took longest."""
+        return max((sum(r.seconds for r in rounds) for rounds in self.replicas), default=0.0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Emitted tokens per second over the rounds in which every slot was busy, the sum over replicas; None without
+        any."""
+        busy = [_steady(rounds) for rounds in self.replicas if rounds]
+        return sum(sum(r.emitted for r in one) / sum(r.seconds for r in one) for one in busy) if busy else None
 
     def steady(self) -> list[RoundStats]:
-        """The rounds in which as many rows were decoding as ever did."""
-        most = max((r.busy for r in self.rounds), default=0)
-        return [r for r in self.rounds if r.busy == most]
+        """The rounds in which as many rows of their replica were decoding as ever did."""
+        return [r for rounds in self.replicas for r in _steady(rounds)]
+
+
+def _steady(rounds: Sequence[RoundStats]) -> list[RoundStats]:
+    most = max((r.busy for r in rounds), default=0)
+    return [r for r in rounds if r.busy == most]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from models.config import ModelConfig
 from models.llama import Block, Embedding, Head, Transformer
 
@@ -69,6 +69,7 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
     if count > config.n_kv_head:
         most, seen = config.n_kv_head, f"{config.n_kv_head} KV heads, {count} ranks"
         fix = f"use {most} ranks or fewer for this model (torchrun --nproc_per_node)"
+        fix += f", or replicas of it ({flag('data_parallel')})"
         raise ConfigError("the model has fewer KV heads than ranks", where, seen, f"1 to {most} ranks", fix)
 
 

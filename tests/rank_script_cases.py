@@ -67,7 +67,20 @@ def skew_sums() -> None:
     AllReduce.__call__ = skewed
 
 
-FAULTS = {fault.__name__: fault for fault in (raise_in_a_step, refuse_the_checkpoint, change_a_decision, skew_sums)}
+def spoil_a_prompt() -> None:
+    """Logits in the middle of the first prompt that are not finite."""
+    fill_row, prompts = ModelRunner.fill_row, count()
+
+    def spoiled(self: ModelRunner, *args: object) -> tuple[Tensor, Tensor]:
+        hidden, finite = fill_row(self, *args)
+        finite[5] &= next(prompts) > 0
+        return hidden, finite
+
+    ModelRunner.fill_row = spoiled
+
+
+BUGS = raise_in_a_step, refuse_the_checkpoint, change_a_decision, skew_sums, spoil_a_prompt
+FAULTS = {fault.__name__: fault for fault in BUGS}
 
 if __name__ == "__main__":
     _, fault, *sys.argv = sys.argv

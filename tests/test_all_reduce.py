@@ -69,8 +69,10 @@ def test_the_choice(group, monkeypatch):
     chosen = []
     monkeypatch.setattr("engine.parallel.all_reduce.with_symmetric_memory", lambda *_: chosen.append(1))
     gpu = torch.device("cuda:0")
-    for machine, wanted, tried in (("8", "1", True), ("8", "0", False), ("4", "1", False)):
-        monkeypatch.setenv("WORLD_SIZE", "8")
+    spread, replica, across = range(8), range(4, 8), range(2, 6)
+    cases = (spread, "8", "1", True), (spread, "8", "0", False), (spread, "4", "1", False)
+    for ranks, machine, wanted, tried in (*cases, (replica, "4", "1", True), (across, "4", "1", False)):
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, ranks=ranks: list(ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", machine)
         monkeypatch.setenv("ENABLE_INTRA_NODE_COMM", wanted)
         chosen.clear()

@@ -34,7 +34,7 @@ def test_a_pages_commands_fit_the_machine_that_they_are_for(page: Path, planner:
             expected = None if not plan.target.has_text else "default" if built_in else "pg19"
             assert plan.dataset == expected
             assert plan.dataset != "default" or plan.n_prompts * plan.prefix_len < BOOK_TOKENS
-            assert block.n_gpus in (None, len(plan.group)), block.text
+            assert block.n_gpus in (None, plan.config.n_replicas * len(plan.group)), block.text
 
 
 def test_commands_write_where_git_does_not_look(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hf_tiny import N_TOKENS
 from programs import benchmark
 from rank_jobs import N_PADDED, N_PROMPTS, copy_edited
 
-from common.errors import RankError
+from common.errors import CheckpointError, RankError
 from engine.parallel.launch import _tell_user_error
 
 
@@ -62,13 +62,17 @@ class TogetherStore:
         return getattr(self._store, name)
 
 
-def test_what_all_ranks_find_together_is_said_once(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [RankError, CheckpointError])
+def test_what_ranks_find_together_is_said_once(kind, monkeypatch, capsys):
+    """All ranks, or those of a replica whose leader is not the one that speaks first."""
     store = TogetherStore()
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr("engine.parallel.launch.LINGER_SECONDS", 0)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    error = RankError("ranks disagree", where="a round", seen="1 and 2", required="the same", fix="none")
+    error = kind("ranks disagree", where="a round", seen="1 and 2", required="the same", fix="none")
     ranks = [threading.Thread(target=_tell_user_error, args=(error, str(error))) for _ in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    assert capsys.readouterr().err.count("error: ranks disagree") == 1
+    assert capsys.readouterr().err.count("ranks disagree") == 1

@@ -83,7 +83,7 @@ def _key(session: Session, n_steps: int) -> dict[str, Any]:
     return {
         **settings_record(session),
         "models": [[asdict(one.config), one.manifest_sha256] for one in (plan.target, plan.draft_source) if one],
-        "ranks": [plan.group, plan.draft_group, session.target_ranks.all_reduce.name],
+        "ranks": [plan.config.n_replicas, plan.group, plan.draft_group, session.target_ranks.all_reduce.name],
         "rows": plan.n_rows,
         "lengths": {name: round(LENGTHS_PER_OCTAVE * math.log2(n)) for name, n in lengths.items()},
         **provenance(),

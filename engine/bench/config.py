@@ -107,8 +107,10 @@ class Sampling:
 class RankOptions:
     """Under torchrun: which ranks hold what, and how they are watched."""
 
+    data_parallel: int = 1
+    """replicas of both models, each on as many of the ranks: prompts are divided over them, and B is of each"""
     rank_group: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: all)")] = None
-    """ranks that share the target, in shard order"""
+    """ranks that share the target, in shard order; of a replica, numbered from 0"""
     check_ranks: bool = False
     """compare a digest over ranks each round; stop if one differs"""
     rank_timeout: float = 600
@@ -148,6 +150,11 @@ class PlainRun:
     output: Output = field(default_factory=Output)
     printoutput: bool = False
     """print every row's generated text"""
+
+    @property
+    def n_replicas(self) -> int:
+        """Of the models, each with prompts of its own."""
+        return self.ranks.data_parallel if self.ranks else 1
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """How a benchmark ends: texts and a table for people, the record for programs."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from common.jsonl import publish
@@ -19,14 +21,18 @@ def finish(benchmark: str, session: Session, passes: Passes) -> None:
     ConfigError if either failed, or what the run put off.
     """
     record = make_record(benchmark, session, passes)
-    if not session.ranks.leads:
+    own = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
+    lengths, ends = zip(*chain.from_iterable(session.of_replicas(own)), strict=True)
+    put_off = [*chain.from_iterable(session.processes.gathered(session.put_off))]
+    if not session.processes.leads:
         return
     said = [table(record), *(f"  {note}" for note in notes(record, session.draft)), ""]
-    texts = [*_texts(session, passes.last.tokens), f"\n  {_headline(session, record)}\n", "\n".join(said)]
-    publish(session.config.output.output, record, *texts, put_off=session.put_off)
+    headline = f"\n  {_headline(session, record, lengths)}\n"
+    texts = [*_texts(session, ends, passes.last.tokens), headline, "\n".join(said)]
+    publish(session.config.output.output, record, *texts, put_off=put_off)
 
 
-def _texts(session: Session, rows: list[list[int]]) -> list[str]:
+def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:
     """How the first row goes on; with --printoutput of every row how its prompt ends, and how it goes on."""
 
     def shown(tokens: list[int]) -> str:  # random weights have no tokenizer: their rows are shown as ids
@@ -35,21 +41,24 @@ def _texts(session: Session, rows: list[list[int]]) -> list[str]:
     if not session.config.printoutput:
         return [f"  row 0 goes on: {shown(rows[0])}"] if session.tokenizer else []
     lines = []
-    for row, (prompt, tokens) in enumerate(zip(session.prompts, rows, strict=True)):
-        lines += [f"prompt {row} ends: {shown(prompt[-PROMPT_END:])}", f"row {row}: {shown(tokens)}"]
+    for row, (end, tokens) in enumerate(zip(ends, rows, strict=True)):
+        lines += [f"prompt {row} ends: {shown(end)}", f"row {row}: {shown(tokens)}"]
     return lines
 
 
-def _headline(session: Session, record: dict[str, Any]) -> str:
+def _headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
     """Model, storage and ranks of target and draft, sizes, and sampling, in one line."""
     target, plan = session.config.target, session.plan
-    lengths = [len(prompt) for prompt in session.prompts]
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     weights = f", {target.quantize} weights" if target.quantize else ""
     entries = f", {target.kv_dtype} KV" if target.kv_dtype != "same" else ""
+    n_ranks, where, of_each = session.ranks.size, _on(session, session.target_ranks), ""
+    if session.config.n_replicas > 1:
+        where = f" on {session.config.n_replicas} replicas of {n_ranks} rank{'s' if n_ranks > 1 else ''}"
+        of_each = " in each"
     return (
         f"{record['model']}, {record['device']}, {record['dtype']}{weights}{entries}"
-        f"{_on(session, session.target_ranks)}{_drafting(session)}: {plan.n_rows} rows at a time, "
+        f"{where}{_drafting(session)}: {plan.n_rows} rows at a time{of_each}, "
         f"{prompts} prompt tokens, {plan.gen_len} new tokens each; {_sampling(record)}; "
         f"prefill {record['prefill_seconds']:.1f} s"
     )

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from engine.decoding import GenerateOutput, Phase
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.runner import captured_sizes
+from engine.stats import Stats
 from engine.timing import PhaseTimer, synchronize
 
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
@@ -24,7 +27,7 @@ WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
-    """What a pass decoded, and its `usage` of the processors."""
+    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors."""
 
     usage: Usage
 
@@ -70,8 +73,11 @@ def speculation_passes(session: Session) -> Passes:
     def speculate(name: str, timer: PhaseTimer | None = None) -> Decoded:
         return decode(session, name, phase=timer, pacing=make_pacing(session, drafters, costs))
 
-    speculative, timer = speculate("speculation"), PhaseTimer(session.runner.device)
-    timed = (timer, speculate("phase times", timer)) if which.benchmark else None
+    speculative, timed = speculate("speculation"), None
+    if which.benchmark:
+        timer = PhaseTimer(session.runner.device)
+        timed = timer, speculate("phase times", timer)
+        timer.join(session.of_replicas(timer.seconds))
     return replace(plain, speculative=speculative, timed=timed, costs=costs)
 
 
@@ -97,7 +103,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
 
 @torch.inference_mode()
 def prefill(session: Session) -> float:
-    """Prefill the prompts that start in the slots, with a progress bar; returns seconds."""
+    """Prefill the prompts that start in the slots, with a progress bar; returns the slowest process's seconds."""
     runner, first = session.runner, session.prompts[: session.runner.max_batch]
     if session.config.target.compile:
         # The second length makes the number of tokens a variable, and one token is special.
@@ -109,7 +115,7 @@ def prefill(session: Session) -> float:
         for row, prompt in enumerate(first):
             runner.prefill_row(row, prompt, bar.update)
     synchronize(runner.device)
-    return time.perf_counter() - started
+    return max(session.processes.gathered(time.perf_counter() - started))
 
 
 def decode(
@@ -119,11 +125,21 @@ def decode(
     phase: Phase | None = None,
     pacing: Pacing | None = None,
 ) -> Decoded:
-    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched. Errors:
-    UserError naming row and position if any row's logits were not finite.
+    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched.
+
+    Replicas start together, and every process has what all of them decoded. Errors: UserError naming row and position
+    if any row's logits were not finite.
     """
+    session.processes.gathered(None)
     before = usage_so_far()
     with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
         output = session.generate(drafter, pacing=pacing, progress=DecodeProgress(bar, session, name), phase=phase)
-    output.require_finite(name)
-    return Decoded(**vars(output), usage=usage_so_far().since(before))
+    usage, each = usage_so_far().since(before), session.of_replicas(output)
+
+    def rows(of: str) -> list[Any]:
+        return [*chain.from_iterable(getattr(one, of) for one in each)]
+
+    stats = Stats.joined([one.stats for one in each])
+    decoded = Decoded(rows("tokens"), rows("finish_reasons"), rows("errors"), stats, usage)
+    decoded.require_finite(name)
+    return decoded

@@ -1,5 +1,6 @@
 """What a run's configuration means, checked before anything is loaded: models, text, ranks."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft
 from engine.bench.text import own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
-from engine.parallel.ranks import check_draft_ranks, check_rank_group, require_single_process
+from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
 from models import ModelConfig
 from models.attention import Selection, select_backend
 from models.checkpoints.model_source import ModelSource, check_vocabulary, find_model
@@ -32,8 +33,8 @@ RANK_TIMEOUTS = (1, 1_000_000)
 class Plan:
     """What a run's configuration means once it is checked, before anything is loaded. Ranks are in shard order.
 
-    dataset: None where nothing is cut from one. own_prompts: the user's, as token ids. prefix_len: of the longest
-    prompt. capacity: KV entries a row of the target's cache.
+    dataset: None where nothing is cut from one. own_prompts: the user's, as token ids. n_rows: of each replica.
+    prefix_len: of the longest prompt. capacity: KV entries a row of the target's cache. group: in each replica.
     """
 
     config: RunConfig
@@ -90,16 +91,22 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
             require_at_least(field, size, 1)
     _check_files(config)
     _check_oracle(config, sampling)
+    n_replicas = config.n_replicas
+    n_ranks = check_replicas(n_replicas, world_size())
     device = resolve_device(stored.device)
     target = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
     dataset, own = resolve_dataset(config, target), own_prompts(config, target, texts)
     if own is None:
         n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN
-        n_prompts = n_rows if config.rows.num_prompts is None else config.rows.num_prompts
-        require_at_least("num_prompts", n_prompts, n_rows)
+        n_prompts = n_replicas * n_rows if config.rows.num_prompts is None else config.rows.num_prompts
+        require_at_least("num_prompts", n_prompts, n_replicas * n_rows)
     else:
         dataset, n_prompts, prefix_len = None, len(own), max(map(len, own))
-        n_rows = min(sizes.B, n_prompts)
+        n_rows = min(sizes.B, math.ceil(n_prompts / n_replicas))
+        if n_prompts < n_replicas:
+            where, seen = f"{flag('prompts')}, {flag('data_parallel')}", f"{n_prompts} prompts, {n_replicas} replicas"
+            required, fix = "a prompt for every replica", f"use {flag('data_parallel')} {n_prompts} or less"
+            raise ConfigError("there are fewer prompts than replicas", where, seen, required, fix)
     source = None
     if isinstance(config.draft, StandaloneConfig):
         source = find_model(config.draft.draft_model, stored.load_format, None, flag("draft_model"), stored.verify)
@@ -107,7 +114,7 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
         check_scheme(stored.quantize, device)
     if stored.compile:
         check_compiler(device)
-    groups = _rank_groups(config, target, source)
+    groups = _rank_groups(config, target, source, n_ranks)
     dtype = resolve_dtype(stored.dtype, device)
     dtypes, lengths = (dtype, KV_DTYPES.get(stored.kv_dtype, dtype)), (n_rows, n_prompts, prefix_len)
     # Without a draft, which gamma and so the capacity depend on.
@@ -214,14 +221,14 @@ def _check_context(plan: Plan) -> None:
 
 
 def _rank_groups(
-    config: RunConfig, target: ModelSource, draft_source: ModelSource | None
+    config: RunConfig, target: ModelSource, draft_source: ModelSource | None, n_ranks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks that hold the target, and those that hold a standalone draft."""
+    """Of the ranks of a replica, those that hold the target, and those that hold a standalone draft."""
     if config.ranks is None:
         require_single_process()
         return (LEADER,), (LEADER,)
-    group = check_rank_group(config.ranks.rank_group, world_size())
-    check_count(target.config, len(group), f"{flag('rank_group')} (all ranks that torchrun started, if not given)")
+    group = check_rank_group(config.ranks.rank_group, n_ranks, config.n_replicas)
+    check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
     if draft_source is None:
         return group, group
     assert isinstance(config.draft, StandaloneConfig)

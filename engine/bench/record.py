@@ -27,9 +27,8 @@ COUNTED |= {name: name for name in ("acceptance_rate", "acceptance_per_position"
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
-    """Emitted tokens per second over the rounds in which every slot was busy."""
-    steady = output.stats.steady() if output else ()
-    return sum(r.emitted for r in steady) / sum(r.seconds for r in steady) if steady else None
+    """Of the rounds in which every slot was busy."""
+    return output.stats.tokens_per_second if output else None
 
 
 def round_ms(output: GenerateOutput | None) -> float | None:
@@ -85,13 +84,14 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
     config, stats = session.config, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
-    peaks = session.ranks.gathered(peak_memory_bytes(session.runner.device))
+    peaks = session.processes.gathered(peak_memory_bytes(session.runner.device))
     record = {
         "run": session.run,
         "draft": session.draft.kind if session.draft else None,
         "load_format": config.target.load_format,
         "prompts": config.rows.prompts,
         "tensor_parallel": len(session.target_ranks.ranks),
+        "data_parallel": config.n_replicas,
         "rank_group": session.target_ranks.ranks,
         "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
         "all_reduce": session.target_ranks.all_reduce.name,
@@ -121,10 +121,10 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "measured_costs_seconds": costs.seconds if costs else None,
         "measured_costs_kept": costs.kept if costs else None,
         "held_up_rounds": costs.held_up(speculative.stats.rounds) if costs and speculative else None,
-        "contention": {name: contention(session.ranks.gathered(one.usage)) for name, one in passes.by_name.items()},
+        "contention": {name: contention(session.processes.gathered(one.usage)) for name, one in passes.by_name.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
-        "startup_memory_bytes_per_rank": session.ranks.gathered(session.startup_bytes),
+        "startup_memory_bytes_per_rank": session.processes.gathered(session.startup_bytes),
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if session.target.has_text else None,
     }
     return rounded(record_of(benchmark, session, record))

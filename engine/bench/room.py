@@ -37,6 +37,7 @@ def room(plan: Plan) -> int:
 def memory_plan(plan: Plan) -> MemoryPlan:
     """What the rank with the largest shard needs."""
     draft, quantize, drafting = plan.draft, plan.config.target.quantize, None
+    n_communicator = len({group for group in (plan.group, plan.draft_group) if len(group) > 1})
     config = _largest_shard(plan.target.config, plan.group)
     dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
     target = Footprint(config, plan.dtype, (plan.capacity,), quantize, plan.kv_dtype, dequantizes)
@@ -58,7 +59,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         sampling=plan.sampling.params,
         vocab_size=plan.target.config.vocab_size,
         captured_rows=captured_rows(plan),
-        n_communicator=len({group for group in (plan.group, plan.draft_group) if len(group) > 1}),
+        n_communicator=n_communicator + (plan.config.n_replicas > 1),
     )
 
 

@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from common.errors import ConfigError, UserError
+from common.process import world_size
 from common.say import dtype_name, say
 from engine.bench.config import RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
@@ -31,16 +32,20 @@ from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, Transformer
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
+from models.tensor_parallel import Shard
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Session:
-    """A loaded model over its cache, the prompts to continue, and what drafts, if anything.
+    """A loaded model over its cache, the prompts to continue, and what drafts, if anything: of one replica.
 
     plan: the configuration with every `auto` resolved. models: what drafts, loaded once by (dtype, scheme, layers).
     startup_bytes: what the process held of its device's memory before anything was loaded, on a CPU mostly Python and
     PyTorch themselves. continuations: what the data set goes on with behind each prompt, where asked for. run: what the
-    record and the saved rows of this run have in common. put_off: errors that a run outlives, and ends with.
+    record and the saved rows of this run have in common. put_off: errors that a run outlives, and ends with. processes:
+    the ranks of all replicas. numbered_from: the first prompt's index among those of all replicas.
     """
 
     plan: Plan
@@ -48,11 +53,13 @@ class Session:
     prompts: list[list[int]]
     tokenizer: Tokenizer | None
     target_ranks: ModelRanks
+    processes: Ranks
+    run: str
+    numbered_from: int = 0
     draft_ranks: ModelRanks | None = None
     models: dict[tuple[object, ...], Transformer] = field(default_factory=dict)
     startup_bytes: int = 0
     continuations: list[list[int]] = field(default_factory=list)
-    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     put_off: list[UserError] = field(default_factory=list)
 
     @classmethod
@@ -67,7 +74,8 @@ class Session:
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
-        ranks = _join_ranks(plan)
+        processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
+        ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
         startup_bytes = used_bytes(plan.device)
@@ -79,7 +87,8 @@ class Session:
             say(f"note: {remark}")
         say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
-        stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued))
+        first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
+        stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
         models: dict[tuple[object, ...], Transformer] = {}
@@ -91,9 +100,11 @@ class Session:
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
         noise_source = compiled_source() if stored.compile else in_passes
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
-        return cls(plan, runner, prompts, tokenizer, target_ranks, draft_ranks, models, startup_bytes, continuations)
+        run = processes.shared(lambda: uuid.uuid4().hex[:12])
+        ranked = target_ranks, processes, run, first, draft_ranks
+        return cls(plan, runner, prompts, tokenizer, *ranked, models, startup_bytes, continuations)
 
     @property
     def config(self) -> RunConfig:
@@ -102,6 +113,10 @@ class Session:
     @property
     def ranks(self) -> Ranks:
         return self.runner.ranks
+
+    def of_replicas(self, value: Value) -> list[Value]:
+        """What the leader of each replica has, on every process; all have to call this."""
+        return self.processes.gathered(value)[:: self.ranks.size]
 
     @property
     def target(self) -> ModelSource:
@@ -208,12 +223,13 @@ class Session:
         configured: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
         stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
         configured |= {"max_new_tokens": self.plan.gen_len, "stop_tokens": stop_tokens}
+        configured["numbered_from"] = self.numbered_from
         return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
 
 
 def _join_ranks(plan: Plan) -> Ranks:
     options = plan.config.ranks
-    if options is None or len(plan.group) == 1:
+    if options is None or world_size() == 1:
         return Ranks(device=torch.device(plan.device))
     return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 

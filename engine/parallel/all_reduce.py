@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.process import local_world_size
+
 # A whole decoding block of a large model fits; longer ones (prefill chunks) go through the process group.
 WORKSPACE_BYTES = 8 << 20
 # Below this one kernel reads all peers' data; above it, each rank sums its part and shares it.
@@ -54,11 +56,14 @@ class SymmetricAllReduce(AllReduce):
 
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
     """Symmetric memory for GPUs of one machine if it gives right sums on all of them, else the process group."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     wanted = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
-    if group is None or device.type != "cuda" or not one_machine or not wanted:
+    if group is None or device.type != "cuda" or not wanted or not _on_one_machine(group):
         return AllReduce(group)
     return with_symmetric_memory(group, device)
+
+
+def _on_one_machine(group: dist.ProcessGroup) -> bool:
+    return len({rank // local_world_size() for rank in dist.get_process_group_ranks(group)}) == 1
 
 
 def with_symmetric_memory(

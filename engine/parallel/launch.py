@@ -63,16 +63,21 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
 
 
 def _tell_user_error(error: UserError, message: str) -> None:
-    """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and a rank
-    with an error of its own names itself."""
+    """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and of
+    ranks with an error of their own the first names itself."""
     if isinstance(error, RankError):
-        if _on_store(lambda store: store.add(f"{_TOLD}/count", 1) == 1, True):  # no other rank asked before
+        if _is_first("ranks"):
             tell(f"\nerror: {message}")
-    elif is_leader() or not _leader_says(message):
+    elif is_leader() or (not _leader_says(message) and _is_first(message)):
         _on_store(lambda store: store.set(_TOLD, message), None)
         tell(f"error: {message}" if is_leader() else f"\nerror on rank {own_rank()}: {message}")
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
     get_error_handler().record_exception(error.with_traceback(None))
+
+
+def _is_first(said: str) -> bool:
+    """Whether no other rank has asked before to say that."""
+    return _on_store(lambda store: store.add(f"{_TOLD}/{said}", 1) == 1, True)
 
 
 def _leader_says(message: str) -> bool:

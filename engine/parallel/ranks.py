@@ -1,12 +1,15 @@
 """The processes that torchrun started: who leads, what the leader decides, and who holds which model.
 
-Rank 0 decides and every other rank is told: tokens, counts and prompts are broadcast, never computed twice.
+Rank 0 decides and every other rank is told: tokens, counts and prompts are broadcast, never computed twice. Where
+prompts are divided over replicas, each replica has ranks of its own, of which the first is its rank 0.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -15,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError, RankError, flag
+from common.errors import ConfigError, RankError, flag, require_at_least
 from common.process import LEADER, own_rank, world_size
 from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
@@ -25,13 +28,19 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of a run. Alone, which is the default, every call returns what it was given. device: where tensors
-    that are exchanged live. check: compare a digest over ranks each round."""
+    """The processes of a run, or of one replica. Alone, which is the default, every call returns what it was given.
+
+    device: where tensors that are exchanged live. check: compare a digest over ranks each round. first: the leader's
+    number among all processes. group: of several. timeout: of its collectives.
+    """
 
     rank: int = LEADER
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     check: bool = False
+    first: int = LEADER
+    group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     @property
     def leads(self) -> bool:
@@ -43,7 +52,7 @@ class Ranks:
         if self.size == 1:
             return decide()
         tensor = decide().contiguous() if self.leads else torch.empty(shape, dtype=torch.int64, device=self.device)
-        dist.broadcast(tensor, src=LEADER)
+        dist.broadcast(tensor, group=self.group, group_src=LEADER)
         return tensor
 
     def shared(self, make: Callable[[], Value]) -> Value:
@@ -51,7 +60,7 @@ class Ranks:
         if self.size == 1:
             return make()
         box = [make() if self.leads else None]
-        dist.broadcast_object_list(box, src=LEADER, device=self.device)
+        dist.broadcast_object_list(box, group=self.group, device=self.device, group_src=LEADER)
         return box[0]  # type: ignore[return-value]
 
     def gathered(self, value: Value) -> list[Value]:
@@ -59,7 +68,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Value | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self.group)
         return values  # type: ignore[return-value]
 
     def require_same(self, what: Callable[[], str], tensors: Callable[[], Sequence[Tensor]]) -> None:
@@ -73,9 +82,29 @@ class Ranks:
         digests = self.gathered(digest.hexdigest()[:16])
         differing = [rank for rank, theirs in enumerate(digests) if theirs != digests[LEADER]]
         if differing:
-            seen = ", ".join(f"{digests[rank]} on rank {rank}" for rank in (LEADER, *differing))
-            fix = f"look at rank {', '.join(map(str, differing))}: its machine, versions and checkpoint"
+            seen = ", ".join(f"{digests[rank]} on rank {self.first + rank}" for rank in (LEADER, *differing))
+            named = ", ".join(str(self.first + rank) for rank in differing)
+            fix = f"look at rank {named}: its machine, versions and checkpoint"
             raise RankError("ranks disagree", what(), f"digest {seen}", "the same on all ranks", fix)
+
+    def replica(self, n_replicas: int) -> Ranks:
+        """Those of this process's replica, where each of so many has consecutive ones. Every rank has to call this."""
+        if n_replicas == 1:
+            return self
+        size = self.size // n_replicas
+        own = replace(self, rank=self.rank % size, size=size, first=self.rank // size * size, group=None)
+        return replace(own, group=own.new_group(range(size)))
+
+    def new_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of some of these ranks, and the same of every replica, None of one rank alone or of others. Every
+        process has to call this, in the same order."""
+        if len(members) == 1:
+            return None
+        if self.group is not None and len(members) == self.size:
+            return self.group
+        firsts = range(0, dist.get_world_size(), self.size)
+        alike = [[first + member for member in members] for first in firsts]
+        return dist.new_subgroups_by_enumeration(alike, timeout=self.timeout)[0]
 
 
 ALONE = Ranks()
@@ -107,7 +136,7 @@ class ModelRanks:
         # Collectives want equal shapes: the narrower parts are padded, and cut again.
         padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in members] if self.own_rank == LEADER else None
-        dist.gather(padded, parts, dst=LEADER, group=self.gather_group)
+        dist.gather(padded, parts, group=self.gather_group, group_dst=LEADER)
         if parts is None:
             return x[..., :0]
         by_shard = zip(self.ranks, widths, strict=True)
@@ -115,16 +144,10 @@ class ModelRanks:
 
 
 def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
-    """Form the group of ranks that hold a model; every rank has to call this, in the same order."""
-
-    def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
-        if len(members) == 1:
-            return None
-        return dist.group.WORLD if len(members) == ranks.size else dist.new_group(members)
-
+    """Form the group of ranks that hold a model; every process has to call this, in the same order."""
     members = sorted({LEADER, *holders})
-    with_leader = group_of(members)
-    holding = with_leader if LEADER in holders else group_of(sorted(holders))
+    with_leader = ranks.new_group(members)
+    holding = with_leader if LEADER in holders else ranks.new_group(sorted(holders))
     all_reduce = choose_all_reduce(holding if ranks.rank in holders else None, ranks.device)
     return ModelRanks(tuple(holders), ranks.rank, all_reduce, with_leader if ranks.rank in members else None)
 
@@ -143,11 +166,11 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
     where = torch.device(device)
     if world_size() == 1:
         return Ranks(device=where, check=check)
-    on_gpu = where.type == "cuda"
+    on_gpu, timeout = where.type == "cuda", timedelta(seconds=timeout_seconds)
     if on_gpu:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=timeout_seconds)
+        backend = "nccl" if on_gpu else "gloo"
         try:
             dist.init_process_group(backend, timeout=timeout, device_id=where if on_gpu else None)
         except dist.DistBackendError as error:
@@ -158,17 +181,28 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
             fix = "start at most as many processes as there are GPUs, or mask them so that no two see the same"
             required = "a GPU of its own for every process"
             raise ConfigError(what, f"{visible} of the processes", seen, required, fix) from None
-    return Ranks(dist.get_rank(), dist.get_world_size(), where, check)
+    return Ranks(dist.get_rank(), dist.get_world_size(), where, check, group=dist.group.WORLD, timeout=timeout)
 
 
-def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """The ranks that hold the target, in shard order. Errors: ConfigError unless they are all that run."""
+def check_replicas(n_replicas: int, n_ranks: int) -> int:
+    """How many ranks each replica has. Errors: ConfigError unless all have as many."""
+    require_at_least("data_parallel", n_replicas, 1)
+    if n_ranks % n_replicas:
+        where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} rank{'s' if n_ranks > 1 else ''}"
+        fix = f"start them with torchrun --nproc_per_node={n_replicas}, or leave out {where}"
+        raise ConfigError("the ranks cannot be divided evenly", where, seen, f"a multiple of {n_replicas} ranks", fix)
+    return n_ranks // n_replicas
+
+
+def check_rank_group(group: Sequence[int] | None, size: int, n_replicas: int = 1) -> tuple[int, ...]:
+    """The ranks of a replica that hold the target, in shard order. Errors: ConfigError unless they are all of them."""
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
         what, where = "the rank group is not the ranks that run", flag("rank_group")
-        required = f"each of the {size} ranks that torchrun started, once: {_listed(range(size))}"
-        fix = f"start it with torchrun --nproc_per_node={len(set(group))}, or leave out {where}"
+        ranks = "ranks that torchrun started" if n_replicas == 1 else f"ranks of each of {n_replicas} replicas"
+        required = f"each of the {size} {ranks}, once: {_listed(range(size))}"
+        fix = f"start it with torchrun --nproc_per_node={n_replicas * len(set(group))}, or leave out {where}"
         raise ConfigError(what, where, _listed(group), required, fix)
     return tuple(group)
 
