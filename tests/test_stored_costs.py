@@ -139,8 +139,3 @@ def test_costs_that_do_not_hold_are_measured_anew_and_kept(call, measured, monke
     hold(monkeypatch, True)
     third = call(SELFSPEC, SIZES).record
     assert len(measured) == 2 and third["measured_costs"][0]["plain_ms"] == again["measured_costs"][0]["plain_ms"]
-
-
-def test_nothing_to_measure_is_refused(call):
-    said = call(SELFSPEC, SIZES.replace("--gamma auto", "--gamma 3 --measure_costs")).refusal
-    assert "--measure_costs" in said and "--gamma auto" in said
