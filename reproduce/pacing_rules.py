@@ -37,7 +37,7 @@ from engine.pacing import PLAIN, Choice, Fixed, Pacing
 COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
 GAMMAS = range(7)
 # Draft positions a row that were verified of each drafter while costs were measured: most are of the first one.
-VERIFIED, VERIFIED_OTHERS = 90, 16
+VERIFIED, VERIFIED_OTHERS = 8, 8
 # Stands for a drafter: nothing is drafted.
 NO_DRAFTER = NGramConfig(gamma=3)
 RULES: dict[str, Callable[[Sequence[Drafter], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {

@@ -34,7 +34,7 @@ AXES = (*DOUBLED, "gamma", "temperature")
 SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "draft_layers", "n_sink", "draft_dtype"),
     *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
-    *("attention", "compile", "tensor_parallel", "machine", "gpu", *AXES),
+    *("attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu", *AXES),
 )
 LABEL_WIDTH = 48
 LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import measure_for_decode
+from engine.cost_model.measure import measure_costs
 
 GAMMA_CELL = "reproduce/gamma_cell.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
@@ -15,12 +15,11 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
     """Fixed pairs, `auto` at the largest budget, and `auto budget`, in turn; and what they chose by which costs."""
     measured: list[list[Costs]] = []
 
-    def kept(*args: Any, **kwargs: Any) -> dict[int, list[Costs]]:
-        by_rows = measure_for_decode(*args, **kwargs)
-        measured.append(by_rows[2])
-        return by_rows
+    def kept(*args: Any, **kwargs: Any) -> list[Costs]:
+        measured.append(measure_costs(*args, **kwargs))
+        return measured[-1]
 
-    monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", kept)
+    monkeypatch.setattr("engine.bench.auto_costs.measure_costs", kept)
     sizes = SIZES.replace("--prefix_len 60", "--prefix_len 150")
     record = call(GAMMA_CELL, f"{sizes} --gammas 1 3 --budgets 16 40 --repeats 2").record
     rows = {row["way"]: row for row in record["rows"]}

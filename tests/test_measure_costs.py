@@ -17,9 +17,11 @@ from engine.cost_model.measure import (
     FEWEST_TIMED,
     MOST_SHARE,
     MOST_TIMED,
+    Scope,
     costs_of_rounds,
     measure_costs,
     measure_for_decode,
+    scope,
 )
 from engine.cost_model.rehearsal import Rehearsal
 from engine.decoding import Decoder
@@ -99,8 +101,8 @@ def test_what_follows_with_fewer_rows_is_of_those_alone(runner, decodes):
     """The first row goes on where it was, and what both showed is forgotten."""
     prompts = random_prompts([30, 11])
     first, second = recomputed(runner.model, prompts, 30)
-    drafter = SavedText(runner, {0: first, 1: [(token + 1) % TINY.vocab_size for token in second]}, gamma=2)
-    rounds = Rehearsal(runner, [drafter], prompts, gamma=2, max_new_tokens=30)
+    drafter = SavedText(runner, {5: first, 6: [(token + 1) % TINY.vocab_size for token in second]}, gamma=2)
+    rounds = Rehearsal(runner, [drafter], prompts, gamma=2, max_new_tokens=30, numbered_from=5)
     rounds.run([PLAIN, Choice(0, 2)], 2)
     assert rounds.acceptance == [AcceptanceRate(4 / 6, 6)]
     rounds.keep(1)
@@ -189,7 +191,7 @@ def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
 def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=math.inf, max_new_tokens=30)
+    found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=10**9, max_new_tokens=30)
     assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {
         4: [tuple(gammas)] * 2,
         2: [(3,)] * 2,
@@ -200,26 +202,35 @@ def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(deco
     assert all(n <= 1 + MOST_TIMED for n in counted.values())
 
 
-def test_measuring_keeps_to_its_share_of_the_decode(decodes, monkeypatch):
-    """The few rows first, then the largest gamma and the others, then more rounds."""
+def test_what_there_is_time_for():
+    """The few rows, then the largest gamma and the others, then more rounds, each at what it would cost."""
+    costs = [Costs(10.0, (3,), (10.0,), 10.0, 0.0), Costs(10.0, (3,), (10.0,), 0.0, 0.0)]
+    # A round of gamma 3 takes 40 ms, or 10 of the second drafter, one of 6 takes 70, of 1 20: the first ones 180.
+    first, of_six, of_one = 3 * (10 + 40 + 10), 3 * 70, 3 * 20
+
+    def asked(ms: float, has_few_rows: bool = True, spent_ms: float | None = None) -> Scope:
+        n_steps = math.ceil(ms / (MOST_SHARE * 10))
+        return scope(costs, range(1, 7), n_steps, has_few_rows, spent_ms)
+
+    assert asked(0) == asked(first + 2) == Scope(False, (), 0)
+    assert asked(2 * first - 2) == Scope(False, (1, 2), 0)
+    assert asked(2 * first + 2) == Scope(True, (), 0)
+    assert asked(2 * first + of_one + 2) == Scope(True, (1,), 0)
+    assert asked(2 * first + of_six + 2) == Scope(True, (6,), 0)
+    assert asked(first + of_six + of_one + 2, has_few_rows=False) == Scope(False, (6, 1), 0)
+    assert asked(2 * first + of_six + of_one + 2, spent_ms=first) == Scope(True, (6, 1), 0)
+    every = (6, 1, 2, 4, 5)
+    one_more = sum((10, 40, 10, 70, 20, 30, 50, 60))
+    all_once = 2 * first + 3 * (70 + 20 + 30 + 50 + 60)
+    assert asked(all_once + one_more + 2) == Scope(True, every, 1)
+    assert asked(1e9) == Scope(True, every, min(MOST_TIMED - FEWEST_TIMED, int((12000 - all_once) / one_more)))
+
+
+def test_measuring_counts_what_it_took(decodes, monkeypatch):
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-
-    def one_millisecond(timed: Any, gammas: Sequence[int], acceptance: Sequence[Any]) -> list[Costs]:
-        return [Costs(1.0, tuple(gammas), (1.0,) * len(gammas), 1.0, 1.0) for _ in acceptance]
-
-    monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", math.inf)
-    monkeypatch.setattr("engine.cost_model.measure.costs_of_rounds", one_millisecond)
-    # The fewest rounds of three kinds took 9 s, by a clock that stands still then.
-    monkeypatch.setattr(Rehearsal, "seconds", property(lambda self: 9.0, lambda self, value: None), raising=False)
-    seen = []
-    for n_kinds in (-1, 2, 3, 5, 30):
+    for seconds, n_kinds in ((1e9, 3), (0.0, 3 + 5 + 3)):
         decodes.clear()
-        n_steps = (9 + 3 * n_kinds + 1) * 1e3 / MOST_SHARE
-        measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=n_steps, max_new_tokens=30)
-        seen.append(kinds(decodes))
-    none, two, three, five, thirty = seen
-    assert set(none) == {(4, one) for one in FIRST} and set(three) == set(none) | {(2, one) for one in FIRST}
-    assert set(two) == set(none) | {(4, Choice(0, 6)), (4, Choice(0, 1))}
-    assert set(five) == set(three) | {(4, Choice(0, 6)), (4, Choice(0, 1))}
-    assert len(thirty) == 3 + 3 + 5 and thirty[4, PLAIN] == 1 + FEWEST_TIMED + (30 - 3 - 5) * (1 + FEWEST_TIMED) // 8
+        monkeypatch.setattr(Rehearsal, "seconds", property(lambda self, s=seconds: s, lambda *_: None), raising=False)
+        measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=10**9, max_new_tokens=30)
+        assert len(kinds(decodes)) == n_kinds

@@ -1,20 +1,22 @@
 """Costs of an earlier run: kept by what they depend on, used again after a check, and only where they still hold."""
 
 import json
-import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from programs import benchmark
 from tiny import full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, SelfSpeculation
 from engine.acceptance import AcceptanceRate
+from engine.bench.auto_costs import RunCosts
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
 from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.stored import load_costs, store_costs
 from engine.pacing import PLAIN, Choice
+from engine.stats import RoundStats
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64 --draft_budget 40 --gamma auto"
@@ -56,35 +58,36 @@ def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "plain,round_,holds",
-    [
-        (1, 1.32, True),
-        (3, 3.96, True),
-        (1, 1.57, True),
-        (1, 1.60, False),
-        (1, 1.07, True),
-        (1, 1.04, False),
-        (2, 1.32, False),
-    ],
+    [(100, 150, True), (300, 450, True), (100, 179, True), (100, 181, False), (100, 121, True), (100, 119, False)],
 )
 def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, plain, round_, holds):
-    """One of gamma 1 took 132 ms, 1.32 times a plain step."""
-    ms = {PLAIN: plain, Choice(0, 1): round_}
+    """One of gamma 3 took 182 ms, 1.82 times a plain step; whoever is three times as slow has three times the costs."""
+    ms = {PLAIN: plain, Choice(0, 3): round_ * 1.82 / 1.5}
 
     def run(self: Rehearsal, choices: Any, n_rounds: int) -> None:
         assert n_rounds == CHECKED_ROUNDS
         for choice in choices:  # the first one was held up
-            self.timed[choice] += [
-                {"draft": 9e9, "verify": ms[choice]},
-                {"draft": ms[choice] / 4, "verify": ms[choice] * 3 / 4},
-            ]
+            now = ms[choice] / 1e3
+            self.timed[choice] += [{"draft": 9e9, "verify": now}, {"draft": now / 4, "verify": now * 3 / 4}]
         self._verified[0], self._accepted[0] = 10, 7
 
     monkeypatch.setattr(Rehearsal, "run", run)
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2))
-    drafter = SelfSpeculation(runner, full_cache(model, 2), gamma=3)
-    found = still_hold(COSTS[8], runner, [drafter], random_prompts([9, 12]), max_new_tokens=9)
-    assert found == ([replace(COSTS[8][0], acceptance=AcceptanceRate(0.7, 10))] if holds else None)
+    drafter = SelfSpeculation(runner, full_cache(model, 2), gamma=6)
+    known = {8: [Costs(100, (1, 3, 6), (120, 150, 190), 10, 2)], 2: COSTS[2]}
+    found = still_hold(known, runner, [drafter], random_prompts([9, 12]), max_new_tokens=9)
+    assert (found is not None) == holds
+    if found:
+        assert [found[8][0].round_ms(6), found[2][0].plain_ms] == pytest.approx([252 * plain / 100, 60 * plain / 100])
+        assert found[8][0].acceptance == AcceptanceRate(0.7, 10)
+
+
+def test_rounds_that_were_held_up_are_counted():
+    costs = RunCosts({4: [Costs(100, (1, 3), (120, 150), 10, 2)]}, 0.0, kept=False)
+    drafted = [(4, Choice(0, 3), 9.0), (4, Choice(0, 3), 0.36), (4, Choice(0, 3), 0.37)]
+    rounds = [(4, PLAIN, 0.19), (4, PLAIN, 0.21), *drafted, (3, PLAIN, 9.0)]
+    assert costs.held_up([RoundStats(seconds, busy, busy, choice) for busy, choice, seconds in rounds]) == 2
 
 
 @pytest.fixture
@@ -105,31 +108,54 @@ def hold(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
 
 
 def test_a_second_run_measures_nothing(call, costs_folder, measured, monkeypatch):
-    hold(monkeypatch, True)
+    monkeypatch.setattr("engine.cost_model.measure.MOST_OFF", float("inf"))
     first, second = (call(SELFSPEC, SIZES) for _ in range(2))
     assert measured == [30] and len([*costs_folder.iterdir()]) == 1
     assert [run.record["measured_costs_kept"] for run in (first, second)] == [False, True]
     assert "checking the costs of an earlier run took" in second.out
-    kept = [
-        [one | {"accepted_share": 0, "places_reached": 0} for one in run.record["measured_costs"]]
-        for run in (first, second)
-    ]
-    assert kept[0] == kept[1] and second.record["identical_sequences"] == 2
+    kept = [run.record["measured_costs"] for run in (first, second)]
+    ratios = [[one["draft_ms"] / one["plain_ms"] for one in costs] for costs in kept]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-2) and second.record["identical_sequences"] == 2
 
 
 @pytest.mark.parametrize(
-    "flags", ["--measure_costs", "--B 1", "--prefix_len 90", "--dtype float32", "--kv_dtype int8", "--draft_budget 30"]
+    "flags",
+    [
+        *("--measure_costs", "--B 1", "--prefix_len 90", "--dtype float32", "--kv_dtype int8", "--draft_budget 30"),
+        # Of this length, more budgets are chosen among, and the quarter of a power of two is the same.
+        "--draft_budget auto --prefix_len 130",
+    ],
 )
 def test_costs_are_measured_anew_for_another_run_or_where_that_is_asked_for(call, measured, monkeypatch, flags):
     hold(monkeypatch, True)
-    call(SELFSPEC, SIZES)
-    words = [SIZES, flags] if flags == "--measure_costs" else [without(flags.split()[0]), flags]
-    assert call(SELFSPEC, " ".join(words)).record["measured_costs_kept"] is False and len(measured) == 2
+    before = SIZES if "auto" not in flags else without(SIZES, flags) + " --draft_budget auto --prefix_len 128"
+    call(SELFSPEC, before)
+    assert call(SELFSPEC, f"{without(SIZES, flags)} {flags}").record["measured_costs_kept"] is False
+    assert len(measured) == 2
 
 
-def without(name: str) -> str:
-    words = shlex.split(SIZES)
-    return " ".join(words[: words.index(name)] + words[words.index(name) + 2 :]) if name in words else SIZES
+def without(given: str, flags: str) -> str:
+    """The flags that the others do not name."""
+    return " ".join(f"--{one}" for one in given.removeprefix("--").split(" --") if f"--{one.split()[0]}" not in flags)
+
+
+def test_costs_of_fewer_prompts_than_rows_are_those_of_so_many_rows(checkpoint, tmp_path, measured, monkeypatch):
+    hold(monkeypatch, True)
+    for n, kept in ((2, False), (1, False), (1, True)):
+        prompts = tmp_path / f"{n}.jsonl"
+        prompts.write_text("".join(f'{{"prompt": "{i} was the best of times"}}\n' for i in range(n)))
+        flags = f"--model {checkpoint} --prompts {prompts} {without(SIZES, '--prefix_len')}"
+        assert benchmark("selfspec", flags.split()).record["measured_costs_kept"] is kept
+
+
+@pytest.mark.parametrize("n_steps", [30, 10**9])
+def test_a_longer_decode_measures_what_a_short_one_had_no_time_for(call, measured, monkeypatch, n_steps):
+    hold(monkeypatch, True)
+    first = call(SELFSPEC, SIZES).record["measured_costs"]
+    monkeypatch.setattr("engine.cost_model.measure.MOST_SHARE", 0.15 if n_steps == 30 else 1e9)
+    second = [call(SELFSPEC, SIZES).record["measured_costs"] for _ in range(2)][-1]
+    assert len(measured) == (1 if n_steps == 30 else 2)
+    assert (first[0]["gammas"], second[0]["gammas"]) == ([3], [3] if n_steps == 30 else [1, 2, 3, 4, 5, 6])
 
 
 def test_costs_that_do_not_hold_are_measured_anew_and_kept(call, measured, monkeypatch):

@@ -4,20 +4,21 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from common.provenance import provenance
-from common.say import say
 from engine.bench.progress import BarProgress, progress_bar
 from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import MOST_SHARE, measure_for_decode, still_hold
+from engine.cost_model.measure import measure_costs, measure_for_decode, scope, still_hold
 from engine.cost_model.stored import load_costs, store_costs
 from engine.drafters import Drafter
+from engine.pacing import Choice
 from engine.stats import RoundStats
 
-# Prompts and decodes of about one length share their costs: those that round to the same quarter of a power of two.
+# Prompts of about one length share their costs: those that round to the same quarter of a power of two.
 LENGTHS_PER_OCTAVE = 4
 # A round that takes so many times what costs predict was held up by something else.
 HELD_UP = 2.0
@@ -31,60 +32,75 @@ class RunCosts:
     seconds: float
     kept: bool
 
-    @property
-    def of_all_rows(self) -> Sequence[Costs]:
-        return self.by_rows[max(self.by_rows)]
-
     def held_up(self, rounds: Sequence[RoundStats]) -> int:
-        """How many of the rounds took twice what these costs say, or longer."""
-        plain, n_rows = self.of_all_rows[0].plain_ms, max(self.by_rows)
+        """How many of the rounds with all rows took over twice what these costs say; of those of another drafter than
+        before none, which began by catching up."""
+        n_rows, costs = max(self.by_rows.items())
 
-        def predicted(round_: RoundStats) -> float:
-            drafter, gamma = round_.choice
-            return plain if drafter is None else self.of_all_rows[drafter].round_ms(gamma)
+        def predicted(choice: Choice) -> float:
+            return costs[0].plain_ms if choice.drafter is None else costs[choice.drafter].round_ms(choice.gamma)
 
-        return sum(one.busy == n_rows and 1e3 * one.seconds > HELD_UP * predicted(one) for one in rounds)
+        went_on = (now for last, now in pairwise(rounds) if now.choice.drafter in (None, last.choice.drafter))
+        return sum(one.busy == n_rows and 1e3 * one.seconds > HELD_UP * predicted(one.choice) for one in went_on)
 
 
 def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False) -> RunCosts | None:
     """From the prefilled state, where something is to be chosen: by every rank, and the first one's on all.
 
-    whole: measured now, and however long the decode is, at every gamma.
+    whole: measured now, and however long the decode is: at every gamma, while all rows decode.
     """
-    draft, plan = session.draft, session.plan
-    if not draft or not draft.automatic or draft.gamma < 1 or plan.gen_len < 2:
+    plan, ranks = session.plan, session.ranks
+    if plan.draft is None or not plan.chooses:
         return None
-    started, ranks = time.perf_counter(), session.ranks
-    n_steps = plan.gen_len * math.ceil(len(session.prompts) / plan.n_rows)
+    started, gammas, n_rows = time.perf_counter(), plan.draft.gammas, _n_rows(session)
+    n_steps = plan.gen_len * math.ceil(len(session.prompts) / n_rows)
+    given = session.runner, drafters, session.prompts
+
+    def known() -> dict[int, list[Costs]] | None:
+        """What was kept, unless this run has the time to measure more."""
+        found = None if whole or session.config.passes.measure_costs else load_costs(_key(session))
+        if found is None:
+            return None
+        wanted = scope(found[n_rows], gammas, n_steps, session.runner.n_computed(1) < n_rows)
+        is_less = wanted.few_rows > (len(found) > 1) or not {*wanted.gammas} <= {*found[n_rows][0].at}
+        return None if is_less else found
+
+    kept = ranks.shared(known)
     with progress_bar("costs", None) as bar:
         how = {**how_measured(session), "progress": BarProgress(bar)}
-        given = session.runner, drafters, session.prompts
-        anew = whole or session.config.passes.measure_costs
-        known = None if anew else ranks.shared(lambda: load_costs(_key(session, n_steps)))
-        if known and (checked := still_hold(known[max(known)], *given, **how)):
-            return RunCosts(known | {max(known): checked}, time.perf_counter() - started, kept=True)
-        say(f"measuring what rounds cost, in {MOST_SHARE:.0%} of the time of plain decoding if that is enough")
-        costs = measure_for_decode(*given, gammas=draft.gammas, n_steps=math.inf if whole else n_steps, **how)
+        if kept and (checked := still_hold(kept, *given, **how)):
+            return RunCosts(checked, time.perf_counter() - started, kept=True)
+        if whole:
+            costs = {n_rows: measure_costs(*given, gammas=gammas, **how)}
+        else:
+            costs = measure_for_decode(*given, gammas=gammas, n_steps=n_steps, **how)
     costs = ranks.shared(lambda: costs)
     if ranks.leads and not whole:
-        store_costs(_key(session, n_steps), costs)
+        store_costs(_key(session), costs)
     return RunCosts(costs, time.perf_counter() - started, kept=False)
 
 
 def how_measured(session: Session) -> dict[str, Any]:
     """How the session decodes where rounds are rehearsed, whatever would end a row."""
     sampling = session.sampling
-    return {"max_new_tokens": session.plan.gen_len, "sampling": sampling.params, "verification": sampling.mode}
+    how = {"max_new_tokens": session.plan.gen_len, "sampling": sampling.params, "verification": sampling.mode}
+    return how | {"numbered_from": session.numbered_from}
 
 
-def _key(session: Session, n_steps: int) -> dict[str, Any]:
-    plan = session.plan
-    lengths = {"prompt tokens": plan.prefix_len, "steps": n_steps}
+def _n_rows(session: Session) -> int:
+    return min(session.plan.n_rows, len(session.prompts))
+
+
+def _key(session: Session) -> dict[str, Any]:
+    plan, draft = session.plan, session.draft
+    assert draft is not None
     return {
         **settings_record(session),
+        "seed": None,
         "models": [[asdict(one.config), one.manifest_sha256] for one in (plan.target, plan.draft_source) if one],
         "ranks": [plan.config.n_replicas, plan.group, plan.draft_group, session.target_ranks.all_reduce.name],
-        "rows": plan.n_rows,
-        "lengths": {name: round(LENGTHS_PER_OCTAVE * math.log2(n)) for name, n in lengths.items()},
+        "rows": _n_rows(session),
+        "drafters": [draft.capacities, draft.gammas],
+        "context": round(LENGTHS_PER_OCTAVE * math.log2(plan.prefix_len)),
         **provenance(),
-    } | {"seed": None}
+    }

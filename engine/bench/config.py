@@ -79,7 +79,7 @@ class Rows:
     """one's own prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
     or a .jsonl file with `prompt` or `turns` in each line"""
     num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None
-    """prompts in all, at least B"""
+    """prompts in all, at least B (with --data_parallel, B of each replica)"""
     stop_at_eos: bool = False
     """end a row at the model's end token (default: fixed length)"""
     save_rows: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None

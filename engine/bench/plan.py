@@ -64,6 +64,11 @@ class Plan:
         return self.draft.gamma if self.draft else 0
 
     @property
+    def chooses(self) -> bool:
+        """Whether there is anything to choose from round to round."""
+        return self.draft is not None and self.draft.automatic and self.gamma > 0 and self.gen_len > 1
+
+    @property
     def length(self) -> int:
         """Tokens of the longest row, with what its last round drafts."""
         return self.prefix_len + self.gen_len + self.gamma + 1
@@ -122,12 +127,12 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     if stored.attention != AUTO:  # refused now, where this machine does not have it
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
-    if config.passes.measure_costs and not (plan.draft and plan.draft.automatic):
+    if config.passes.measure_costs and not plan.chooses:
         what, needed = (
             "costs are measured where something is chosen by them",
             f"{flag('gamma')} or {flag('draft_budget')} auto",
         )
-        raise without_effect(["measure_costs"], what, seen="a draft of one gamma and one budget", required=needed)
+        raise without_effect(["measure_costs"], what, seen="nothing to choose", required=needed)
     _check_context(plan)
     return replace(plan, capacity=plan.length)
 

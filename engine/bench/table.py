@@ -82,18 +82,22 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         assert isinstance(smallest, BudgetedPolicy)
         room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
         found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {room}")
+    if (costs := record["measured_costs"]) and costs[0]["gammas"][-1] < draft.gamma:
+        found.append(
+            f"gamma was chosen up to {costs[0]['gammas'][-1]}: a longer --gen_len has the time to measure more"
+        )
     if seconds := record["measured_costs_seconds"]:
         what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
         found.append(f"{what} took {seconds:.1f} s, which is in no speedup")
     if held_up := record["held_up_rounds"]:
         found.append(f"{held_up} rounds took over twice what they cost: something else kept the machine busy")
-    n_rounds, compared = record["steady_rounds"], record["speedup"] is not None
+    n_rounds, n_all = record["steady_rounds"], sum(choice["rounds"] for choice in record["choices"])
+    compared = record["speedup"] is not None
     if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
         found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
     elif compared and n_rounds < FEW_ROUNDS:
         found.append(f"too few rounds with all rows busy for a speedup, {n_rounds}; a longer --gen_len has more")
-    elif compared and record["wall_speedup"] < (1 - WORTH_SAYING) * record["speedup"]:
-        n_all = sum(choice["rounds"] for choice in record["choices"])
+    elif compared and n_rounds < n_all and record["wall_speedup"] < (1 - WORTH_SAYING) * record["speedup"]:
         why = "rows whose drafts are accepted less often end later, and a few rows gain less than all"
         found.append(f"{n_all - n_rounds} of {n_all} rounds had fewer rows: {why}")
     return found

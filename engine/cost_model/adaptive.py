@@ -13,7 +13,7 @@ from engine.pacing import PLAIN, Choice
 # What a drafter is expected to do without evidence, worth so many draft positions: enough to be tried where that pays.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
 # The most draft positions that what was seen while costs were measured is worth.
-MOST_MEASURED = 8.0
+MOST_MEASURED = 4.0
 # What is left of all evidence one round later: texts change.
 MEMORY = 0.96
 # Another drafter has to promise this much more: a change costs something.

@@ -1,7 +1,7 @@
 """What a round of speculation costs, and what speedup follows from it (MagicDec, arXiv 2408.11049)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -47,6 +47,12 @@ class Costs:
         else:
             verify = np.interp(gamma, at, ms)
         return gamma * self.draft_ms + float(verify) + self.other_ms
+
+    def slower(self, times: float) -> Self:
+        """Where everything takes so many times as long."""
+        verify_ms = tuple(times * ms for ms in self.verify_ms)
+        plain, draft, other = (times * ms for ms in (self.plain_ms, self.draft_ms, self.other_ms))
+        return replace(self, plain_ms=plain, verify_ms=verify_ms, draft_ms=draft, other_ms=other)
 
     def speedup(self, tokens: float, gamma: int) -> float:
         """Of rounds that emit so many tokens a row (see `tokens_per_round`) over plain decoding."""

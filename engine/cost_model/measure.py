@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,74 +52,108 @@ def measure_costs(
     return _costs(rehearsal, gammas, _n_untimed(runner))
 
 
+class Scope(NamedTuple):
+    """What is measured behind the first rounds: whether the few rows are, which other gammas, how many more rounds of
+    each kind."""
+
+    few_rows: bool
+    gammas: tuple[int, ...]
+    n_more: int
+
+
+def scope(
+    costs: Sequence[Costs], gammas: Sequence[int], n_steps: int, has_few_rows: bool, spent_ms: float | None = None
+) -> Scope:
+    """What there is time for, by the costs of all rows (of few they are no higher), in a decode of so many plain steps.
+
+    Measuring may take MOST_SHARE of those, and MEASURING_SECONDS. spent_ms: what the first rounds took, if not what
+    these costs say: plain ones, and of each drafter those of the middle gamma.
+    """
+    ms, fewest = [costs[0].plain_ms, *(one.round_ms(_middle(gammas)) for one in costs)], UNTIMED_ROUNDS + FEWEST_TIMED
+    first_ms = fewest * sum(ms)
+    left = min(1e3 * MEASURING_SECONDS, MOST_SHARE * n_steps * costs[0].plain_ms)
+    left -= first_ms if spent_ms is None else spent_ms
+    few_rows = has_few_rows and first_ms <= left
+    left -= first_ms * few_rows
+    chosen = []
+    # The largest first: no larger one is chosen than was measured.
+    for gamma in (gammas[-1], *gammas[:-1]):
+        round_ms = costs[0].round_ms(gamma)
+        if gamma != _middle(gammas) and fewest * round_ms <= left:
+            chosen.append(gamma)
+            ms.append(round_ms)
+            left -= fewest * round_ms
+    return Scope(few_rows, tuple(chosen), min(max(0, int(left / sum(ms))), MOST_TIMED - FEWEST_TIMED))
+
+
 def measure_for_decode(
     runner: ModelRunner,
     drafters: Sequence[Drafter],
     prompts: Sequence[Sequence[int]],
     *,
     gammas: Sequence[int],
-    n_steps: float,
+    n_steps: int,
     **how: Any,
 ) -> dict[int, list[Costs]]:
     """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps.
 
-    Measuring takes MOST_SHARE of those and MEASURING_SECONDS at most, unless the fewest rounds take longer: plain ones,
-    and of each drafter those of the middle gamma. What else there is time for comes in this order: the same while the
-    fewest rows decode, other gammas, more rounds.
+    First come plain rounds and those of each drafter at the middle gamma, the fewest of each. What else there is time
+    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. What first
+    compiles or captures has to have run before, with every number of rows.
     """
-    rehearsal, untimed = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how), _n_untimed(runner)
-    n_rows, fewest_rows, middle = len(rehearsal.prompts), runner.n_computed(1), _middle(gammas)
-    choices, fewest = _choices(drafters, [middle]), untimed + FEWEST_TIMED
-    rehearsal.run(choices, fewest)
-    n_first = len(choices)
+    rehearsal, middle = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how), _middle(gammas)
+    n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(drafters, [middle])
+    fewest = UNTIMED_ROUNDS + FEWEST_TIMED
+    rehearsal.run(first, fewest)
 
-    def n_kinds_left() -> int:
-        """For how many more kinds of rounds there is time."""
-        plain_seconds = _costs(rehearsal, [middle], untimed)[0].plain_ms / 1e3
-        left = min(MEASURING_SECONDS, MOST_SHARE * n_steps * plain_seconds) - rehearsal.seconds
-        return int(left / rehearsal.seconds * n_first)
+    def affordable() -> Scope:
+        costs = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
+        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * rehearsal.seconds)
 
-    n_left = runner.ranks.shared(n_kinds_left)
-    has_few = fewest_rows < n_rows and n_left >= n_first
-    # The largest first, since costs beyond what was measured are further off than those between.
-    others = [gamma for gamma in (gammas[-1], *gammas[:-1]) if gamma != middle]
-    others = others[: max(0, n_left - n_first * has_few)]
-    rehearsal.run([Choice(0, gamma) for gamma in others], fewest)
-    choices += [Choice(0, gamma) for gamma in others]
-    n_more = (n_left - n_first * has_few - len(others)) * fewest // len(choices)
-    rehearsal.run(choices, min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
-    found = {n_rows: _costs(rehearsal, sorted([middle, *others]), untimed)}
-    if has_few:
+    more = runner.ranks.shared(affordable)
+    others = [Choice(0, gamma) for gamma in more.gammas]
+    rehearsal.run(others, fewest)
+    rehearsal.run([*first, *others], more.n_more)
+    found = {n_rows: _costs(rehearsal, sorted([middle, *more.gammas]), UNTIMED_ROUNDS)}
+    if more.few_rows:
         rehearsal.keep(fewest_rows)
-        rehearsal.run(choices[:n_first], fewest)
-        found[fewest_rows] = _costs(rehearsal, [middle], untimed)
+        rehearsal.run(first, fewest)
+        found[fewest_rows] = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
     return found
 
 
 def still_hold(
-    known: Sequence[Costs],
+    known: Mapping[int, Sequence[Costs]],
     runner: ModelRunner,
     drafters: Sequence[Drafter],
     prompts: Sequence[Sequence[int]],
     **how: Any,
-) -> list[Costs] | None:
-    """The known costs with the acceptance that a check saw; None unless it found them: two plain steps, and two rounds
-    of the first drafter, whose faster ones differ by the same factor but for MOST_OFF.
-
-    What pays depends on that factor alone: a machine that does everything more slowly chooses as before.
+) -> dict[int, list[Costs]] | None:
+    """The known costs as this machine has them now, with the acceptance that a check saw: two plain steps, and two
+    rounds of the first drafter, of which the faster ones count. None if such a round is now more or fewer plain steps,
+    by MOST_OFF: what pays depends on that alone, so a machine that does everything more slowly chooses as before.
     """
-    gamma = known[0].at[0]
+    of_all_rows = known[max(known)]
+    gamma = _middle(of_all_rows[0].at)
     rehearsal = Rehearsal(runner, drafters, prompts, gamma=gamma, **how)
     rehearsal.run([PLAIN, Choice(0, gamma)], CHECKED_ROUNDS)
 
-    def hold() -> bool:
+    def slower() -> float | None:
+        """How many times as long everything takes."""
         plain, round_ = (
-            min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, Choice(0, gamma))
+            1e3 * min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, Choice(0, gamma))
         )
-        return abs(round_ / plain * known[0].plain_ms / known[0].round_ms(gamma) - 1) <= MOST_OFF
+        then = of_all_rows[0].round_ms(gamma) / of_all_rows[0].plain_ms
+        return plain / of_all_rows[0].plain_ms if abs(round_ / plain / then - 1) <= MOST_OFF else None
 
-    seen = zip(known, rehearsal.acceptance, strict=True)
-    return [replace(one, acceptance=rate) for one, rate in seen] if runner.ranks.shared(hold) else None
+    if (times := runner.ranks.shared(slower)) is None:
+        return None
+    return {
+        n_rows: [
+            replace(one.slower(times), acceptance=rate) for one, rate in zip(each, rehearsal.acceptance, strict=True)
+        ]
+        for n_rows, each in known.items()
+    }
 
 
 def _n_untimed(runner: ModelRunner) -> int:

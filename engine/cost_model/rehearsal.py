@@ -19,8 +19,8 @@ from engine.timing import PhaseTimer
 class Rehearsal:
     """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
 
-    gamma: the largest of any choice. how: verification and progress, as of `generate`. Of each choice, `timed` has the
-    seconds of every round's parts "draft", "verify" and "other"; what a drafter catches up with is in none of them.
+    gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
+    the seconds of every round's parts "draft", "verify" and "other"; what a drafter catches up with is in none of them.
     `seconds`: what everything took, a draft model's runs of the prompts included.
     Errors: ConfigError without prompts, or if nothing is to be decoded behind the first token; UserError if logits are
     not finite.
@@ -35,6 +35,7 @@ class Rehearsal:
         gamma: int,
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
+        numbered_from: int = 0,
         **how: Any,
     ) -> None:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
@@ -43,7 +44,9 @@ class Rehearsal:
             what, required = "no round has a row that decodes", "a prompt, and 2 new tokens or more"
             fix = "give more prompts, or a cache with more room"
             raise ConfigError(what, "Rehearsal: prompts, max_new_tokens", seen, required, fix)
-        self._runner, self._limit, self._sampling, self._how = runner, max_new_tokens, sampling, how
+        self._runner, self._how = runner, how
+        self._asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+        self._asked["numbered_from"] = numbered_from
         self._phases = PhaseTimer(runner.device)
         self._requests: list[Request] = []
         self._next = PLAIN
@@ -87,7 +90,7 @@ class Rehearsal:
     def _round(self) -> None:
         if not self._requests or any(request.finish_reason for request in self._requests):
             self._decoder = Decoder(self._runner, self, phase=self._phases, **self._how)
-            self._requests = make_requests(self.prompts, self._limit, sampling=self._sampling)
+            self._requests = make_requests(self.prompts, **self._asked)
             for request in self._requests:
                 self._decoder.submit(request)
         round_ = self._decoder.step()

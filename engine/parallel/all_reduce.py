@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.process import local_world_size
-
 # A whole decoding block of a large model fits; longer ones (prefill chunks) go through the process group.
 WORKSPACE_BYTES = 8 << 20
 # Below this one kernel reads all peers' data; above it, each rank sums its part and shares it.
@@ -63,7 +61,10 @@ def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> 
 
 
 def _on_one_machine(group: dist.ProcessGroup) -> bool:
-    return len({rank // local_world_size() for rank in dist.get_process_group_ranks(group)}) == 1
+    """By torchrun's number of each rank's machine: machines may have different numbers of ranks."""
+    machines: list[str | None] = [None] * group.size()
+    dist.all_gather_object(machines, os.environ.get("GROUP_RANK"), group)
+    return len(set(machines)) == 1
 
 
 def with_symmetric_memory(

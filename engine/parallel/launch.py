@@ -99,7 +99,7 @@ def _report_lost_rank(error: Exception) -> None:
             fix = f"look at what rank {others} is doing; torchrun will name this one, which waited"
         what = f"rank {own_rank()} lost another rank, which {how}"
         fix += f"; rows that had finished are in {flag('save_rows')}, if it was given"
-        lost = RankError(what, "a collective of all ranks", error, "an answer of every rank", fix)
+        lost = RankError(what, "a collective", error, "an answer of every rank", fix)
         tell(f"\nerror: {lost}")
     if hangs:
         get_error_handler().record_exception(error.with_traceback(None))
