@@ -11,7 +11,15 @@ from common.say import say
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import RunConfig, Sizes
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import Acceptances, acceptance_table, best_of, best_table, cost_table, heat_map
+from engine.bench.cost_tables import (
+    Acceptances,
+    acceptance_table,
+    best_of,
+    best_table,
+    cost_record,
+    cost_table,
+    heat_map,
+)
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve_several
@@ -42,11 +50,7 @@ def report(flags: CostFlags) -> None:
     measured = {
         "load_format": flags.target.load_format,
         "dataset": session.plan.dataset if is_measured else None,
-        "batches": grid.batches,
-        "contexts": grid.contexts,
-        "gammas": grid.gammas,
-        "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in grid.drafts],
-        **{f"{name}_ms": getattr(grid, name).round(4).tolist() for name in ("plain", "verify", "draft", "other")},
+        **cost_record(grid),
         **acceptance_record(acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
         "best": best,
