@@ -216,7 +216,8 @@ class Planner:
             except Reached as reached:
                 return reached.what
         assert ended.code == 0, f"{program} {' '.join(flags)}\n{ended.err}"
-        assert {"--list", "--machine"} & {*flags}, f"{program} {' '.join(flags)} has no plan, and is not among those that need none"
+        needs_none = {"--list", "--machine"} & {*flags}
+        assert needs_none, f"{program} {' '.join(flags)} has no plan, and is not among those that need none"
         return ()
 
 

@@ -74,7 +74,8 @@ def test_ratios_of_the_same_shape_are_measurements(tmp_path):
     other = gpu_costs(draft_step_ms=19.0), gpu_costs(draft_budget=256, draft_step_ms=19.0, draft_weights="int4")
     text = page_of(tmp_path, gpu_costs(draft_budget=256), gpu_costs(prefix_len=4096, B=64, gamma=4), *other)
     draft = page_row(text, "Ratios of costs", "draft step / plain step | Llama-3.1-8B | budget 256 | 16384 | 32 |")
-    assert "| 0.245 | 0.19 (-22%) | [0.20](results/gpu.jsonl) (random weights, NVIDIA X, gamma 3, 16000 tokens) |" in draft
+    shown = "[0.20](results/gpu.jsonl) (random weights, NVIDIA X, gamma 3, 16000 tokens)"
+    assert f"| 0.245 | 0.19 (-22%) | {shown} |" in draft
     verify = page_row(text, "Ratios of costs", "verification / plain step | Llama-3.1-8B | gamma 4 | 4096 | 64 |")
     assert "| 1.41 | 1.29 (-9%) | [1.30](results/gpu.jsonl)" in verify
 
@@ -92,7 +93,8 @@ def test_the_built_in_model_stays_in_a_column_of_its_own(runs, tmp_path):
     runs(acceptance_by_context, "--prefix_len", "4000", "--texts", "greedy")
     text = published_page.page(tmp_path, tmp_path / "figures")
     row = page_row(text, LLAMA_2, "LLaMA-2-7B-32K | self | 4000 | 48 |")
-    assert f"| 1.06 | 1.33? (+25%) | {NONE} | - | [1.30](results/speedups.jsonl) (32 rows, 4000 tokens, gamma 3, a CPU" in row
+    shown = "[1.30](results/speedups.jsonl) (32 rows, 4000 tokens, gamma 3, a CPU"
+    assert f"| 1.06 | 1.33? (+25%) | {NONE} | - | {shown}" in row
     row = page_row(text, LLAMA_2, "LLaMA-2-7B-32K | self | 4000 | 128 |")
     assert row.endswith(f"| {NONE} | - | - |")  # four times the rows are not near
     row = page_row(text, "Acceptance by context", "Llama-3.1-8B | self | 4000 |")
