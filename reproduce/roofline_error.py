@@ -10,6 +10,7 @@ too, in about two minutes.
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -153,13 +154,16 @@ def summary() -> str:
     )
 
 
-def cpu_summary(record: Record) -> str:
+def cpu_summary(records: Sequence[Record]) -> str:
+    """How far off predictions are in each run on a CPU."""
     from reproduce.paper.cpu_roofline import error
 
-    costs, speedups = (median(abs(error(row)) for row in record[name]) for name in ("rows", "speedups"))
+    runs = [[median(abs(error(row)) for row in record[name]) for name in ("rows", "speedups")] for record in records]
+    costs, speedups = (" and ".join(f"{off:.0%}" for off in each) for each in zip(*runs, strict=True))
+    last = records[-1]
     return (
-        f"on a CPU ({record['machine']}, threads: {record['threads']}) predicted costs are off by {costs:.0%} in the "
-        f"median of {len(record['rows'])}, and speedups that follow from them by {speedups:.0%}"
+        f"on a CPU ({last['machine']}, threads: {last['threads']}) predicted costs are off by {costs} in the median of "
+        f"{len(last['rows'])}, and speedups that follow from them by {speedups}, run by run"
     )
 
 
@@ -174,7 +178,7 @@ def main(flags: Flags) -> None:
 
         record = measure()
         append_record(flags.output, record)
-        texts.append(f"  {cpu_summary(record)}\n")
+        texts.append(f"  {cpu_summary([record])}\n")
     texts += [f"  {path}" for path in figures.save(figure(), NAME, Path(flags.figures))]
     own = {"benchmark": NAME, "git_commit": git_commit(), "errors": errors(), "constants": constants(), "rows": rows()}
     publish(flags.output, own, *texts)

@@ -24,7 +24,7 @@ def opening(runs: Sequence[Record], is_published_measured: bool, cpu: Sequence[R
     """What was measured where, what is predicted, and how far off that is."""
     where = ", ".join(dict.fromkeys(map(machine_name, runs))) or NONE
     models = "published models among them" if is_published_measured else "no published model among them"
-    on_cpu = roofline_error.cpu_summary(cpu[-1]) if cpu else f"{NONE} where both could be compared"
+    on_cpu = roofline_error.cpu_summary(cpu) if cpu else f"{NONE} where both could be compared"
     return (
         f"*Measured*: what has a record, on {where}; {models}. *Predicted*: what is called so, never in a column of "
         f"measurements. How far off: {roofline_error.summary()}; {on_cpu}."
@@ -51,5 +51,5 @@ def roofline_section(cpu: Sequence[Record], figures: Path) -> str:
         f"{markdown(roofline_error.constants(), roofline_error.LEFT)}\n\n"
         f"{figure_of(roofline_error.NAME, figures)}"
         "On a CPU, by rates that were measured right before and after each cell, of layers as large as the default "
-        f"model's, whatever else the machine did:\n\n{on_cpu}"
+        f"model's, whatever else the machine did; the last run:\n\n{on_cpu}"
     )
