@@ -107,13 +107,10 @@ LEFT = (
 
 def constants() -> list[Record]:
     """Of each constant alone what is fitted to the one half, and what that leaves of the differences there."""
-    half = groups()[FITTED]
-    alone = [of for names, of in fits().items() if len(names) == 1]
-    shares = [spread(half, of) / spread(half, STATED) for of in alone]
+    half, alone = groups()[FITTED], [item for item in fits().items() if len(item[0]) == 1]
     return [
-        {"constant": name, "fitted": of.constants[name], "left": share}
-        for of, share in zip(alone, shares, strict=True)
-        for name in of.constants
+        {"constant": name, "fitted": of.constants[name], "left": spread(half, of) / spread(half, STATED)}
+        for (name,), of in alone
     ]
 
 

@@ -10,6 +10,7 @@ from engine.acceptance import AcceptanceRate
 from engine.bench.config import AUTO, Sampling, Target, Text
 from engine.bench.cost_flags import CostFlags, Draft
 from engine.bench.cost_tables import PARTS, Acceptances, best_of, best_table, cost_record, cost_table, heat_map
+from engine.bench.plan import check_layers
 from engine.cost_model.costs import CostGrid
 from engine.cost_model.machines import Machine, find_machine
 from engine.cost_model.published import published_acceptance
@@ -95,8 +96,9 @@ def stored_target(config: ModelConfig, target: Target) -> Stored:
 
 
 def stored_draft(target: Stored, draft: DrafterConfig) -> Stored:
-    """The target as it drafts for itself: what is not said of the draft is the target's."""
+    """The target as it drafts for itself: what is not said of the draft is the target's. Errors: ConfigError."""
     assert isinstance(draft, SelfConfig)
+    check_layers(draft.layers, target.config.n_layer)
     own = replace(target.config, n_layer=len(draft.layers or range(target.config.n_layer)))
     dtype = target.dtype if draft.draft_dtype in (AUTO, "same") else draft.draft_dtype
     weights = target.weights if draft.draft_weights == "same" else draft.draft_weights
