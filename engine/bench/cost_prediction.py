@@ -52,7 +52,8 @@ def report_prediction(flags: CostFlags) -> None:
     }
     grid = CostGrid.of(list(drafts), cells)
     best = [best_of(grid, batch, context, acceptances) for batch in grid.batches for context in grid.contexts]
-    said = "published for these contexts (arXiv 2408.11049)" if flags.alpha is None else "given"
+    published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
+    said = published if flags.alpha is None else "given"
     record = {
         "benchmark": "cost_prediction",
         "model": source.name,
