@@ -23,7 +23,7 @@ from common.tables import markdown
 from engine.bench.config import AUTO
 from engine.bench.cost_tables import cost_columns, cost_rows
 from reproduce import cost_model_error, roofline_error
-from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, figure_of, read, require_folder, source, table
+from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, read, require_folder, source, table
 from reproduce.pages.published_tables import Records, measured_speedup, published_section
 from reproduce.pages.roofline_tables import opening, roofline_section
 from reproduce.paper import auto_against_fixed, columns
@@ -87,7 +87,7 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
     cpu = read(folder, roofline_error.ROOFLINE, "cpu_roofline")
     is_measured = any(measured_speedup(records, fact) != NONE for fact in published().speedups)
     head = HEAD % opening([*runs, *records.acceptance], is_measured, cpu)
-    predicted = roofline_section(cpu, figures)
+    predicted = roofline_section(cpu, figure_of(roofline_error.NAME, figures))
     return f"{head}\n{published_section(records)}\n\n{predicted}\n\n{measured}\n"
 
 
@@ -95,6 +95,10 @@ def swept(folder: Path, name: str) -> list[Record]:
     """What was measured: rows of cells that went well. Each record says in `file` where it is."""
     rows = read_rows(folder / name).values()
     return [row["record"] | {"file": name} for row in rows if row["status"] == OK]
+
+
+def figure_of(name: str, folder: Path) -> str:
+    return f"![{name.replace('_', ' ')}](figures/{name}.svg)\n\n" if (folder / f"{name}.svg").is_file() else ""
 
 
 def cost_model_section(records: Sequence[Record], figures: Path) -> str:

@@ -1,7 +1,8 @@
 """The cost model without a machine: costs by the roofline, acceptance given or published, and what follows."""
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 from common.errors import ConfigError, OutOfMemoryError, flag, without_effect
 from common.jsonl import publish, require_appendable
@@ -9,14 +10,12 @@ from common.provenance import git_commit
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import AUTO, Sampling, Target, Text
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import PARTS, Acceptances, best_of, best_table, cost_record, cost_table, heat_map
+from engine.bench.cost_tables import Acceptances, best_of, best_table, cost_table, heat_map
 from engine.bench.plan import check_layers
-from engine.cost_model.costs import CostGrid
-from engine.cost_model.machines import Machine, find_machine
+from engine.cost_model.costs import CostGrid, Costs
+from engine.cost_model.machines import find_machine
 from engine.cost_model.published import published_acceptance
 from engine.cost_model.roofline import Stored, device_bytes, predict_costs
-from engine.drafters.config import DrafterConfig
-from engine.drafters.self_speculation import SelfConfig
 from models.checkpoints.model_source import find_model
 from models.config import ModelConfig
 
@@ -24,34 +23,28 @@ from models.config import ModelConfig
 SHAPE = ("model", "model_name", "dtype", "quantize", "kv_dtype")
 
 
-def report_prediction(flags: CostFlags) -> None:
+def report(flags: CostFlags) -> None:
     """Predict, print and record; nothing is loaded or measured. Errors: UserError."""
-    assert flags.machine is not None
-    machine = find_machine(flags.machine)
+    machine = find_machine(str(flags.machine))
     check_flags(flags)
     require_appendable(flags.output.output)
     source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
     target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
-    require_room(target, machine, max(flags.batches), contexts[-1])
-    acceptances = acceptances_of(source.name, flags, contexts)
-    drafts = {draft: config for draft, config in flags.configs().items() if draft in acceptances[contexts[0]]}
-    cells = {
-        (batch, context): [
-            predict_costs(
-                target,
-                stored_draft(target, config),
-                machine,
-                batch=batch,
-                context=context,
-                budget=config.policy.entries(context),  # type: ignore[attr-defined]
-                gammas=flags.sorted("gammas"),
-            )
-            for config in drafts.values()
-        ]
-        for batch, context in itertools.product(flags.sorted("batches"), contexts)
-    }
-    grid = CostGrid.of(list(drafts), cells)
-    best = [best_of(grid, batch, context, acceptances) for batch in grid.batches for context in grid.contexts]
+    if (needed := device_bytes(target, machine, max(flags.batches), contexts[-1])) > machine.memory:
+        what, required = "weights and KV cache do not fit into the machine", f"<= {machine.memory / 1e9:.0f} GB"
+        seen = f"{needed / 1e9:.0f} GB a device for {max(flags.batches)} rows of {contexts[-1]} tokens"
+        fix = f"use fewer {flag('batches')}, shorter {flag('contexts')} or more devices"
+        raise OutOfMemoryError(what, f"{flag('machine')} {flags.machine}", seen, required, fix)
+    acceptances = acceptances_of(source.name, flags)
+    drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
+
+    def costs(batch: int, context: int) -> list[Costs]:
+        gammas = flags.sorted("gammas")
+        return [predict_costs(target, draft, machine, batch, context, budget, gammas) for _, budget in drafts]
+
+    sizes = list(itertools.product(flags.sorted("batches"), contexts))
+    grid = CostGrid.of(drafts, {size: costs(*size) for size in sizes})
+    best = [best_of(grid, *size, acceptances) for size in sizes]
     published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
     said = published if flags.alpha is None else "given"
     record = {
@@ -60,29 +53,23 @@ def report_prediction(flags: CostFlags) -> None:
         "predicted_for": flags.machine,
         "git_commit": git_commit(),
         **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
-        **cost_record(grid, "predicted_", PARTS[:-1]),
+        **grid.record("predicted_", ("plain", "verify", "draft")),
         "acceptance_rates_by_context": [[acceptances[s][draft].value for s in contexts] for draft in drafts],
         "acceptance_of": said,
         "best": best,
     }
-    title = (
-        f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}; "
-        f"acceptance {said}\n\n{cost_table(grid, 'predicted costs')}"
-    )
-    heat_maps = (heat_map(grid, draft, acceptances) for draft in grid.drafts)
-    publish(flags.output.output, record, *(f"{table}\n" for table in (title, *heat_maps, best_table(best))))
+    title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
+    tables = f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}", best_table(best)
+    heat_maps = (heat_map(grid, draft, acceptances) for draft in drafts)
+    publish(flags.output.output, record, *(f"{table}\n" for table in (tables[0], *heat_maps, tables[1])))
 
 
 def check_flags(flags: CostFlags) -> None:
     """Errors: ConfigError for flags of what is loaded, run or read."""
-    useless = [
-        one.name for one in fields(Target) if one.name not in SHAPE and getattr(flags.target, one.name) != one.default
-    ]
-    for group in (Text, Sampling):
-        given = getattr(flags, group.__name__.lower())
-        useless += [one.name for one in fields(group) if getattr(given, one.name) != one.default]
-    useless += [name for name in ("acceptance_rows", "gen_len") if getattr(flags, name) is not None]
-    if useless:
+    given = vars(flags.target) | vars(flags.text) | vars(flags.sampling)
+    given |= {"acceptance_rows": flags.acceptance_rows, "gen_len": flags.gen_len}  # None, if they are not given
+    defaults = vars(Target()) | vars(Text()) | vars(Sampling())
+    if useless := [name for name in given if name not in SHAPE and given[name] != defaults.get(name)]:
         what = "nothing is loaded or measured where costs are predicted"
         raise without_effect(useless, what, seen=f"given, with {flag('machine')}", required="either")
 
@@ -96,43 +83,28 @@ def stored_target(config: ModelConfig, target: Target) -> Stored:
     return Stored(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
 
 
-def stored_draft(target: Stored, draft: DrafterConfig) -> Stored:
-    """The target as it drafts for itself: what is not said of the draft is the target's. Errors: ConfigError."""
-    assert isinstance(draft, SelfConfig)
+def stored_draft(target: Stored, flags: CostFlags) -> Stored:
+    """The target as it drafts for itself, at any budget; what is not said of it is as there. Errors: ConfigError."""
+    draft: Any = next(iter(flags.configs().values()))
     check_layers(draft.layers, target.config.n_layer)
-    own = replace(target.config, n_layer=len(draft.layers or range(target.config.n_layer)))
-    dtype = target.dtype if draft.draft_dtype in (AUTO, "same") else draft.draft_dtype
-    weights = target.weights if draft.draft_weights == "same" else draft.draft_weights
-    kv = target.kv if draft.draft_kv_dtype == "same" else draft.draft_kv_dtype
-    return Stored(own, dtype, weights, kv)
+    config = replace(target.config, n_layer=len(draft.layers or range(target.config.n_layer)))
+    said = zip(target[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
+    own: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
+    return Stored(config, *own)
 
 
-def require_room(target: Stored, machine: Machine, batch: int, context: int) -> None:
-    """Errors: OutOfMemoryError: what does not fit has no cost."""
-    needed = device_bytes(target, machine, batch, context)
-    if needed > machine.memory:
-        seen = f"{needed / 1e9:.0f} GB a device for {batch} rows of {context} tokens"
-        fix = f"use fewer {flag('batches')}, shorter {flag('contexts')} or more devices"
-        what, required = "weights and KV cache do not fit into the machine", f"<= {machine.memory / 1e9:.0f} GB"
-        raise OutOfMemoryError(what, f"{flag('machine')} {machine.name}", seen, required, fix)
-
-
-def acceptances_of(model: str, flags: CostFlags, contexts: list[int]) -> Acceptances:
+def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
     """The given one of every draft; else what was published, of the drafts that it was published for. Errors:
     ConfigError where that is none.
     """
-    if flags.alpha is not None:
-        return dict.fromkeys(contexts, dict.fromkeys(flags.configs(), AcceptanceRate(flags.alpha)))
-    rates: dict[Draft, dict[int, float | None]] = {
-        draft: {context: published_acceptance(model, *draft, context) for context in contexts}
+    contexts = flags.sorted("contexts")
+    rates: dict[Draft, list[Any]] = {
+        draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]
         for draft in flags.configs()
     }
-    known = {draft: by_context for draft, by_context in rates.items() if None not in by_context.values()}
+    known = {draft: map(AcceptanceRate, found) for draft, found in rates.items() if None not in found}
     if not known:
         seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
         required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
         raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
-    return {
-        context: {draft: AcceptanceRate(rate) for draft, of in known.items() if (rate := of[context]) is not None}
-        for context in contexts
-    }
+    return {context: {draft: next(found) for draft, found in known.items()} for context in contexts}

@@ -11,15 +11,7 @@ from common.say import say
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import RunConfig, Sizes
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import (
-    Acceptances,
-    acceptance_table,
-    best_of,
-    best_table,
-    cost_record,
-    cost_table,
-    heat_map,
-)
+from engine.bench.cost_tables import Acceptances, acceptance_table, best_of, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve_several
@@ -50,7 +42,7 @@ def report(flags: CostFlags) -> None:
     measured = {
         "load_format": flags.target.load_format,
         "dataset": session.plan.dataset if is_measured else None,
-        **cost_record(grid),
+        **grid.record(),
         **acceptance_record(acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
         "best": best,

@@ -14,7 +14,6 @@ from engine.acceptance import AcceptanceRate
 from engine.bench.cost_flags import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
 
-PARTS = ("plain", "verify", "draft", "other")
 SHADES = " .:-=+*#%@"
 NOISE = "within noise: closer than one standard error of acceptance moves them; the noise of the costs is not in it"
 
@@ -108,19 +107,8 @@ def cost_columns(grid: CostGrid) -> list[Column]:
     ]
 
 
-def cost_record(grid: CostGrid, prefix: str = "", parts: Sequence[str] = PARTS) -> dict[str, object]:
-    """The grid as JSON has it. prefix: of the names of its milliseconds. parts: those that are known."""
-    return {
-        "batches": grid.batches,
-        "contexts": grid.contexts,
-        "gammas": grid.gammas,
-        "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in grid.drafts],
-        **{f"{prefix}{part}_ms": getattr(grid, part).round(4).tolist() for part in parts},
-    }
-
-
-def cost_table(grid: CostGrid, what: str = "costs") -> str:
-    return f"{what}; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
+def cost_table(grid: CostGrid) -> str:
+    return f"costs; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
 
 
 def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:

@@ -19,14 +19,11 @@ from engine.bench.cost_flags import CostFlags
 
 def main(flags: CostFlags) -> None:
     flags.check()
-    if flags.machine is not None:
-        from engine.bench.cost_prediction import report_prediction
-
-        report_prediction(flags)
-    else:
+    if flags.machine is None:
         from engine.bench.cost_report import report
-
-        report(flags)
+    else:
+        from engine.bench.cost_prediction import report
+    report(flags)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 Every part of a forward takes the longer of its bytes over the memory's bandwidth and its operations over their rate
 (Williams, Waterman and Patterson 2009, Communications of the ACM 52(4), 65-76), one behind the other; with them the
-collectives of tensor parallelism and the launches of kernels. All of it is predicted, nothing measured.
+collectives of tensor parallelism and the launches of kernels.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from common.errors import ConfigError, flag
 from engine.cost_model.costs import Costs
@@ -16,25 +17,11 @@ from models.config import ModelConfig
 
 # Bytes of a number, as `models.names` calls them; int4 has a scale and a zero point in bfloat16 for 32 weights.
 ITEMSIZE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+# Of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
+KERNELS = 11
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """How a forward is computed. per_layer: kernels of a layer, collectives not among them. tile: the rows of queries
-    that attention multiplies at least. packs_group: whether the heads that share KV are rows of one tile where there
-    are several tokens, as they are where there is one. attention_share: of the machine's operations that attention
-    reaches. forward_s: seconds of a forward that nothing here explains.
-    """
-
-    per_layer: int = 11  # norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down
-    tile: int = 16  # an operand of tensor cores has 16 rows (NVIDIA, PTX ISA: mma.m16n8k16)
-    packs_group: bool = True
-    attention_share: float = 1.0
-    forward_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A model's shape, and what its weights and its KV entries are stored in (None: in dtype)."""
 
     config: ModelConfig
@@ -55,50 +42,37 @@ class Stored:
         return self.config.kv_bytes_per_token(1) * ITEMSIZE[self.kv or self.dtype] * entries
 
 
-def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int, how: Kernels) -> float:
+def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> float:
     """A forward of so many tokens in each of `batch` rows, behind so many KV entries. Errors: ConfigError."""
     config, n = model.config, machine.devices
     if n > config.n_kv_head:
         required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
         raise ConfigError("the model has fewer KV heads than the machine devices", flag("machine"), n, required, fix)
     ops = machine.ops_32 if model.dtype == "float32" else machine.ops
-    heads = math.ceil(config.n_kv_head / n)  # of the device that has most
     linear = max(model.weight_bytes / n / machine.bandwidth, 2 * model.n_weights / n * batch * tokens / ops)
-    is_packed = how.packs_group or tokens == 1
-    rows = _tiled(tokens * config.group_size, how) if is_packed else config.group_size * _tiled(tokens, how)
+    heads = math.ceil(config.n_kv_head / n)  # of the device that has most
+    in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
+    rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
     products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
     read = model.kv_bytes(entries) * batch * heads / config.n_kv_head
-    attention = max(read / machine.bandwidth, products / (ops * how.attention_share))
+    attention = max(read / machine.bandwidth, products / ops)
     hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
     logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)
     collectives = (2 * config.n_layer + 1) * hidden + logits  # two halves of a layer, and the embedding
-    launches = how.per_layer * config.n_layer * machine.launch
-    return 1e3 * (linear + attention + collectives + launches + how.forward_s)
-
-
-def _tiled(rows: int, how: Kernels) -> int:
-    return math.ceil(rows / how.tile) * how.tile
+    launches = KERNELS * config.n_layer * machine.launch
+    return 1e3 * (linear + attention + collectives + launches + machine.unexplained)
 
 
 def predict_costs(
-    target: Stored,
-    draft: Stored,
-    machine: Machine,
-    *,
-    batch: int,
-    context: int,
-    budget: int,
-    gammas: Sequence[int],
-    how: Kernels | None = None,
+    target: Stored, draft: Stored, machine: Machine, batch: int, context: int, budget: int, gammas: Sequence[int]
 ) -> Costs:
     """Of a target behind `context` tokens and a draft, itself or another model, whose cache has `budget` entries at
-    most. A draft model with fewer KV heads than there are devices is on as many of them. What else a round takes is the
-    host's, and not predicted: 0. Errors: ConfigError.
+    most; a draft with fewer KV heads than there are devices is on as many. What else a round takes is the host's, and
+    not predicted: 0. Errors: ConfigError.
     """
-    kernels = how or Kernels()
-    plain, *verify = (forward_ms(target, machine, batch, n + 1, context, kernels) for n in (0, *gammas))
+    plain, *verify = (forward_ms(target, machine, batch, n + 1, context) for n in (0, *gammas))
     drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))
-    drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context), kernels)
+    drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context))
     return Costs(plain, tuple(gammas), tuple(verify), drafted, 0.0)
 
 

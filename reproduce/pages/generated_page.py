@@ -89,8 +89,3 @@ def table(what: str, records: Sequence[Record], columns: Sequence[Column], file:
 
 def absent(what: str, file: str) -> str:
     return f"{what}: {NONE} (no such record in `results/{file}`)."
-
-
-def figure_of(name: str, folder: Path) -> str:
-    """A link to the figure, if it was drawn."""
-    return f"![{name.replace('_', ' ')}](figures/{name}.svg)\n\n" if (folder / f"{name}.svg").is_file() else ""

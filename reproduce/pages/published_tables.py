@@ -13,7 +13,7 @@ from models.checkpoints.default_model import DEFAULT_NAME
 from reproduce.pages.generated_page import link
 from reproduce.paper import columns
 from reproduce.paper.columns import NONE, machine_name, over, published_text, speedup_text
-from reproduce.paper.predicted import ASSUMED, IDEAL, STATED, is_acceptance_known
+from reproduce.paper.predicted import is_acceptance_known, predict
 from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, pairs_of, published, target_name
 
 # How far from a published setting a measurement may be to be called the nearest one.
@@ -21,7 +21,7 @@ NEAR = 2.0
 MEASURED = "measured on the same model"
 PREDICTED = "predicted from measured costs"
 NEAREST = "nearest on the built-in model"
-ROOFLINE = "predicted by the roofline"
+ROOFLINE, ASSUMED = "predicted by the roofline", "?"
 MODELS, CONTEXT, ROWS = columns.of("target", "draft"), *columns.of("prefix_len", "B")
 VALUE = Column("value", "published", published_text)
 Value = Callable[[Record], float | None]
@@ -80,10 +80,9 @@ def has_plain_draft(record: Record) -> bool:
 
 def by_roofline(fact: Record) -> str:
     """What data sheets predict, and how far that is off; marked where the acceptance is assumed."""
-    roofline = IDEAL if "kind" in fact else STATED
-    show = "{:.2f}".format if "kind" in fact else speedup_text
-    mark = "" if "kind" in fact or is_acceptance_known(fact) else ASSUMED
-    return f"{show(roofline.value(fact))}{mark} ({roofline.error(fact):+.0%})"
+    value, is_ratio = predict(fact), "kind" in fact
+    mark = "" if is_ratio or is_acceptance_known(fact) else ASSUMED
+    return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
 
 
 def nearest_speedup(records: Records, fact: Record) -> str:

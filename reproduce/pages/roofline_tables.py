@@ -1,13 +1,12 @@
 """The page's part on predictions from data sheets: how far off they are, by which constant, and on this CPU."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from common.tables import Column, markdown
 from reproduce import roofline_error
-from reproduce.pages.generated_page import absent, figure_of, source
+from reproduce.pages.generated_page import absent, source
 from reproduce.paper.columns import NONE, machine_name
-from reproduce.paper.cpu_roofline import error
+from reproduce.paper.cpu_roofline import summary
 from reproduce.paper.published import Record
 
 COSTS = (
@@ -16,7 +15,7 @@ COSTS = (
     Column("cost", "cost", align="<"),
     Column("predicted_ms", "predicted, ms", ".1f"),
     Column("measured_ms", "measured, ms", ".1f"),
-    Column(error, "error", "+.0%"),
+    Column(lambda row: row["predicted_ms"] / row["measured_ms"] - 1, "error", "+.0%"),
 )
 
 
@@ -24,14 +23,15 @@ def opening(runs: Sequence[Record], is_published_measured: bool, cpu: Sequence[R
     """What was measured where, what is predicted, and how far off that is."""
     where = ", ".join(dict.fromkeys(map(machine_name, runs))) or NONE
     models = "published models among them" if is_published_measured else "no published model among them"
-    on_cpu = roofline_error.cpu_summary(cpu) if cpu else f"{NONE} where both could be compared"
+    on_cpu = summary(cpu) if cpu else f"{NONE} where both could be compared"
     return (
         f"*Measured*: what has a record, on {where}; {models}. *Predicted*: what is called so, never in a column of "
         f"measurements. How far off: {roofline_error.summary()}; {on_cpu}."
     )
 
 
-def roofline_section(cpu: Sequence[Record], figures: Path) -> str:
+def roofline_section(cpu: Sequence[Record], figure: str) -> str:
+    """figure: a link to the script's."""
     file = roofline_error.ROOFLINE
     on_cpu = (
         f"{markdown(cpu[-1]['rows'], COSTS)}\n\n{source(cpu[-1:])}" if cpu else absent("The roofline on a CPU", file)
@@ -51,7 +51,6 @@ def roofline_section(cpu: Sequence[Record], figures: Path) -> str:
         "Each constant alone, as a factor of what is stated, fitted to the same half, and what it leaves there of the "
         "root mean square of the logarithms' differences:\n\n"
         f"{markdown(roofline_error.constants(), roofline_error.LEFT)}\n\n"
-        f"{figure_of(roofline_error.NAME, figures)}"
-        "On a CPU, by rates that were measured right before and after each cell, of layers as large as the default "
-        f"model's, whatever else the machine did; the last run:\n\n{on_cpu}"
+        f"{figure}On a CPU, by rates that were measured right before and after each cell, of layers as large as the "
+        f"default model's, whatever else the machine did; the last run:\n\n{on_cpu}"
     )
