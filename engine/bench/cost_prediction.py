@@ -54,14 +54,14 @@ def report(flags: CostFlags) -> None:
         "git_commit": git_commit(),
         **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
         **grid.record("predicted_", ("plain", "verify", "draft")),
-        "acceptance_rates_by_context": [[acceptances[s][draft].value for s in contexts] for draft in drafts],
+        "acceptance_rates_by_context": [[acceptances[s][one].value for s in contexts] for one in drafts],
         "acceptance_of": said,
         "best": best,
     }
     title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
-    tables = f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}", best_table(best)
-    heat_maps = (heat_map(grid, draft, acceptances) for draft in drafts)
-    publish(flags.output.output, record, *(f"{table}\n" for table in (tables[0], *heat_maps, tables[1])))
+    tables = [f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}"]
+    tables += [*(heat_map(grid, one, acceptances) for one in drafts), best_table(best)]
+    publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def check_flags(flags: CostFlags) -> None:
@@ -102,9 +102,9 @@ def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
         draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]
         for draft in flags.configs()
     }
-    known = {draft: map(AcceptanceRate, found) for draft, found in rates.items() if None not in found}
+    known = {draft: found for draft, found in rates.items() if None not in found}
     if not known:
         seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
         required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
         raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
-    return {context: {draft: next(found) for draft, found in known.items()} for context in contexts}
+    return {s: {draft: AcceptanceRate(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}
