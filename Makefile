@@ -40,6 +40,7 @@ reproduce: $(VENV)/.installed-dev  ## published tables and figures beside what t
 	$(RUN) reproduce/cost_ratios.py $(HERE)/speedups.jsonl
 	$(RUN) reproduce/throughput_latency.py $(HERE)/speedups.jsonl
 	$(RUN) reproduce/cost_model_error.py --gamma 1 3 --repeats 2 $(HERE)/cost_model.jsonl
+	$(RUN) reproduce/roofline_error.py --measure $(HERE)/roofline.jsonl
 
 test: lint  ## checks and tests, slow ones left out
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal

@@ -37,9 +37,12 @@ class CostFlags:
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
     draft: SelfDraft = field(default_factory=SelfDraft)
-    batches: tuple[int, ...] = (1, 4, 8)
+    machine: Annotated[str | None, arg(help_behavior_hint="(default: this one, measured)")] = None
+    """predict, and measure nothing: A100-40, A100-80, H100, H200, L40 or L40S, eight of them as 8xH100, or numbers in
+    SI units, such as 8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"""
+    batches: Annotated[tuple[int, ...], arg(aliases=["--B"])] = (1, 4, 8)
     """rows decoded together"""
-    contexts: tuple[int, ...] = (1000, 4000)
+    contexts: Annotated[tuple[int, ...], arg(aliases=["--context"])] = (1000, 4000)
     """tokens per row"""
     policies: tuple[BudgetedName, ...] = ("streaming", "snapkv")
     """of the draft"""
@@ -80,6 +83,11 @@ class CostFlags:
         """Errors: ConfigError for a number too small, for what has no effect, and for random weights without alpha."""
         for name, minimum in LEAST.items():
             require_at_least(name, min(getattr(self, name)), minimum)
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            what = "an acceptance rate is a probability"
+            raise ConfigError(what, flag("alpha"), self.alpha, "0 to 1", "use 0.8")
+        if self.machine is not None:
+            return
         if self.alpha is None:
             require_at_least("acceptance_rows", self.n_acceptance_rows, 1)
             require_at_least("gen_len", self.n_acceptance_tokens, self.acceptance_gamma + 2)
@@ -89,6 +97,3 @@ class CostFlags:
         elif useless := [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]:
             what = "no acceptance is measured where it is given"
             raise without_effect(useless, what, seen=f"given, with {flag('alpha')}", required="either")
-        elif not 0 <= self.alpha <= 1:
-            what = "an acceptance rate is a probability"
-            raise ConfigError(what, flag("alpha"), self.alpha, "0 to 1", "use 0.8")

@@ -42,11 +42,7 @@ def report(flags: CostFlags) -> None:
     measured = {
         "load_format": flags.target.load_format,
         "dataset": session.plan.dataset if is_measured else None,
-        "batches": grid.batches,
-        "contexts": grid.contexts,
-        "gammas": grid.gammas,
-        "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in grid.drafts],
-        **{f"{name}_ms": getattr(grid, name).round(4).tolist() for name in ("plain", "verify", "draft", "other")},
+        **grid.record(),
         **acceptance_record(acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
         "best": best,

@@ -137,6 +137,14 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     return replace(plan, capacity=plan.length)
 
 
+def check_layers(layers: Sequence[int] | None, n_layer: int) -> None:
+    """Errors: ConfigError unless a draft's layers are the model's."""
+    if layers and max(layers) >= n_layer:
+        what, seen = "the draft's layers are not all layers of the model", f"layer {max(layers)}"
+        fix = f"name layers below {n_layer}, such as 0-{n_layer - 1}"
+        raise ConfigError(what, flag("draft_layers"), seen, f"0 to {n_layer - 1}", fix)
+
+
 def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
     """The same models under another draft. Errors: ConfigError for what they cannot do, and for another draft model."""
     plan = replace(plan, config=replace(plan.config, draft=config), draft=None)
@@ -151,10 +159,7 @@ def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
             raise ConfigError(what, flag("draft_model"), config.draft_model, held, fix)
         drafting, length = source, max(plan.capacity, plan.length + draft.gamma)
         draft = replace(draft.of_policy(config.policy.for_context(source.config.max_context, length)), source=source)
-    if draft.layers is not None and max(draft.layers) >= n_layer:
-        what, seen = "the draft's layers are not all layers of the model", f"layer {max(draft.layers)}"
-        fix = f"name layers below {n_layer}, such as 0-{n_layer - 1}"
-        raise ConfigError(what, flag("draft_layers"), seen, f"0 to {n_layer - 1}", fix)
+    check_layers(draft.layers, n_layer)
     window, policy = drafting.config.sliding_window, draft.policy
     if policy and policy.n_observed and window is not None:
         what, where = f"{policy.name} selects entries that a sliding window hides", flag("draft_policy")

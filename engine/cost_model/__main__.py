@@ -7,7 +7,10 @@ predicted speedup of every (policy, budget, gamma), with the best of each batch 
 
     speedup = tokens_per_round(alpha, gamma) * plain / (gamma * draft + verify(gamma) + other)
 
-is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with what else a round takes.
+is MagicDec's formula (arXiv 2408.11049) with costs that are measured, and with what else a round takes. For a machine
+that is not here, costs are predicted from the numbers of its data sheet, and nothing is loaded:
+
+    python -m engine.cost_model --machine 8xA100 --model_name meta-llama/Meta-Llama-3.1-8B --B 64 --context 32000
 """
 
 from common import cli
@@ -15,9 +18,11 @@ from engine.bench.cost_flags import CostFlags
 
 
 def main(flags: CostFlags) -> None:
-    from engine.bench.cost_report import report
-
     flags.check()
+    if flags.machine is None:
+        from engine.bench.cost_report import report
+    else:
+        from engine.bench.cost_prediction import report
     report(flags)
 
 

@@ -94,6 +94,12 @@ class CostGrid:
             other=table(lambda cell: cell[0].other_ms),
         )
 
+    def record(self, prefix: str = "", parts: Sequence[str] = ("plain", "verify", "draft", "other")) -> dict[str, Any]:
+        """As JSON has it. prefix: of the names of its milliseconds. parts: those that are known."""
+        drafts = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in self.drafts]
+        sizes = {"batches": self.batches, "contexts": self.contexts, "gammas": self.gammas, "drafts": drafts}
+        return sizes | {f"{prefix}{part}_ms": getattr(self, part).round(4).tolist() for part in parts}
+
     def at(self, batch: int, context: int, draft: tuple[str, int]) -> Costs:
         """Interpolated between the measured batches and contexts. Errors: ConfigError for what was not measured."""
         if draft not in self.drafts:

@@ -13,6 +13,7 @@ from models.checkpoints.default_model import DEFAULT_NAME
 from reproduce.pages.generated_page import link
 from reproduce.paper import columns
 from reproduce.paper.columns import NONE, machine_name, over, published_text, speedup_text
+from reproduce.paper.predicted import is_acceptance_known, predict
 from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, pairs_of, published, target_name
 
 # How far from a published setting a measurement may be to be called the nearest one.
@@ -20,6 +21,7 @@ NEAR = 2.0
 MEASURED = "measured on the same model"
 PREDICTED = "predicted from measured costs"
 NEAREST = "nearest on the built-in model"
+ROOFLINE, ASSUMED = "predicted by the roofline", "?"
 MODELS, CONTEXT, ROWS = columns.of("target", "draft"), *columns.of("prefix_len", "B")
 VALUE = Column("value", "published", published_text)
 Value = Callable[[Record], float | None]
@@ -76,6 +78,13 @@ def has_plain_draft(record: Record) -> bool:
     return record.get("draft_weights") in (None, "same") and record.get("draft_dtype") == record.get("dtype")
 
 
+def by_roofline(fact: Record) -> str:
+    """What data sheets predict, and how far that is off; marked where the acceptance is assumed."""
+    value, is_ratio = predict(fact), "kind" in fact
+    mark = "" if is_ratio or is_acceptance_known(fact) else ASSUMED
+    return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
+
+
 def nearest_speedup(records: Records, fact: Record) -> str:
     """The built-in model's run with the same kind of draft and the nearest size, if it is within a factor of NEAR."""
     sizes, is_self = ("prefix_len", "B"), draft_name(fact) == SELF
@@ -103,7 +112,7 @@ def speedups(facts: Sequence[Record], records: Records) -> str:
     gamma = Column("gamma", "gamma", missing="not shown")
     value = Column("value", "published", columns.published_speedup_text)
     others = (Column(partial(of, records), head, align="<") for head, of in beside.items())
-    return markdown(facts, [*MODELS, CONTEXT, ROWS, gamma, value, *others])
+    return markdown(facts, [*MODELS, CONTEXT, ROWS, gamma, value, BY_ROOFLINE, *others])
 
 
 def acceptance(records: Records) -> str:
@@ -138,7 +147,10 @@ def ratios(records: Records) -> str:
 
     kind, setting = Column("kind", "ratio", columns.KINDS.get, align="<"), Column(at, "at", align="<")
     own = Column(measured, "measured on the same shape", align="<")
-    return markdown(published().ratios, [kind, MODELS[0], setting, CONTEXT, ROWS, VALUE, own])
+    return markdown(published().ratios, [kind, MODELS[0], setting, CONTEXT, ROWS, VALUE, BY_ROOFLINE, own])
+
+
+BY_ROOFLINE = Column(by_roofline, f"{ROOFLINE} (error)", align="<")
 
 
 def published_section(records: Records) -> str:
@@ -146,6 +158,9 @@ def published_section(records: Records) -> str:
     parts = [
         "## Published numbers\n\n"
         f"{facts.setting}. {facts.source} All of them are below.\n\n"
+        f"- *{ROOFLINE}*: no run of any kind: what data sheets and the kernels' tiles predict, and how far that is "
+        f"off; more below the tables. `{ASSUMED}`: no acceptance is published, and that of Llama-3.1-8B for the same "
+        "context is assumed. Ratios are of bytes and operations alone, as those published.\n"
         f"- *{MEASURED}*: the published models at the published size, run by Foretoken, on the machine named there.\n"
         f"- *{PREDICTED}*: no run, marked as predicted: the published acceptance for that context, and the times of a "
         "step and of a round that were measured with random weights of that shape; `-` where no acceptance is "

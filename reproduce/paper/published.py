@@ -9,11 +9,10 @@ from typing import Any
 
 from common.errors import ConfigError
 from engine.cost_model.costs import tokens_per_round
+from engine.cost_model.published import same_context
 
 FILE = Path(__file__).resolve().parent / "published.json"
 SELF = "self"
-# Contexts within this share of each other are the same setting: 8000 and 8192 tokens, say.
-SAME_CONTEXT = 0.03
 Record = dict[str, Any]
 
 
@@ -68,10 +67,6 @@ class Published:
 @cache
 def published() -> Published:
     return Published(**json.loads(FILE.read_text(encoding="utf-8")))
-
-
-def same_context(a: int, b: int) -> bool:
-    return abs(a - b) <= SAME_CONTEXT * max(a, b)
 
 
 def target_name(record: Record) -> str:

@@ -1,0 +1,84 @@
+"""Roofline: what steps should cost on a machine that is not here, from the bytes and operations that they take.
+
+Every part of a forward takes the longer of its bytes over the memory's bandwidth and its operations over their rate
+(Williams, Waterman and Patterson 2009, Communications of the ACM 52(4), 65-76), one behind the other; with them the
+collectives of tensor parallelism and the launches of kernels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from common.errors import ConfigError, flag
+from engine.cost_model.costs import Costs
+from engine.cost_model.machines import Machine
+from models.config import ModelConfig
+
+# Bytes of a number, as `models.names` calls them; int4 has a scale and a zero point in bfloat16 for 32 weights.
+ITEMSIZE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+# Of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
+KERNELS = 11
+
+
+class Stored(NamedTuple):
+    """A model's shape, and what its weights and its KV entries are stored in (None: in dtype)."""
+
+    config: ModelConfig
+    dtype: str = "bfloat16"
+    weights: str | None = None
+    kv: str | None = None
+
+    @property
+    def n_weights(self) -> int:
+        """Of matrix products, the head's among them."""
+        return self.config.n_layer * self.config.n_linear_weights_per_layer + self.config.vocab_size * self.config.dim
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.n_weights * ITEMSIZE[self.weights or self.dtype]
+
+    def kv_bytes(self, entries: float) -> float:
+        return self.config.kv_bytes_per_token(1) * ITEMSIZE[self.kv or self.dtype] * entries
+
+
+def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> float:
+    """A forward of so many tokens in each of `batch` rows, behind so many KV entries. Errors: ConfigError."""
+    config, n = model.config, machine.devices
+    if n > config.n_kv_head:
+        required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
+        raise ConfigError("the model has fewer KV heads than the machine devices", flag("machine"), n, required, fix)
+    ops = machine.ops_32 if model.dtype == "float32" else machine.ops
+    linear = max(model.weight_bytes / n / machine.bandwidth, 2 * model.n_weights / n * batch * tokens / ops)
+    heads = math.ceil(config.n_kv_head / n)  # of the device that has most
+    in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
+    rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
+    products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
+    read = model.kv_bytes(entries) * batch * heads / config.n_kv_head
+    attention = max(read / machine.bandwidth, products / ops)
+    hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
+    logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)
+    collectives = (2 * config.n_layer + 1) * hidden + logits  # two halves of a layer, and the embedding
+    launches = KERNELS * config.n_layer * machine.launch
+    return 1e3 * (linear + attention + collectives + launches + machine.unexplained)
+
+
+def predict_costs(
+    target: Stored, draft: Stored, machine: Machine, batch: int, context: int, budget: int, gammas: Sequence[int]
+) -> Costs:
+    """Of a target behind `context` tokens and a draft, itself or another model, whose cache has `budget` entries at
+    most; a draft with fewer KV heads than there are devices is on as many. What else a round takes is the host's, and
+    not predicted: 0. Errors: ConfigError.
+    """
+    plain, *verify = (forward_ms(target, machine, batch, n + 1, context) for n in (0, *gammas))
+    drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))
+    drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context))
+    return Costs(plain, tuple(gammas), tuple(verify), drafted, 0.0)
+
+
+def device_bytes(target: Stored, machine: Machine, batch: int, context: int) -> float:
+    """Of weights and KV entries on the device that holds most; the embedding lies beside a head that is not tied."""
+    config = target.config
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim * ITEMSIZE[target.dtype]
+    share = math.ceil(config.n_kv_head / machine.devices) / config.n_kv_head
+    return (target.weight_bytes + embedding) / machine.devices + target.kv_bytes(context) * batch * share

@@ -1,0 +1,60 @@
+"""What the roofline predicts of every published number, from the machines' data sheets and how the kernels work."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from engine.cost_model.costs import tokens_per_round
+from engine.cost_model.machines import Machine, find_machine
+from engine.cost_model.roofline import Stored, predict_costs
+from models.presets import preset_config
+from reproduce.paper.published import SELF, Record, draft_name, published, target_name
+
+# The published system attends with FlashAttention-2, whose kernels over a cache have tiles of 64 rows, and put heads
+# that share KV into one only where there is one token (csrc/flash_attn: kBlockM, seqlenq_ngroups_swapped).
+FLASH_ATTENTION_2 = {"tile": 64, "packs_group": False}
+GAMMAS = (1, 2, 3, 4, 5, 6)
+
+
+def machine_of(fact: Record) -> Machine:
+    """Of a published speedup; published ratios are of bytes and operations alone, and name no machine."""
+    if "kind" in fact:
+        return replace(find_machine("A100"), launch=0.0)
+    return replace(find_machine("8xH100" if "8xH100" in fact["origin"] else "8xA100"), **FLASH_ATTENTION_2)
+
+
+def predict(fact: Record, machine: Machine | None = None) -> float:
+    """The speedup, at the published gamma, or at the best one where only that at the best is published; or the ratio,
+    of a verification or a draft step over a plain step.
+    """
+    target, draft = (
+        Stored(preset_config(published().checkpoint_names[name][0]))
+        for name in (target_name(fact), target_name(fact) if draft_name(fact) == SELF else draft_name(fact))
+    )
+    sizes = fact["B"], fact["prefix_len"], fact["draft_budget"] or published().draft_budget
+    costs = predict_costs(target, draft, machine or machine_of(fact), *sizes, GAMMAS)
+    if "kind" in fact:
+        return (costs.draft_ms if fact["kind"] == "draft" else costs.verify_ms[fact["gamma"] - 1]) / costs.plain_ms
+    gammas, alpha = (fact["gamma"],) if fact["gamma"] else GAMMAS, alpha_of(fact)
+    return max(costs.speedup(tokens_per_round(alpha, gamma), gamma) for gamma in gammas)
+
+
+def is_acceptance_known(fact: Record) -> bool:
+    return published().alpha(target_name(fact), draft_name(fact), fact["prefix_len"]) is not None
+
+
+def alpha_of(fact: Record) -> float:
+    """The acceptance published for that context, of whatever pair, on straight lines between contexts."""
+    by_context = sorted((one["prefix_len"], one["value"]) for one in published().acceptance)
+    return float(np.interp(fact["prefix_len"], *zip(*by_context, strict=True)))
+
+
+def halves(facts: list[Record]) -> tuple[list[Record], list[Record]]:
+    """To fit and to test: every other setting, by machine, context and rows; numbers of one setting stay together."""
+
+    def setting(fact: Record) -> tuple[bool, int, int]:
+        return "8xH100" in fact["origin"], fact["prefix_len"], fact["B"]
+
+    order = sorted(set(map(setting, facts)))
+    fitted = [fact for fact in facts if order.index(setting(fact)) % 2 == 0]
+    return fitted, [fact for fact in facts if fact not in fitted]

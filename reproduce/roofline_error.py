@@ -1,0 +1,186 @@
+"""The roofline against what was published, and against this CPU: how far predictions are off, and by which constant.
+
+    python reproduce/roofline_error.py
+    python reproduce/roofline_error.py --measure
+
+Published speedups are predicted from data sheets; then two constants are fitted to half of those whose acceptance is
+published, and tested on the other half. With --measure this CPU's rates and the built-in model's costs are measured,
+too, in about two minutes.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+from common import cli
+from common.jsonl import append_record, publish, require_appendable
+from common.provenance import git_commit
+from common.tables import Column, console
+from engine.cost_model.machines import Machine, Protocol
+from reproduce.paper import figures
+from reproduce.paper.figures import MEASURED, POINTS, Figure, Panel, Series, lines
+from reproduce.paper.predicted import halves, is_acceptance_known, machine_of, predict
+from reproduce.paper.published import Record, draft_name, published, target_name
+from reproduce.paper.reproduction import REPRODUCTION
+
+NAME, ROOFLINE = "roofline_error", "roofline.jsonl"
+GROUPS = ("published acceptance, half to fit", "published acceptance, other half", "assumed acceptance")
+UNEXPLAINED = "ms of a forward that nothing explains"
+# What a fit tries of each constant: factors of what is stated, but for the milliseconds.
+TRIED: Mapping[str, Sequence[float]] = {
+    "memory bandwidth": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    "operations": (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    "link bandwidth": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0),
+    "collective latency": (1.0, 2.0, 3.0, 4.0),
+    "kernel launch": (1.0, 2.0, 4.0, 6.0),
+    UNEXPLAINED: (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0),
+}
+Constants = Mapping[str, float]
+STATED: Constants = {}
+
+
+@dataclass(frozen=True)
+class Flags:
+    output: str = str(REPRODUCTION / ROOFLINE)  # file to append the records to
+    figures: str = str(REPRODUCTION / "figures")  # the folder for the figure, as PNG and SVG
+    measure: bool = False  # also this CPU's rates, and the built-in model's costs beside predictions
+
+
+def groups() -> dict[str, list[Record]]:
+    """The published speedups."""
+    known = [fact for fact in published().speedups if is_acceptance_known(fact)]
+    assumed = [fact for fact in published().speedups if fact not in known]
+    return dict(zip(GROUPS, (*halves(known), assumed), strict=True))
+
+
+def scaled(constants: Constants, one: Machine) -> Machine:
+    """The machine with such factors of what is stated of it."""
+    bandwidth, ops, link, latency, launch = (constants.get(name, 1.0) for name in TRIED if name != UNEXPLAINED)
+    slower = (Protocol(each.latency * latency, each.hop * latency, each.bandwidth * link) for each in one.protocols)
+    rates = {"bandwidth": one.bandwidth * bandwidth, "ops": one.ops * ops, "launch": one.launch * launch}
+    return replace(one, **rates, protocols=tuple(slower), unexplained=constants.get(UNEXPLAINED, 0.0) / 1e3)
+
+
+def ratios(facts: Sequence[Record], change: Callable[[Machine], Machine]) -> list[float]:
+    """Predicted over published numbers, each on its machine with that change."""
+    return [predict(fact, change(machine_of(fact))) / fact["value"] for fact in facts]
+
+
+def median_error(facts: Sequence[Record], change: Callable[[Machine], Machine]) -> float:
+    return median(abs(ratio - 1) for ratio in ratios(facts, change))
+
+
+def spread(facts: Sequence[Record], constants: Constants) -> float:
+    """The root mean square of the logarithms' differences."""
+    return math.sqrt(fmean(math.log(ratio) ** 2 for ratio in ratios(facts, partial(scaled, constants))))
+
+
+def fit(facts: Sequence[Record], names: Sequence[str]) -> Constants:
+    """Of the values tried of those constants, the ones that leave least."""
+    tried = itertools.product(*(TRIED[name] for name in names))
+    return min((dict(zip(names, one, strict=True)) for one in tried), key=partial(spread, facts))
+
+
+@cache
+def best_fits(n: int) -> list[Constants]:
+    """Of every so many constants, fitted to the one half; those that leave least of its differences first."""
+    half = groups()[GROUPS[0]]
+    return sorted((fit(half, names) for names in itertools.combinations(TRIED, n)), key=partial(spread, half))
+
+
+def said(constants: Constants) -> str:
+    """As a sentence has them."""
+    return " and ".join(f"{v:g} {name}" if name == UNEXPLAINED else f"{name} x {v:g}" for name, v in constants.items())
+
+
+def errors() -> list[Record]:
+    """The median errors of every group, by how it is predicted."""
+    ways = {
+        "data sheets, FlashAttention-2's tiles": partial(scaled, STATED),
+        "the same, every entry read once for all heads and tokens": partial(replace, tile=16, packs_group=True),
+        **{f"fitted: {said(one)}": partial(scaled, one) for one in (best_fits(1)[0], best_fits(2)[0])},
+    }
+    return [
+        {"way": way} | {name: median_error(facts, of) for name, facts in groups().items()} for way, of in ways.items()
+    ]
+
+
+def constants() -> list[Record]:
+    """Of each constant alone what is fitted to the one half, and what that leaves of the differences there."""
+    left = partial(spread, groups()[GROUPS[0]])
+    return [
+        {"constant": name, "fitted": value, "left": left(one) / left(STATED)}
+        for one in best_fits(1)
+        for name, value in one.items()
+    ]
+
+
+HEADS = (Column(name, f"{name} ({len(facts)})", ".1%") for name, facts in groups().items())
+ERRORS = (Column("way", "constants", align="<"), *HEADS)
+CONSTANT = Column("constant", "constant", align="<")
+LEFT = (CONSTANT, Column("fitted", "fitted", "g"), Column("left", "left of the spread", ".0%"))
+
+
+def rows() -> list[Record]:
+    """Every published speedup beside its predictions."""
+    best = partial(scaled, best_fits(2)[0])
+    return [
+        {"group": group, "target": target_name(fact), "draft": draft_name(fact), "origin": fact["origin"]}
+        | {name: fact[name] for name in ("prefix_len", "B", "gamma")}
+        | {"published": fact["value"], "predicted": predict(fact), "fitted": predict(fact, best(machine_of(fact)))}
+        for group, facts in groups().items()
+        for fact in facts
+    ]
+
+
+def figure(rows: Sequence[Record]) -> Figure:
+    numbers = [row[name] for row in rows for name in ("published", "predicted")]
+    ends = [min(numbers), max(numbers)]
+    diagonal = Series("equal", ends, ends, MEASURED | {"color": "#999999"})
+    titles = {"predicted": "from data sheets", "fitted": f"two constants fitted:\n{said(best_fits(2)[0])}"}
+    axes = "published speedup", "predicted speedup"
+    panels = [
+        Panel(title, *axes, [diagonal, *lines(rows, "group", "published", of, style=POINTS)], is_log_x=False)
+        for of, title in titles.items()
+    ]
+    return Figure("Published speedups, and what the roofline predicts", panels)
+
+
+def summary() -> str:
+    (stated, *_, fitted), (half, other, assumed) = errors(), GROUPS
+    known = [*groups()[half], *groups()[other]]
+    error = median_error(known, partial(scaled, STATED))
+    return (
+        f"predictions from data sheets are off by {error:.1%} in the median of the {len(known)} published speedups "
+        f"whose acceptance is published, and by {stated[assumed]:.0%} where it had to be assumed; two constants, "
+        f"fitted to half of the former, leave {fitted[other]:.1%} on the other half, {stated[other]:.1%} before"
+    )
+
+
+def main(flags: Flags) -> None:
+    figures.require_matplotlib()
+    if Path(flags.output).parent == REPRODUCTION:
+        REPRODUCTION.mkdir(exist_ok=True)
+    require_appendable(flags.output)
+    texts = [f"  {summary().capitalize()}.\n", console(errors(), ERRORS), "", console(constants(), LEFT), ""]
+    if flags.measure:
+        from reproduce.paper import cpu_roofline
+
+        append_record(flags.output, record := cpu_roofline.measure())
+        texts.append(f"  {cpu_roofline.summary([record])}\n")
+    own = {"benchmark": NAME, "git_commit": git_commit(), "errors": errors(), "constants": constants(), "rows": rows()}
+    texts += [f"  {path}" for path in figures.save(figure(own["rows"]), NAME, Path(flags.figures))]
+    publish(flags.output, own, *texts)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

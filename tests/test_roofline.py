@@ -1,0 +1,230 @@
+"""The roofline: bytes and operations by hand, what more devices and more bandwidth change, limits, refusals."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from programs import COST_MODEL, run
+
+from common.errors import ConfigError
+from engine.cost_model.costs import tokens_per_round
+from engine.cost_model.machines import MACHINES, Machine, Protocol, find_machine
+from engine.cost_model.published import ACCEPTANCE, published_acceptance
+from engine.cost_model.roofline import KERNELS, Stored, device_bytes, forward_ms, predict_costs
+from models.presets import preset_config
+from reproduce.paper.published import published
+
+LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
+# 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 behind it, and the head.
+WEIGHTS = 32 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
+KV_BYTES = 131072  # of a token: 2 x 32 layers x 8 heads x 128 x 2 bytes
+BYTES_ONLY, OPS_ONLY = Machine(1e12, 1e40, 1e40, tile=1), Machine(1e40, 1e15, 1e14, tile=1)
+
+
+def test_bytes_of_a_known_model_by_hand():
+    assert Stored(LLAMA_3).n_weights == WEIGHTS == 7_504_658_432
+    for batch, context in ((1, 0), (4, 1000), (64, 32000)):
+        by_hand = (2 * WEIGHTS + KV_BYTES * batch * context) / 1e12 * 1e3
+        for tokens in (1, 4):  # entries and weights are read once for all tokens
+            assert forward_ms(Stored(LLAMA_3), BYTES_ONLY, batch, tokens, context) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    "stored,weight,kv",
+    [
+        (Stored(LLAMA_3, "float32"), 4, 4),
+        (Stored(LLAMA_3, "float16", "int8"), 1, 2),
+        (Stored(LLAMA_3, weights="int4", kv="fp8"), 0.625, 1),  # 4 bits, and 4 bytes for 32 weights
+    ],
+)
+def test_bytes_are_those_of_what_is_stored(stored, weight, kv):
+    by_hand = weight * WEIGHTS + kv * KV_BYTES / 2 * 8 * 4000
+    assert forward_ms(stored, BYTES_ONLY, 8, 1, 4000) == pytest.approx(by_hand / 1e9)
+
+
+@pytest.mark.parametrize("dtype,rate", [("bfloat16", 1e15), ("float32", 1e14)])
+def test_operations_by_hand(dtype, rate):
+    for batch, tokens in ((1, 1), (8, 4)):
+        by_hand = 2 * WEIGHTS * batch * tokens + 4 * 32 * 32 * 128 * tokens * 4000 * batch
+        assert forward_ms(Stored(LLAMA_3, dtype), OPS_ONLY, batch, tokens, 4000) == pytest.approx(by_hand / rate * 1e3)
+
+
+def test_rows_of_queries_fill_tiles():
+    """Four heads share KV: packed, 4 tokens are 16 rows of one tile; else each head has a tile of its own."""
+
+    def attention(tokens: int, machine: Machine) -> float:
+        linear, all_of_it = (forward_ms(Stored(LLAMA_3), machine, 8, tokens, entries) for entries in (0, 4000))
+        return (all_of_it - linear) * 1e12 / (4 * 32 * 8 * 128 * 32000)
+
+    packed, apart = replace(OPS_ONLY, tile=16), replace(OPS_ONLY, tile=64, packs_group=False)
+    assert [round(attention(tokens, packed)) for tokens in (1, 4, 5)] == [16, 16, 32]
+    assert [round(attention(tokens, apart)) for tokens in (1, 4, 65)] == [64, 4 * 64, 4 * 128]
+
+
+def test_ranks_halve_the_bytes_and_add_collectives():
+    one, link = forward_ms(Stored(LLAMA_3), BYTES_ONLY, 8, 4, 4000), Protocol(1e-5, 2e-6, 1e11)
+    two = forward_ms(Stored(LLAMA_3), replace(BYTES_ONLY, devices=2, protocols=(link,)), 8, 4, 4000)
+    # Of 2 devices an all-reduce has 2 steps and moves all bytes, a gather 1 and half of them.
+    reduced, gathered = 1e-5 + 2 * 2e-6 + 8 * 4 * 4096 * 2 / 1e11, 1e-5 + 2e-6 + 8 * 4 * 128256 * 4 / 2 / 1e11
+    assert two == pytest.approx(one / 2 + 1e3 * (65 * reduced + gathered))
+    free = replace(BYTES_ONLY, devices=2, protocols=(Protocol(0, 0, 1e40),))
+    assert forward_ms(Stored(LLAMA_3), free, 8, 4, 4000) == pytest.approx(one / 2)
+
+
+def test_a_collective_takes_the_quicker_protocol():
+    machine = replace(find_machine("8xA100"), protocols=(Protocol(7e-6, 1e-6, 5e10), Protocol(2e-5, 2e-6, 5e11)))
+    small, large = (machine.collective_s(n_bytes) for n_bytes in (1000, 1e8))
+    assert small == pytest.approx(7e-6 + 14e-6 + 1.75 * 1000 / 5e10)
+    assert large == pytest.approx(2e-5 + 28e-6 + 1.75 * 1e8 / 5e11)
+    assert replace(machine, devices=1).collective_s(1e8) == 0
+
+
+def test_every_layer_launches_its_kernels():
+    slower = {"launch": 1e-6}, {"unexplained": 0.002}
+    first, *more = (forward_ms(Stored(LLAMA_3), replace(BYTES_ONLY, **one), 8, 1, 100) for one in ({}, *slower))
+    assert [one - first for one in more] == pytest.approx([32 * KERNELS * 1e-3, 2])
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_better_machine_is_never_slower(name):
+    one = replace(MACHINES[name], devices=8)
+    protocols = tuple(protocol._replace(bandwidth=2 * protocol.bandwidth) for protocol in one.protocols)
+    better = [replace(one, **{number: 2 * getattr(one, number)}) for number in ("bandwidth", "ops", "ops_32")]
+    better += [replace(one, launch=0), replace(one, protocols=protocols)]
+    sizes = itertools.product(("bfloat16", "float32"), (1, 64), (1, 5), (100, 32000))
+    for dtype, *size in sizes:
+        before = forward_ms(Stored(LLAMA_3, dtype), one, *size)
+        after = [forward_ms(Stored(LLAMA_3, dtype), machine, *size) for machine in better]
+        assert max(after) <= before and min(after) < before
+
+
+def test_with_the_context_speedup_goes_to_the_tokens_of_a_round():
+    """A verification then is a step, and a draft step is nothing beside it."""
+    wanted, found = tokens_per_round(0.8, 3), []
+    for context in (1_000, 10_000, 100_000, 100_000_000):
+        sizes = {"batch": 8, "context": context, "budget": 512, "gammas": (1, 3)}
+        found.append(
+            predict_costs(Stored(LLAMA_3), Stored(LLAMA_3), find_machine("8xA100"), **sizes).speedup(wanted, 3)
+        )
+    assert found == sorted(found) and found[0] < 1 < wanted and found[-1] == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_draft_has_its_budget_and_a_model_of_its_own_its_shape():
+    machine, target = find_machine("8xA100"), Stored(LLAMA_3)
+    sizes = {"batch": 8, "context": 4000, "gammas": (3,)}
+    short, long, beyond = (
+        predict_costs(target, target, machine, **sizes, budget=budget) for budget in (512, 4000, 9000)
+    )
+    assert short.draft_ms < long.draft_ms == beyond.draft_ms == long.plain_ms  # there are no more entries than tokens
+    costs = predict_costs(target, Stored(TINY), machine, **sizes, budget=512)
+    on_four = forward_ms(Stored(TINY), replace(machine, devices=4), 8, 1, 512)  # which has 4 KV heads
+    assert costs.draft_ms == on_four and costs.plain_ms == short.plain_ms and costs.other_ms == 0
+
+
+def test_what_a_device_holds_by_hand():
+    by_hand = (2 * (WEIGHTS + 128256 * 4096) + KV_BYTES * 64 * 32000) / 8
+    assert device_bytes(Stored(LLAMA_3), find_machine("8xA100"), 64, 32000) == pytest.approx(by_hand)
+
+
+def test_machines_are_named_or_given():
+    assert find_machine("8xh100").devices == 8 and find_machine("L40S").devices == 1
+    assert find_machine("A100") == MACHINES["A100-80"] != find_machine("A100-40")
+    given = find_machine("2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5,memory=5e10,launch=1e-6")
+    assert (given.bandwidth, given.ops, given.ops_32, given.memory, given.launch) == (2e12, 3e14, 3e14, 5e10, 1e-6)
+    assert given.protocols == (Protocol(1e-5, 0.0, 3e11),) and given.devices == 2
+    bandwidths = {name: MACHINES[name].bandwidth for name in ("A100-40", "A100-80", "H100", "H200", "L40", "L40S")}
+    assert bandwidths == {"A100-40": 1.555e12, "A100-80": 2.039e12, "H100": 3.35e12, "H200": 4.8e12} | dict.fromkeys(
+        ("L40", "L40S"), 864e9
+    )
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("8xV100", "no numbers are stored of this machine"),
+        ("0xA100", "no numbers are stored of this machine"),
+        ("", "no numbers are stored of this machine"),
+        ("bandwidth=2e12", "incomplete"),
+        ("bandwidth=2e12,ops=fast", "cannot be read"),
+        ("bandwidth=2e12,ops=0", "cannot be read"),
+        ("bandwidth=2e12,ops=1e999", "cannot be read"),
+        ("bandwidth=2e12,ops=3e14,colour=3", "cannot be read"),
+        ("2xbandwidth=2e12,ops=3e14", "need a link"),
+    ],
+)
+def test_a_machine_that_is_not_known_is_refused(text, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        find_machine(text)
+    assert all(f"{part}:" in str(refused.value) for part in ("where", "seen", "required", "fix"))
+
+
+def test_more_devices_than_kv_heads_are_refused():
+    with pytest.raises(ConfigError, match="fewer KV heads"):
+        forward_ms(Stored(LLAMA_3), find_machine("16xA100"), 1, 1, 100)
+
+
+def test_published_acceptance_is_what_was_published():
+    by_context = {fact["prefix_len"]: fact["value"] for fact in published().acceptance}
+    assert {("meta-llama/Meta-Llama-3.1-8B", "streaming", 512): by_context} == ACCEPTANCE
+    assert published().draft_budget == 512 and published().draft_policy == "streaming"
+    assert published_acceptance("meta-llama/Meta-Llama-3.1-8B", "streaming", 512, 32768) == 0.81
+    for other in (("M", "streaming", 512, 32000), (*next(iter(ACCEPTANCE)), 24000)):
+        assert published_acceptance(*other) is None
+
+
+EXAMPLE = "--machine 8xA100 --model_name meta-llama/Meta-Llama-3.1-8B --B 64 --context 32000"
+
+
+def predicted(flags: str):
+    return run(COST_MODEL, flags.split())
+
+
+def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # nothing is there
+    ended = predicted(EXAMPLE)
+    record, out = ended.record, ended.out
+    assert "nothing measured" in out and "predicted speedup, streaming 512" in out and "what pays best" in out
+    assert record["benchmark"] == "cost_prediction" and record["predicted_for"] == "8xA100"
+    assert record["drafts"] == [{"draft_policy": "streaming", "draft_budget": 512}]  # the only one with a rate
+    assert record["acceptance_rates_by_context"] == [[0.81]] and record["acceptance_of"].startswith("published")
+    wanted = forward_ms(Stored(LLAMA_3), find_machine("8xA100"), 64, 1, 32000)
+    assert record["predicted_plain_ms"] == [[pytest.approx(wanted, abs=1e-4)]]
+    assert all(name.startswith("predicted_") for name in record if name.endswith("_ms"))
+    assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
+
+
+def test_given_acceptance_covers_every_draft_and_storage_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--machine H100 --model_name meta-llama/Llama-3.2-1B --batches 1 8 --contexts 1000 4000 --alpha 0.8"
+    record = predicted(sizes).record
+    assert len(record["drafts"]) == 8 and record["acceptance_of"] == "given" and len(record["best"]) == 4
+    same, of_draft, of_both = (
+        [predicted(f"{sizes} {flags}").record[f"predicted_{name}_ms"][1][1] for name in ("plain", "draft")]
+        for flags in ("", "--draft_weights int4 --draft_layers 0-7", "--quantize int8 --kv_dtype fp8")
+    )
+    assert of_draft[0] == same[0] and all(new < old / 2 for new, old in zip(of_draft[1], same[1], strict=True))
+    assert of_both[0] < 0.7 * same[0] and of_both[1][0] < same[1][0]
+
+
+@pytest.mark.parametrize(
+    "flags,says",
+    [
+        ("--context 24000", "no acceptance was published of this"),
+        ("--budgets 64 128", "no acceptance was published of this"),
+        ("--dtype float64", "no machine's rate of float64"),
+        ("--B 128 --context 100000", "do not fit into the machine"),
+        ("--machine 8xA100-40 --B 128", "do not fit into the machine"),
+        ("--machine 8xTPU", "no numbers are stored of this machine"),
+        ("--machine 16xA100", "fewer KV heads"),
+        ("--load_format dummy --dataset pg19 --temperature 0.6", "where costs are predicted"),
+        ("--alpha 0.8 --gen_len 8", "where costs are predicted"),
+        ("--output missing/out.jsonl", "a file cannot be written"),
+        ("--draft_layers 0-32", "are not all layers of the model"),
+        ("--alpha 1.5", "an acceptance rate is a probability"),
+        ("--model_name NoSuchModel", "no published configuration"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(tmp_path, monkeypatch, flags, says):
+    monkeypatch.chdir(tmp_path)
+    refusal = predicted(f"{EXAMPLE} {flags}").refusal
+    assert says in refusal and all(f"{part}:" in refusal for part in ("where", "seen", "required", "fix"))
