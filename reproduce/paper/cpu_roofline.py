@@ -79,11 +79,15 @@ def summary(records: Sequence[Record]) -> str:
 
     def off(part: str, predicted: str, measured: str) -> str:
         each = (median(abs(row[predicted] / row[measured] - 1) for row in record[part]) for record in records)
-        return " and ".join(f"{error:.0%}" for error in each)
+        return _listed([f"{error:.0%}" for error in each])
 
-    last = records[-1]
+    last, threads = records[-1], _listed([str(record["threads"]) for record in records])
     return (
-        f"on a CPU ({last['machine']}, threads: {last['threads']}) predicted costs are off by "
+        f"on a CPU ({last['machine']}, threads: {threads}) predicted costs are off by "
         f"{off('rows', 'predicted_ms', 'measured_ms')} in the median of {len(last['rows'])}, and speedups that follow "
         f"from them by {off('speedups', 'predicted', 'from_measured_costs')}, run by run"
     )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
