@@ -17,7 +17,7 @@ import common.startup
 from common import cli
 from reproduce.paper import columns, reproduction
 from reproduce.paper.figures import BLACK, Figure, Panel, Series, lines
-from reproduce.paper.published import Record, draft_name, published, target_name
+from reproduce.paper.published import Record, draft_name, grouped, published, target_name
 
 AXES = "ms per token of a row", "tokens per second of all rows"
 NOTE = """Published: a figure; no numbers of it are recorded here, so there is nothing to set beside these.
@@ -31,9 +31,7 @@ def table(records: list[Record]) -> str:
 
 def figure(records: list[Record]) -> Figure:
     """A panel for each target and context; points are named by their rows."""
-    groups: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        groups.setdefault((target_name(record), record["prefix_len"]), []).append(record)
+    groups = grouped(records, lambda record: (target_name(record), record["prefix_len"]))
     panels = [
         Panel(f"{target}, {context} tokens", *AXES, _series(own), is_log_x=False)
         for (target, context), own in sorted(groups.items(), key=itemgetter(0))

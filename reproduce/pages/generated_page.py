@@ -1,7 +1,7 @@
 """Pages that are made of records: which of them count, how tables name where they come from, how a page is written."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,11 @@ class Options:
             sys.exit(1)
 
 
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """The text of a page: a template of this folder, with a value at each place that it names."""
+    return (Path(__file__).parent / template).read_text(encoding="utf-8").format_map(values)
+
+
 def require_folder(name: str, folder: Path) -> None:
     """Of a folder to read. Errors: ConfigError: made without it, the page would say that nothing was measured."""
     if not folder.is_dir():
@@ -82,9 +87,12 @@ def source(records: Sequence[Record]) -> str:
     return f"Record: {', '.join(files)}; commit {', '.join(commits)}; {'; '.join(machines)}."
 
 
-def table(what: str, records: Sequence[Record], columns: Sequence[Column], file: str) -> str:
-    """A row per record, and where they come from; or that there are none."""
-    return f"{markdown(records, columns)}\n\n{source(records)}" if records else absent(what, file)
+def table(
+    what: str, records: Sequence[Record], columns: Sequence[Column], file: str, rows: Iterable[Record] | None = None
+) -> str:
+    """A row per record, or those that are made of them, and where they come from; or that there are none."""
+    shown = markdown(records if rows is None else rows, columns)
+    return f"{shown}\n\n{source(records)}" if records else absent(what, file)
 
 
 def absent(what: str, file: str) -> str:

@@ -18,11 +18,8 @@ from reproduce.paper.published import SELF, Record, draft_name, is_of, is_settin
 
 # How far from a published setting a measurement may be to be called the nearest one.
 NEAR = 2.0
-MEASURED = "measured on the same model"
-PREDICTED = "predicted from measured costs"
-NEAREST = "nearest on the built-in model"
-ROOFLINE, ASSUMED = "predicted by the roofline", "?"
-MODELS, CONTEXT, ROWS = columns.of("target", "draft"), *columns.of("prefix_len", "B")
+MEASURED, SAME_CONTEXT = "measured on the same model", "same context on the built-in model"
+TARGET, DRAFT, CONTEXT, ROWS = columns.of("target", "draft", "prefix_len", "B")
 VALUE = Column("value", "published", published_text)
 Value = Callable[[Record], float | None]
 Shown = Callable[[Any], str]
@@ -81,7 +78,7 @@ def has_plain_draft(record: Record) -> bool:
 def by_roofline(fact: Record) -> str:
     """What data sheets predict, and how far that is off; marked where the acceptance is assumed."""
     value, is_ratio = predict(fact), "kind" in fact
-    mark = "" if is_ratio or is_acceptance_known(fact) else ASSUMED
+    mark = "" if is_ratio or is_acceptance_known(fact) else "?"
     return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
 
 
@@ -108,17 +105,23 @@ def nearest_speedup(records: Records, fact: Record) -> str:
 
 
 def speedups(facts: Sequence[Record], records: Records) -> str:
-    beside = {MEASURED: measured_speedup, PREDICTED: predicted_speedup, NEAREST: nearest_speedup}
-    gamma = Column("gamma", "gamma", missing="not shown")
-    value = Column("value", "published", columns.published_speedup_text)
-    others = (Column(partial(of, records), head, align="<") for head, of in beside.items())
-    return markdown(facts, [*MODELS, CONTEXT, ROWS, gamma, value, BY_ROOFLINE, *others])
+    own = [
+        Column("gamma", "gamma", missing="not shown"),
+        Column("value", "published", columns.published_speedup_text),
+        BY_ROOFLINE,
+        Column(partial(measured_speedup, records), MEASURED, align="<"),
+        Column(partial(predicted_speedup, records), "predicted from measured costs", align="<"),
+        Column(partial(nearest_speedup, records), "nearest on the built-in model", align="<"),
+    ]
+    return markdown(facts, [TARGET, DRAFT, CONTEXT, ROWS, *own])
 
 
 def acceptance(records: Records) -> str:
-    def beside(head: str, counts: Callable[[Record, Record], bool]) -> Column:
+    built_in = [row for row in records.acceptance if row["model"] == DEFAULT_NAME]
+
+    def beside(head: str, rows: Sequence[Record], counts: Callable[[Record, Record], bool]) -> Column:
         def listed(fact: Record) -> str:
-            found = [row for row in records.acceptance if counts(fact, row)]
+            found = [row for row in rows if counts(fact, row)]
             return _listed(found, itemgetter("acceptance_rate"), "{:.3f}".format, say)
 
         return Column(listed, head, align="<")
@@ -126,11 +129,8 @@ def acceptance(records: Records) -> str:
     def say(row: Record) -> str:
         return f"{row['text']} text, {machine_name(row)}"
 
-    def is_built_in(fact: Record, row: Record) -> bool:
-        return row["model"] == DEFAULT_NAME and is_setting_of(fact, row)
-
-    own = beside(MEASURED, is_of), beside("same context on the built-in model", is_built_in)
-    return markdown(published().acceptance, [*MODELS, CONTEXT, VALUE, *own])
+    same, near = beside(MEASURED, records.acceptance, is_of), beside(SAME_CONTEXT, built_in, is_setting_of)
+    return markdown(published().acceptance, [TARGET, DRAFT, CONTEXT, VALUE, same, near])
 
 
 def ratios(records: Records) -> str:
@@ -147,36 +147,18 @@ def ratios(records: Records) -> str:
 
     kind, setting = Column("kind", "ratio", columns.KINDS.get, align="<"), Column(at, "at", align="<")
     own = Column(measured, "measured on the same shape", align="<")
-    return markdown(published().ratios, [kind, MODELS[0], setting, CONTEXT, ROWS, VALUE, BY_ROOFLINE, own])
+    return markdown(published().ratios, [kind, TARGET, setting, CONTEXT, ROWS, VALUE, BY_ROOFLINE, own])
 
 
-BY_ROOFLINE = Column(by_roofline, f"{ROOFLINE} (error)", align="<")
+BY_ROOFLINE = Column(by_roofline, "predicted by the roofline (error)", align="<")
 
 
-def published_section(records: Records) -> str:
+def published_tables(records: Records) -> dict[str, Any]:
+    """What stands at each place of the template."""
     facts = published()
-    parts = [
-        "## Published numbers\n\n"
-        f"{facts.setting}. {facts.source} All of them are below.\n\n"
-        f"- *{ROOFLINE}*: no run of any kind: what data sheets and the kernels' tiles predict, and how far that is "
-        f"off; more below the tables. `{ASSUMED}`: no acceptance is published, and that of Llama-3.1-8B for the same "
-        "context is assumed. Ratios are of bytes and operations alone, as those published.\n"
-        f"- *{MEASURED}*: the published models at the published size, run by Foretoken, on the machine named there.\n"
-        f"- *{PREDICTED}*: no run, marked as predicted: the published acceptance for that context, and the times of a "
-        "step and of a round that were measured with random weights of that shape; `-` where no acceptance is "
-        "published. `speedup = Omega(gamma, alpha) * plain step / round`.\n"
-        f"- *{NEAREST}*: {DEFAULT_NAME} within a factor of {NEAR:g} in rows and in context, with the same kind of "
-        "draft. It is another model on another machine, so it says nothing about the published number; `-` where "
-        "nothing that near was measured.\n\n"
-        f"`{columns.SLOWER}`: slower than plain decoding. The published formula: `{facts.formula}`."
-    ]
-    for machine in dict.fromkeys(fact["origin"] for fact in facts.speedup_tables):
-        rows = [fact for fact in facts.speedup_tables if fact["origin"] == machine]
-        parts.append(f"### Speedups on {machine}\n\n{facts.notes['speedup_tables']}\n\n{speedups(rows, records)}")
-    parts.append(f"### Acceptance by context\n\n{facts.notes['acceptance']}\n\n{acceptance(records)}")
-    for (target, draft), rows in pairs_of(facts.figure_6).items():
-        machine = rows[0]["origin"].removeprefix("figure 6, ")
-        title = f"Figure 6: {target}, {'self-speculation' if draft == SELF else f'{draft} drafts'}, {machine}"
-        parts.append(f"### {title}\n\n{facts.notes['figure_6']}\n\n{speedups(rows, records)}")
-    parts.append(f"### Ratios of costs\n\n{facts.notes['ratios']}\n\n{ratios(records)}")
-    return "\n\n".join(parts)
+    return {
+        "by_machine": {machine: speedups(own, records) for machine, own in facts.by_machine.items()},
+        "by_pair": {", ".join(pair): speedups(own, records) for pair, own in pairs_of(facts.figure_6).items()},
+        "acceptance_by_context": acceptance(records),
+        "ratios": ratios(records),
+    }

@@ -1,9 +1,10 @@
 """What the reference system published (published.json): speedups, acceptance, ratios of costs, and their formula."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ class Published:
         return [*self.speedup_tables, *self.figure_6]
 
     @property
+    def by_machine(self) -> dict[str, list[Record]]:
+        """The speedups of the tables."""
+        return grouped(self.speedup_tables, itemgetter("origin"))
+
+    @property
     def setting(self) -> str:
         """What all published measurements have in common, for a caption."""
         return (
@@ -80,12 +86,17 @@ def draft_name(record: Record) -> str:
     return target_name({"model": record["draft_model"]}) if record.get("draft_model") else SELF
 
 
+def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """The records of each key, in the order of their first ones."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
 def pairs_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     """The records of each pair of a target and a draft."""
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        found.setdefault((target_name(record), draft_name(record)), []).append(record)
-    return found
+    return grouped(records, lambda record: (target_name(record), draft_name(record)))
 
 
 def is_of(fact: Record, record: Record) -> bool:
