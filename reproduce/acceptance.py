@@ -50,14 +50,11 @@ class Flags:
     sampling: Sampling = field(default_factory=lambda: USUAL)
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
-    gamma: int = 3
-    """tokens drafted per round"""
+    gamma: int = 3  # tokens drafted per round
     draft_model: Annotated[str | None, arg(help_behavior_hint="(default: the target drafts for itself)")] = None
     """a standalone draft's converted checkpoint"""
-    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")
-    """cache policies"""
-    budgets: tuple[int, ...] = (128, 512)
-    """KV entries per row, for all but full"""
+    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")  # cache policies
+    budgets: tuple[int, ...] = (128, 512)  # KV entries per row, for all but full
     texts: tuple[Literal[TEXTS], ...] = TEXTS  # type: ignore[valid-type]
     """what is drafted"""
 

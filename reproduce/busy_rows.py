@@ -54,18 +54,12 @@ class Flags:
     sampling: Sampling = field(default_factory=Sampling)
     draft: SelfDraft = field(default_factory=SelfDraft)
     output: Output = field(default_factory=Output)
-    B: int = 8
-    """rows of the batch"""
-    prefix_len: int = 2000
-    """prompt tokens of busy rows; of the stream, of a middling one"""
-    gen_len: int = 64
-    """new tokens of a middling row of the stream"""
-    num_prompts: int = 24
-    """prompts of the stream"""
-    rows: tuple[int, ...] = (1, 2, 4, 8)
-    """how many rows of the batch are busy"""
-    repeats: int = 3
-    """how often all are run, interleaved"""
+    B: int = 8  # rows of the batch
+    prefix_len: int = 2000  # prompt tokens of busy rows; of the stream, of a middling one
+    gen_len: int = 64  # new tokens of a middling row of the stream
+    num_prompts: int = 24  # prompts of the stream
+    rows: tuple[int, ...] = (1, 2, 4, 8)  # how many rows of the batch are busy
+    repeats: int = 3  # how often all are run, interleaved
 
     def config(self) -> RunConfig:
         """Errors: ConfigError."""

@@ -49,24 +49,15 @@ class Flags:
     text: Text = field(default_factory=Text)
     draft: Draft = field(default_factory=Draft)
     output: Output = field(default_factory=Output)
-    tokens: int = 2000
-    """tokens to certify, over all rows"""
-    B: int = 8
-    """rows decoded together"""
-    prefix_len: int = 1000
-    """prompt tokens of the longest row"""
-    gamma: int = 3
-    """tokens drafted per round"""
-    draft_budget: Annotated[int, arg(aliases=ALIASES["draft_budget"])] = 256
-    """the draft's KV entries per row"""
-    draft_policy: BudgetedName = "streaming"
-    """what the draft's cache keeps"""
-    temperature: float = 0.0
-    """0: greedy; higher: the coupled mode"""
-    seed: Annotated[int | None, arg(help_behavior_hint="(default: 0)")] = None
-    """of the coupled mode's noise"""
-    calibration_positions: int = 256
-    """forced tokens per row that measure eps"""
+    tokens: int = 2000  # tokens to certify, over all rows
+    B: int = 8  # rows decoded together
+    prefix_len: int = 1000  # prompt tokens of the longest row
+    gamma: int = 3  # tokens drafted per round
+    draft_budget: Annotated[int, arg(aliases=ALIASES["draft_budget"])] = 256  # the draft's KV entries per row
+    draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
+    temperature: float = 0.0  # 0: greedy; higher: the coupled mode
+    seed: Annotated[int | None, arg(help_behavior_hint="(default: 0)")] = None  # of the coupled mode's noise
+    calibration_positions: int = 256  # forced tokens per row that measure eps
 
     @property
     def gen_len(self) -> int:

@@ -57,12 +57,9 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Flags:
-    repeats: int = 6
-    """cases of each kind for each file"""
-    seed: int = 0
-    """of the places and bits"""
-    output: str = str(ROOT / "reproduction" / "corruptions.jsonl")
-    """for the record"""
+    repeats: int = 6  # cases of each kind for each file
+    seed: int = 0  # of the places and bits
+    output: str = str(ROOT / "reproduction" / "corruptions.jsonl")  # for the record
 
 
 class Case(NamedTuple):

@@ -43,8 +43,7 @@ COLUMNS = of(Column("way", "way", align="<"), "identical", "acceptance_rate", "m
 class Sampled(Sampling):
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    seed: Annotated[int | None, arg(help_behavior_hint=f"(default: {SEED})")] = None
-    """key of the random numbers"""
+    seed: Annotated[int | None, arg(help_behavior_hint=f"(default: {SEED})")] = None  # key of the random numbers
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,12 @@ class Flags:
     text: Text = field(default_factory=Text)
     sampling: Sampled = field(default_factory=lambda: Sampled(temperature=0.6, verification="coupled"))
     output: Output = field(default_factory=Output)
-    B: int = 4
-    """rows decoded together"""
-    prefix_len: int = 2000
-    """prompt tokens of the longest row"""
-    gen_len: int = 64
-    """new tokens per row"""
-    num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None
-    """prompts in all, at least B"""
-    stop_at_eos: bool = False
-    """end a row at the model's end token"""
-    budgets: tuple[int, ...] = (64, 512)
-    """KV budgets of the draft"""
+    B: int = 4  # rows decoded together
+    prefix_len: int = 2000  # prompt tokens of the longest row
+    gen_len: int = 64  # new tokens per row
+    num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None  # prompts in all, at least B
+    stop_at_eos: bool = False  # end a row at the model's end token
+    budgets: tuple[int, ...] = (64, 512)  # KV budgets of the draft
 
     def config(self) -> RunConfig:
         """The run, with the largest draft that any of them makes. Errors: ConfigError."""

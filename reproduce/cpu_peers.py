@@ -41,14 +41,10 @@ Turns = Iterator[tuple[list[float], list[int]]]
 class Flags:
     FLAGS: ClassVar[dict[str, str]] = {"gen_len": "--turns x --tokens_per_turn"}
 
-    B: int = 8
-    """rows decoded together"""
-    prefix_len: int = 7500
-    """prompt tokens per row"""
-    turns: int = 4
-    """interleaved turns of every peer"""
-    tokens_per_turn: int = 6
-    """new tokens of a row"""
+    B: int = 8  # rows decoded together
+    prefix_len: int = 7500  # prompt tokens per row
+    turns: int = 4  # interleaved turns of every peer
+    tokens_per_turn: int = 6  # new tokens of a row
     schemes: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()
     """also our model so quantised"""
     output: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None

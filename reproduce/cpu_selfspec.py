@@ -80,10 +80,8 @@ class Flags:
     """draft dtypes to compare"""
     weights: Annotated[DraftWeights | None, arg(help_behavior_hint="(default: --draft_weights)")] = None
     """draft weights to compare"""
-    eager: bool = False
-    """also with PyTorch's own pointwise functions"""
-    pairs: int = 5
-    """interleaved repetitions of every cell"""
+    eager: bool = False  # also with PyTorch's own pointwise functions
+    pairs: int = 5  # interleaved repetitions of every cell
 
     def check(self) -> None:
         require_at_least("pairs", self.pairs, 1)

@@ -47,14 +47,10 @@ class Flags:
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
     draft: SelfDraft = field(default_factory=SelfDraft)
-    gammas: tuple[int, ...] = (1, 3, 5)
-    """fixed gammas"""
-    budgets: tuple[int, ...] = (128, 512)
-    """KV entries of the draft"""
-    draft_policy: BudgetedName = "streaming"
-    """what the draft's cache keeps"""
-    repeats: int = 3
-    """how often all are run, interleaved"""
+    gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
+    budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
+    draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
+    repeats: int = 3  # how often all are run, interleaved
 
     def check(self) -> None:
         for name in ("gammas", "budgets"):

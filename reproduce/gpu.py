@@ -37,14 +37,10 @@ Part: Any = Literal[tuple(sorted(PARTS))]
 
 @dataclass(frozen=True)
 class Flags(Output):
-    parts: tuple[Part, ...] = tuple(sorted(PARTS))
-    """what to run"""
-    device: str = "cuda"
-    """cuda, or with --quick also cpu"""
-    quick: bool = False
-    """small sizes, to see that everything runs"""
-    time_limit: float = 570
-    """seconds after which cells are skipped"""
+    parts: tuple[Part, ...] = tuple(sorted(PARTS))  # what to run
+    device: str = "cuda"  # cuda, or with --quick also cpu
+    quick: bool = False  # small sizes, to see that everything runs
+    time_limit: float = 570  # seconds after which cells are skipped
 
     @property
     def options(self) -> Options:

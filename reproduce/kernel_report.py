@@ -30,14 +30,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Flags(Output):
-    archs: tuple[Literal[80, 90], ...] = (80, 90)
-    """compute capabilities, times ten"""
-    dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
-    """of the model"""
-    head_dims: tuple[Literal[64, 128], ...] = (64, 128)
-    """numbers in a head"""
-    rows: tuple[Literal[16, 32, 64, 128], ...] = (16, 32, 64, 128)
-    """tokens times group"""
+    archs: tuple[Literal[80, 90], ...] = (80, 90)  # compute capabilities, times ten
+    dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")  # of the model
+    head_dims: tuple[Literal[64, 128], ...] = (64, 128)  # numbers in a head
+    rows: tuple[Literal[16, 32, 64, 128], ...] = (16, 32, 64, 128)  # tokens times group
 
 
 def main(flags: Flags) -> None:

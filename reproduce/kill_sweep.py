@@ -46,10 +46,8 @@ DIFFERENT = ("seconds", "started", "git_commit")
 
 @dataclass(frozen=True)
 class Flags(Output):
-    kills: int = 50
-    """how often a runner is killed"""
-    seed: int = 0
-    """of the moments"""
+    kills: int = 50  # how often a runner is killed
+    seed: int = 0  # of the moments
 
 
 def sleepers(n_cells: int, size: int) -> list[Cell]:

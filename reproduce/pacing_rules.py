@@ -182,8 +182,7 @@ def oracle_ms(scenario: Scenario, costs: Sequence[Costs]) -> float:
 
 @dataclass(frozen=True)
 class Flags:
-    seeds: int = 20
-    """how often every scenario is decoded by every rule"""
+    seeds: int = 20  # how often every scenario is decoded by every rule
     output: Output = field(default_factory=Output)
 
 

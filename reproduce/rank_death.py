@@ -34,8 +34,7 @@ SECONDS_INTO_SPECULATION, PATIENCE_SECONDS = 2.0, 600
 
 @dataclass(frozen=True)
 class Flags(Output):
-    rank: Literal[0, 1] = 1
-    """the rank to kill"""
+    rank: Literal[0, 1] = 1  # the rank to kill
 
 
 def kill_rank(rank: int, rows: Path, killed_at: list[float]) -> None:

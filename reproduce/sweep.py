@@ -41,12 +41,10 @@ class Flags:
     """append the rows to this file"""
     only: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE|KEY")] = ()
     """cells with this value, or of this key"""
-    retry_failed: bool = False
-    """run cells again whose last row is a failure"""
+    retry_failed: bool = False  # run cells again whose last row is a failure
     timeout: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
     """seconds after which a cell is ended, as a failure"""
-    list: bool = False
-    """show the cells and their state, and run nothing"""
+    list: bool = False  # show the cells and their state, and run nothing
 
 
 def cells_of(flags: Flags) -> list[Cell]:
