@@ -131,7 +131,7 @@ def test_cells_on_a_gpu_can_be_listed_without_one():
     assert "B 64, prefix 7500, coupled, gamma 3, draft weights int4" in names
     assert sum(cell.part == "c" for cell in cells) == 18
     assert any(cell.part == "d" and "Llama-3.1-8B, B 8, S 64000" in cell.name for cell in cells)
-    sizes = {(shape.n_head, shape.n_kv_head, shape.head_dim) for shape in bandwidth.SHAPES}
+    sizes = {tuple(cell.run.args[1][0][1:4]) for cell in cells if cell.benchmark == "gpu_attention_bandwidth"}
     assert sizes == {(32, 8, 128), (32, 32, 128), (9, 3, 64)}
 
 
@@ -161,11 +161,11 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
     for cell in cells_of("d", options) + cells_of("e", options):
         with pytest.raises(Planned):
             cell.run()
-    assert len(planned) == len(speculation.SETTINGS) + 1  # the launch gaps of 8B are over the same context
+    assert len(planned) == len(options.sizes["costs"]) + 1  # the launch gaps of 8B are over the same context
     for (_, asked, _, _), batch in planned.items():
         assert 1 <= batch <= asked and batch >= 0.3 * asked
-    assert planned[launch_gaps.SIZES[0][0], 64, 7500, "same"] == 64
-    assert planned[speculation.LLAMA_31_8B, 32, 16000, "same"] in range(20, 32)
+    assert planned["HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500, "same"] == 64
+    assert planned["meta-llama/Meta-Llama-3.1-8B", 32, 16000, "same"] in range(20, 32)
 
 
 def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
@@ -193,5 +193,5 @@ def test_linear_layers_of_a_gpu_are_timed_in_all_forms(monkeypatch):
         on_gpu = correctness.quantised(options, "int4")
     assert [record["kind"] for record in records] == ["plain", "int8", "int4, kernel", "int4, dequantised"]
     assert on_gpu["status"] == "done" and on_gpu["unpacks"]
-    assert set(kernel_rows) == {*bandwidth.QUICK_ROWS, 1, 16, 17}
+    assert set(kernel_rows) == {8, 32, 1, 16, 17}
     assert all(record["microseconds_by_rows"] == {"8": 1.0, "32": 1.0} for record in records)

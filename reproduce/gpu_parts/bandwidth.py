@@ -21,13 +21,12 @@ from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_byte
 
 
 class Shape(NamedTuple):
-    """The attention of one layer of a model; `batches` are pairs of rows and KV entries a row."""
+    """The attention of one layer of a model."""
 
     model: str
     n_head: int
     n_kv_head: int
     head_dim: int
-    batches: tuple[tuple[int, int], ...]
     n_layer: int = 1
 
     def cache(self, options: Options, batch: int, n_slot: int, storage: torch.dtype | None = None) -> FullKVCache:
@@ -45,20 +44,9 @@ class Shape(NamedTuple):
         return q.to(options.dtype), cache.positions[:, -n_token:].clone()
 
 
-LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128, ((32, 16000), (64, 8000), (8, 64000), (1, 32000), (64, 1000)))
-SHAPES = (
-    LLAMA_31_8B,
-    Shape("Llama-2-7B", 32, 32, 128, ((32, 4000), (8, 8000), (1, 32000))),
-    Shape("SmolLM2-135M", 9, 3, 64, ((64, 7500), (256, 7500), (16, 7500), (64, 512))),
-)
-QUICK_SHAPES = (Shape("SmolLM2-135M", 9, 3, 64, ((2, 200),)),)
-TOKENS, QUICK_TOKENS = (1, 2, 4, 8), (1, 4)
+LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128)
 # Where a layer reads so much, a kernel has no excuse.
 LARGE_BYTES = 250_000_000
-# Of Llama-3.1-8B: outputs and inputs.
-LAYERS = {"wqkv": (6144, 4096), "w13": (28672, 4096), "w2": (4096, 14336)}
-QUICK_LAYERS = {"small": (128, 64)}
-ROWS, QUICK_ROWS = (8, 16, 32, 64, 128, 256, 2048), (8, 32)
 # So many equal layers in turn that the second-level cache holds none when its turn comes, even in 4 bits.
 N_LAYER = 8
 DEQUANTISED = "int4, dequantised"
@@ -70,13 +58,14 @@ def cells(options: Options) -> list[Cell]:
     found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
     # A CPU has the kernel alone.
     kinds = ("plain", "int8", "int4, kernel", DEQUANTISED)[: 4 if options.on_cuda else 3]
-    for (layer, shape), kind in itertools.product((QUICK_LAYERS if options.quick else LAYERS).items(), kinds):
+    for (layer, shape), kind in itertools.product(options.sizes["layers"].items(), kinds):
         found.append(Cell("b", "gpu_linear", f"{layer}, {kind}", partial(linear, options, kind, *shape)))
-    for shape in QUICK_SHAPES if options.quick else SHAPES:
-        for (batch, n_slot), storage in itertools.product(shape.batches, (None, torch.int8)):
+    for each in options.sizes["shapes"]:
+        shape = Shape(each["model"], *each["heads"])
+        for (batch, n_slot), storage in itertools.product(each["batches"], (None, torch.int8)):
             kind = dtype_name(storage) if storage else "same"
             for named in readers(options, storage):
-                for n_token in QUICK_TOKENS if options.quick or named.name == "torch" else TOKENS:
+                for n_token in options.sizes["block_tokens"] if named.name != "torch" else (1, 4):
                     name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
                     run = partial(attention, options, (shape, batch, n_slot, storage), named, n_token)
                     found.append(Cell("b", "gpu_attention_bandwidth", name, run))
@@ -144,7 +133,7 @@ def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:
     weight = torch.randn(d_out, d_in, device=options.device, dtype=options.dtype)
     multipliers = [multiplier(kind, weight, options) for _ in range(N_LAYER)]
     microseconds = {}
-    for n_row in QUICK_ROWS if options.quick else ROWS:
+    for n_row in options.sizes["layer_rows"]:
         x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
         seconds, timed_by = time_calls([partial(multiply, x) for multiply in multipliers], options)
         microseconds[str(n_row)] = 1e6 * seconds

@@ -2,9 +2,12 @@
 
 import gc
 import time
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +22,11 @@ Record = dict[str, Any]
 Value = TypeVar("Value")
 
 
+@cache
+def all_sizes() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("sizes.toml").read_text())
+
+
 @dataclass(frozen=True)
 class Options:
     """What every part needs to know. quick: sizes for a CPU and a test, not for a result."""
@@ -29,6 +37,10 @@ class Options:
     @property
     def on_cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return all_sizes()["quick" if self.quick else "full"]
 
     @property
     def dtype(self) -> torch.dtype:

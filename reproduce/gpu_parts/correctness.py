@@ -31,12 +31,10 @@ from reproduce.gpu_parts.devices import Named, backends, ours
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-TOKENS, GROUPS, HEAD_DIMS = (1, 2, 4, 8, 16), (1, 3, 4, 8), (64, 128)
+TOKENS = (1, 2, 4, 8, 16)
 STORAGES = (None, torch.int8, torch.float8_e4m3fn)
 # Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
 QUANTISED_TOLERANCE = 2e-2
-CAPACITY, LENGTHS = 4500, [4500, 2100, 130, 16]
-QUICK_CAPACITY, QUICK_LENGTHS = 300, [300, 41, 16]
 
 
 def cells(options: Options) -> list[Cell]:
@@ -61,9 +59,8 @@ def cells(options: Options) -> list[Cell]:
 
 def attention(options: Options, named: Named, dtype: torch.dtype, storage: torch.dtype | None, ring: bool) -> Record:
     """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
-    lengths, capacity = (QUICK_LENGTHS, QUICK_CAPACITY) if options.quick else (LENGTHS, CAPACITY)
-    groups, head_dims = ((1, 3), (64,)) if options.quick else (GROUPS, HEAD_DIMS)
-    kind = {"capacity": capacity, "storage": storage or dtype, "dtype": dtype, "ring": ring}
+    lengths, groups, head_dims = (options.sizes[name] for name in ("lengths", "groups", "head_dims"))
+    kind = {"capacity": max(lengths), "storage": storage or dtype, "dtype": dtype, "ring": ring}
     errors, broken = [(0.0, "none")], []
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
         case = make_case(lengths, n_token, group=group, head_dim=head_dim, **kind)
@@ -96,13 +93,13 @@ def on(case: Case, device: str) -> Case:
 
 def noise(options: Options, source: Source) -> Record:
     """The random numbers of all streams on the device, bit for bit those of the CPU."""
-    n_ids = 501 if options.quick else 49152
     keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
     positions = torch.tensor([[0, 1, 8191, 131071]])
     n_same = n_all = 0
     for stream in Stream:
-        here = uniform(*keys, positions, stream, n_ids)
-        there = uniform(*(x.to(options.device) for x in (*keys, positions)), stream, n_ids, source).cpu()
+        here = uniform(*keys, positions, stream, options.sizes["n_ids"])
+        given = (x.to(options.device) for x in (*keys, positions))
+        there = uniform(*given, stream, options.sizes["n_ids"], source).cpu()
         n_same += int((here == there).sum())
         n_all += here.numel()
     return verdict(n_same == n_all) | {"same": n_same, "numbers": n_all}
@@ -136,7 +133,7 @@ def quantised(options: Options, scheme: str) -> Record:
 @torch.inference_mode()
 def prefill_kernel(options: Options) -> Record:
     """Whether a chunk of a prompt attends in a fused kernel without a mask in memory, and what runs there."""
-    n_token, n_slot = (64, 256) if options.quick else (2048, 8192)
+    n_token, n_slot = options.sizes["chunk"]
     cache = LLAMA_31_8B.cache(options, 1, n_slot)
     slots = cache.view(extent=n_slot, block_at_end=True)
     q, queries = LLAMA_31_8B.block(options, cache, n_token)

@@ -19,19 +19,16 @@ from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.timing import synchronize
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.speculation import COUPLED, TINY, dummy_session, self_draft, size_record
+from reproduce.gpu_parts.speculation import COUPLED, dummy_session, self_draft, size_record
 
-# Model, rows, context. Random weights: the time of a round does not depend on what the model has learnt.
-SIZES = (("HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500), ("meta-llama/Meta-Llama-3.1-8B", 32, 16000))
-QUICK_SIZES = ((TINY, 2, 64),)
-GEN_LEN, GAMMA, BUDGET = 96, 3, 512
+GEN_LEN, GAMMA = 96, 3
 # Rounds before those that are looked at, how many of them there are, and of how many kernels the record says more.
 WARM_UP, ROUNDS, N_KERNELS = 4, 16, 10
 
 
 def cells(options: Options) -> list[Cell]:
     found = []
-    for size, what in itertools.product(QUICK_SIZES if options.quick else SIZES, ("speculation", "plain")):
+    for size, what in itertools.product(options.sizes["gaps"], ("speculation", "plain")):
         name = "{}, B {}, S {}, {}".format(*size, what)
         found.append(Cell("e", "gpu_launch_gaps", name, partial(profiled, options, size, what)))
     return found
@@ -104,5 +101,5 @@ def _filled(options: Options, model: str, batch: int, context: int) -> Session:
         # Before any graph is captured: kernels of graphs from before the first profile may not be seen by it.
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.ones(8, device=options.device).sum().item()
-    draft = self_draft(GAMMA, 32 if options.quick else BUDGET)
+    draft = self_draft(GAMMA, options.sizes["budget"])
     return dummy_session(options, model, Sizes(batch, context, GEN_LEN), draft=draft, sampling=COUPLED)

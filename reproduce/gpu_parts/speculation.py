@@ -4,6 +4,7 @@ import json
 import tempfile
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +26,28 @@ from reproduce.gpu_parts.devices import copy_bandwidth
 from reproduce.paper.published import SELF, published, target_name
 
 COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
-# Part c is the default model and book. Rows and prompt tokens, and the cells (gamma, weights of the draft) over each;
-# the most telling ones first.
 SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
-USUAL = ((3, "same"),)
-SIZES = (
-    (64, 7500, (*USUAL, (2, "same"), (4, "same"), (3, "int4"))),
-    *((batch, prefix, USUAL) for batch, prefix in ((256, 7500), (16, 7500), (64, 4000), (256, 4000), (16, 4000))),
-)
-QUICK_SIZES = ((2, 96, ((2, "same"),)),)
-# The budget is that of a quick run, or else.
-MOST_GAMMA, BUDGETS = 4, {True: 32, False: 512}
+MOST_GAMMA = 4
 # More than English prose takes, on average over a prompt.
 CHARACTERS_PER_TOKEN = 5
-# Part d is random weights of published shapes over random entries. Model, rows, context, entries of the target's
-# cache: of the published settings those that one card may hold, if need be with fewer rows.
-LLAMA_31_8B, LLAMA_2_7B = "meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K"
-SETTINGS = (
-    *((LLAMA_31_8B, 32, 16000, "same"), (LLAMA_31_8B, 8, 64000, "same"), (LLAMA_2_7B, 32, 4000, "same")),
-    *((LLAMA_31_8B, 64, 8000, "same"), (LLAMA_2_7B, 32, 8000, "int8"), (LLAMA_31_8B, 32, 32000, "int8")),
-    (LLAMA_2_7B, 32, 8000, "same"),
-)
 # A model for a CPU and a test, of kinds of layers that quantise.
 TINY = "tiny"
 TINY_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 512}
 TINY_CONFIG = PRESETS["JackFram/llama-68m"] | TINY_SIZES | {"num_key_value_heads": 1}
-QUICK_SETTINGS = ((TINY, 2, 64, "same"),)
-# Weights and budget of the draft; first the one that takes most memory, since the session makes room for that one.
-DRAFTS = (("int4", 512), ("int4", 256), ("same", 512), ("same", 256))
-QUICK_DRAFTS = (("int4", 32), ("same", 32))
-GAMMA, GEN_LEN = 3, 32
+GAMMA = 3
 ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
 
 def cells(options: Options) -> list[Cell]:
     found = []
-    for batch, prefix, drafts in QUICK_SIZES if options.quick else SIZES:
-        for sampling in SAMPLINGS:
-            for gamma, weights in drafts:
-                name = f"B {batch}, prefix {prefix}, {sampling}, gamma {gamma}, draft weights {weights}"
-                run = partial(speculation, options, batch, prefix, sampling, gamma, weights)
-                found.append(Cell("c", "gpu_selfspec", name, run))
-    for setting in QUICK_SETTINGS if options.quick else SETTINGS:
-        for weights, budget in QUICK_DRAFTS if options.quick else DRAFTS:
-            name = "{}, B {}, S {}, {} KV, draft weights {}, budget {}".format(*setting, weights, budget)
-            found.append(Cell("d", "gpu_costs", name, partial(costs, options, setting, weights, budget)))
+    for batch, prefix, drafts in options.sizes["selfspec"]:
+        for sampling, (gamma, weights) in product(SAMPLINGS, drafts):
+            name = f"B {batch}, prefix {prefix}, {sampling}, gamma {gamma}, draft weights {weights}"
+            run = partial(speculation, options, batch, prefix, sampling, gamma, weights)
+            found.append(Cell("c", "gpu_selfspec", name, run))
+    for setting, (weights, budget) in product(options.sizes["costs"], options.sizes["costs_drafts"]):
+        name = "{}, B {}, S {}, {} KV, draft weights {}, budget {}".format(*setting, weights, budget)
+        found.append(Cell("d", "gpu_costs", name, partial(costs, options, setting, weights, budget)))
     return found
 
 
@@ -136,7 +114,7 @@ class Filled:
 def speculation(options: Options, batch: int, prefix: int, sampling: str, gamma: int, weights: str) -> Record:
     """A record with every field of the benchmark scripts, and how much the prompts have in common."""
     filled, prompts = _prefilled(options, batch, prefix)
-    draft = self_draft(gamma, BUDGETS[options.quick], weights)
+    draft = self_draft(gamma, options.sizes["budget"], weights)
     return filled.record("gpu_selfspec", draft, SAMPLINGS[sampling]) | {"dataset": "default"} | prompts
 
 
@@ -153,7 +131,8 @@ def _prefilled(options: Options, batch: int, prefix: int) -> tuple[Filled, Recor
     around = book + book[:length]
     # A prompt begins with a word.
     begins = [around.find(" ", row * stride) + 1 for row in range(batch)]
-    sizes, draft = Sizes(batch, prefix, 8 if options.quick else 96), self_draft(MOST_GAMMA, BUDGETS[options.quick])
+    draft = self_draft(MOST_GAMMA, options.sizes["budget"])
+    sizes = Sizes(batch, prefix, options.sizes["selfspec_gen_len"])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "windows.jsonl")
         file.write_text("".join(json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins))
@@ -189,6 +168,6 @@ def costs(options: Options, setting: tuple[str, int, int, str], weights: str, bu
 @shared
 def _dummy_filled(options: Options, model: str, batch: int, context: int, kv: str) -> Filled:
     copy_bandwidth(options)  # before the memory is taken: a copy needs some of its own
-    weights, budget = (QUICK_DRAFTS if options.quick else DRAFTS)[0]
-    sizes = Sizes(batch, context, 8 if options.quick else GEN_LEN)
+    weights, budget = options.sizes["costs_drafts"][0]
+    sizes = Sizes(batch, context, options.sizes["costs_gen_len"])
     return Filled(dummy_session(options, model, sizes, kv, draft=self_draft(GAMMA, budget, weights)))
