@@ -13,7 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -23,7 +23,7 @@ import common.startup
 
 from common import cli
 from common.errors import require_at_least
-from common.jsonl import publish, require_appendable
+from common.jsonl import publish, read_lines, require_appendable
 from common.provenance import provenance
 from common.tables import Column, console
 from engine.acceptance import AcceptanceRate
@@ -33,11 +33,13 @@ from engine.cost_model.costs import Costs, tokens_per_round
 from engine.drafters import Drafter
 from engine.drafters.ngram import NGramConfig
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
+from reproduce.paper.auto_against_fixed import AUTO_BUDGET, runs_of
 
 COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
+SCENARIOS = Path(__file__).with_suffix(".json")
 GAMMAS = range(7)
-# Draft positions a row that were verified of each drafter while costs were measured: most are of the first one.
-VERIFIED, VERIFIED_OTHERS = 8, 8
+# Draft positions a row that were verified of each drafter while costs were measured.
+VERIFIED = 8
 # Stands for a drafter: nothing is drafted.
 NO_DRAFTER = NGramConfig(gamma=3)
 RULES: dict[str, Callable[[Sequence[Drafter], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
@@ -57,10 +59,10 @@ class Scenario:
     """
 
     name: str
-    size: tuple[int, int]
+    size: Sequence[int]
     rows: int
-    stretches: tuple[tuple[int, tuple[float, ...]], ...]
-    measured: tuple[float | None, ...] | None = None
+    stretches: Sequence[tuple[int, Sequence[float]]]
+    measured: Sequence[float | None] | None = None
     spread: float = 0.05
     draft_share: float = 1.0
 
@@ -71,56 +73,16 @@ class Scenario:
         return max(0.0, alphas[drafter] - self.spread), min(1.0, alphas[drafter] + self.spread)
 
 
-B8, B8S, B4, B1, B1S = (8, 4000), (8, 1000), (4, 2000), (1, 4000), (1, 1000)
-FIVE = (0.95, 0.94, 0.9, 0.84, 0.7)
-SCENARIOS = (
-    Scenario("8 rows, easy", B8, 8, ((600, (0.93,)),)),
-    Scenario("8 rows, hard", B8, 8, ((600, (0.3,)),)),
-    Scenario("8 rows, just pays", B8, 8, ((600, (0.75,)),)),
-    Scenario("8 rows, hardly ever pays", B8S, 8, ((600, (0.9,)),)),
-    Scenario("4 rows, easy, cheap draft", B4, 4, ((600, (0.95,)),), draft_share=0.3),
-    Scenario("4 rows, blocks unlike one another", B4, 4, ((600, (0.7,)),), spread=0.3, draft_share=0.5),
-    Scenario("2 rows, hard", B4, 2, ((600, (0.4,)),)),
-    Scenario("2 rows, easy, nothing measured", B4, 2, ((600, (0.95,)),), measured=(None,)),
-    Scenario("1 row, easy", B1, 1, ((600, (0.93,)),)),
-    Scenario("1 row, hard", B1, 1, ((600, (0.4,)),)),
-    Scenario("1 row, just pays", B1S, 1, ((600, (0.87,)),)),
-    Scenario("8 rows, 60 hard tokens, then easy", B8, 8, ((60, (0.2,)), (240, (0.93,)))),
-    Scenario("2 rows, 300 hard tokens, then easy", B4, 2, ((300, (0.3,)), (300, (0.95,))), draft_share=0.5),
-    Scenario("1 row, 100 hard tokens, then easy", B1S, 1, ((100, (0.5,)), (300, (0.97,)))),
-    Scenario("8 rows, easy and hard by turns", B8, 8, ((100, (0.93,)), (100, (0.3,))) * 3),
-    Scenario("1 row, easy and hard by turns", B1, 1, ((100, (0.95,)), (100, (0.3,))) * 3),
-    Scenario("8 rows, measured too high", B8, 8, ((200, (0.3,)),), measured=(0.95,)),
-    Scenario("1 row, measured too high", B1, 1, ((200, (0.4,)),), measured=(0.95,)),
-    Scenario("8 rows, measured too low", B8, 8, ((200, (0.95,)),), measured=(0.2,)),
-    Scenario("1 row, measured too low", B1, 1, ((200, (0.95,)),), measured=(0.3,)),
-    Scenario("8 rows, 5 budgets alike", B8, 8, ((300, (0.92,) * 5),)),
-    Scenario("8 rows, 5 budgets, large is best", B8, 8, ((300, FIVE),)),
-    Scenario("4 rows, 5 budgets, turns hard", B4, 4, ((100, FIVE), (200, (0.4,) * 5)), draft_share=0.5),
-    Scenario("8 rows, 5 budgets, turns easy", B8, 8, ((100, (0.3,) * 5), (200, FIVE))),
-    Scenario("1 row, 5 budgets alike", B1, 1, ((300, (0.92,) * 5),)),
-    Scenario("1 row, 5 budgets, 64 tokens", B1, 1, ((64, FIVE),)),
-    Scenario("1 row, 5 budgets, all hard", B1, 1, ((300, (0.5,) * 5),)),
-    Scenario("1 row, 5 budgets, turns easy", B1, 1, ((100, (0.3,) * 5), (200, FIVE))),
-    Scenario("8 rows, 2 budgets change places", B8, 8, ((200, (0.6, 0.9)), (300, (0.97, 0.6))), measured=(0.6, 0.9)),
-)
-
-
 def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
     """By (rows, context), from the largest budget to the smallest, while all rows decode."""
-    records = (json.loads(line)["record"] for line in COSTS.read_text().splitlines())
-
-    def of_all_rows(record: dict, measured: Sequence[Sequence[dict]]) -> list[Costs]:
-        whole = ([one for one in run if one.get("rows", record["B"]) == record["B"]] for run in measured)
-        return [_median(runs) for runs in zip(*whole, strict=True)]
-
-    return {
-        (record["B"], record["prefix_len"]): of_all_rows(record, row["measured_costs"])
-        for record in records
-        if record["benchmark"] == "gamma_cell"
-        for row in record["rows"]
-        if row["way"] == "auto budget"
-    }
+    found = {}
+    for run in runs_of([line["record"] for _, line in read_lines(COSTS)]):
+        by_way, n_rows = {row["way"]: row for row in run["rows"]}, run["B"]
+        if AUTO_BUDGET in by_way:
+            each = by_way[AUTO_BUDGET]["measured_costs"]
+            of_all_rows = ([one for one in costs if one.get("rows", n_rows) == n_rows] for costs in each)
+            found[n_rows, run["prefix_len"]] = [_median(runs) for runs in zip(*of_all_rows, strict=True)]
+    return found
 
 
 def _median(runs: Sequence[dict]) -> Costs:
@@ -157,7 +119,7 @@ def _measured(scenario: Scenario, drafter: int, rng: random.Random) -> Acceptanc
     rate = (scenario.measured or scenario.stretches[0][1])[drafter]
     if rate is None:
         return None
-    n = (VERIFIED_OTHERS if drafter else VERIFIED) * scenario.rows
+    n = VERIFIED * scenario.rows
     return AcceptanceRate(sum(rng.random() < rate for _ in range(n)) / n, n)
 
 
@@ -181,23 +143,21 @@ def oracle_ms(scenario: Scenario, costs: Sequence[Costs]) -> float:
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Output):
     seeds: int = 20  # how often every scenario is decoded by every rule
-    output: Output = field(default_factory=Output)
 
 
 def main(flags: Flags) -> None:
     require_at_least("seeds", flags.seeds, 1)
-    require_appendable(flags.output.output)
-    costs = recorded_costs()
-    rows: list[dict] = []
-    for scenario in SCENARIOS:
-        own = costs[scenario.size]
+    require_appendable(flags.output)
+    costs, rows = recorded_costs(), list[dict]()
+    for scenario in [Scenario(**each) for each in json.loads(SCENARIOS.read_text())]:
+        own = costs[*scenario.size]
         shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(flags.seeds)) for rule in RULES}
         rows.append({"scenario": scenario.name, **{rule: round(share, 4) for rule, share in shares.items()}})
     rows.append({"scenario": "mean", **{rule: round(fmean(row[rule] for row in rows), 4) for rule in RULES}})
     record = {"benchmark": "pacing_rules", "seeds": flags.seeds, "rows": rows, **provenance()}
-    publish(flags.output.output, record, console(rows, COLUMNS, indent=""))
+    publish(flags.output, record, console(rows, COLUMNS, indent=""))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from operator import itemgetter
 from statistics import fmean, median
 
 from common.tables import Column
+from reproduce.paper.columns import of
 from reproduce.paper.figures import POINTS, Panel, lines
 from reproduce.paper.published import Record
 
@@ -85,8 +86,7 @@ def _shares(run: Record) -> str | None:
 BEST = "best gamma, budget"
 USUAL = f"gamma {USUAL_GAMMA} or nearest"
 COLUMNS = (
-    Column("B", "rows"),
-    Column("prefix_len", "context"),
+    *of("B", "prefix_len"),
     Column("gen_len", "new tokens"),
     Column(lambda run: run["usual"]["speedup"], USUAL, ".2f"),
     Column("usual", "gamma, budget", _fixed),
