@@ -29,7 +29,7 @@ from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 from kv_cache.streaming import Streaming
 from reproduce.paper import auto_against_fixed, columns, reproduction
 from reproduce.paper.auto_against_fixed import LEAST_GEN_LEN
-from reproduce.paper.figures import MEASURED, POINTS, Figure, Panel, Series, lines
+from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import COST_MODEL, REPRODUCTION, Grid, Sweep
 from reproduce.sweeping.cells import Cell, grid
@@ -90,8 +90,8 @@ def comparisons(records: Sequence[Record]) -> list[Record]:
             costs = costs_of(records, run, row)
             if costs and alpha is not None and isinstance(gamma, int) and gamma > 0:
                 predicted = costs.speedup(tokens_per_round(alpha, gamma), gamma)
-                error = predicted / measured - 1
-                found.append(run | row | {"predicted": predicted, "measured": measured, "error": error})
+                compared = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+                found.append(run | row | compared)
     return found
 
 
@@ -147,13 +147,10 @@ def mode_table(mode: str, records: Sequence[Record]) -> str:
 
 def figure(records: list[Record]) -> Figure:
     compared = sorted(comparisons(records), key=itemgetter("B", "prefix_len"))
-    numbers = [row[name] for row in compared for name in ("predicted", "measured")] or [1.0]
-    ends = [min(numbers), max(numbers)]
-    diagonal = Series("equal", ends, ends, MEASURED | {"color": "#999999"})
     label = "B {B}, {prefix_len} tokens".format_map
     points = lines(compared, label, "measured", "predicted", lambda _: {"marker": "o"}, style=POINTS)
-    axes = "measured speedup", "predicted speedup"
-    left = Panel("the cost model", *axes, [diagonal, *points], is_log_x=False)
+    series = [diagonal(compared, "predicted", "measured"), *points]
+    left = Panel("the cost model", "measured speedup", "predicted speedup", series, is_log_x=False)
     return Figure("Predicted and measured speedups", [left, auto_against_fixed.panel(records)])
 
 

@@ -27,10 +27,10 @@ from common.provenance import git_commit
 from common.tables import Column, console
 from engine.cost_model.machines import Machine, Protocol
 from reproduce.paper import figures
-from reproduce.paper.figures import MEASURED, POINTS, Figure, Panel, Series, lines
+from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.predicted import halves, is_acceptance_known, machine_of, predict
 from reproduce.paper.published import Record, draft_name, published, target_name
-from reproduce.paper.reproduction import REPRODUCTION
+from reproduce.paper.reproduction import REPRODUCTION, make_ready
 
 NAME, ROOFLINE = "roofline_error", "roofline.jsonl"
 GROUPS = ("published acceptance, half to fit", "published acceptance, other half", "assumed acceptance")
@@ -143,13 +143,10 @@ def rows() -> list[Record]:
 
 
 def figure(rows: Sequence[Record]) -> Figure:
-    numbers = [row[name] for row in rows for name in ("published", "predicted")]
-    ends = [min(numbers), max(numbers)]
-    diagonal = Series("equal", ends, ends, MEASURED | {"color": "#999999"})
+    equal, axes = diagonal(rows, "published", "predicted"), ("published speedup", "predicted speedup")
     titles = {"predicted": "from data sheets", "fitted": f"two constants fitted:\n{said(best_fits(2)[0])}"}
-    axes = "published speedup", "predicted speedup"
     panels = [
-        Panel(title, *axes, [diagonal, *lines(rows, "group", "published", of, style=POINTS)], is_log_x=False)
+        Panel(title, *axes, [equal, *lines(rows, "group", "published", of, style=POINTS)], is_log_x=False)
         for of, title in titles.items()
     ]
     return Figure("Published speedups, and what the roofline predicts", panels)
@@ -167,9 +164,7 @@ def summary() -> str:
 
 
 def main(flags: Flags) -> None:
-    figures.require_matplotlib()
-    if Path(flags.output).parent == REPRODUCTION:
-        REPRODUCTION.mkdir(exist_ok=True)
+    make_ready(flags.output)
     require_appendable(flags.output)
     texts = [f"  {summary().capitalize()}.\n", console(errors(), ERRORS), "", console(constants(), LEFT), ""]
     if flags.measure:

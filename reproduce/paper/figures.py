@@ -25,22 +25,13 @@ CATEGORIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
 # viridis up to 0.9 of its range, dark to light: also without colour vision the order can be seen.
 SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 MARKERS = "osD^vP"
-PANEL_INCHES, LEGEND_LINE_INCHES, PAD_INCHES = (5.0, 3.6), 0.145, 0.08
+PANEL_INCHES, LEGEND_LINE_INCHES = (5.0, 3.6), 0.145
 # What is published is open markers on a dashed line, what is measured is filled ones; the former lie above,
 # and are larger, so that neither hides the other.
 PUBLISHED = {"linestyle": "--", "linewidth": 0.9, "markersize": 6.5, "markerfacecolor": "none", "zorder": 4}
 MEASURED = {"linestyle": "-", "linewidth": 1.4, "markersize": 4.5, "zorder": 3}
 POINTS = MEASURED | {"linestyle": "none"}
-STYLE = {
-    "font": {"size": 9},
-    "axes": {"titlesize": 9.5, "grid": True},
-    "axes.spines": {"top": False, "right": False},
-    "grid": {"alpha": 0.3},
-    "legend": {"frameon": False, "fontsize": 7},
-    "figure": {"dpi": 130},
-    "figure.constrained_layout": {"w_pad": PAD_INCHES, "h_pad": PAD_INCHES},
-    "svg": {"hashsalt": "foretoken", "fonttype": "path"},
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 @dataclass(frozen=True)
@@ -102,6 +93,13 @@ def lines(
     return found
 
 
+def diagonal(rows: Sequence[Record], *names: str) -> Series:
+    """Where two numbers are the same, as far as these entries of the rows reach."""
+    numbers = [row[name] for row in rows for name in names] or [1.0]
+    ends = [min(numbers), max(numbers)]
+    return Series("equal", ends, ends, MEASURED | {"color": "#999999"})
+
+
 def shades(values: Iterable[float]) -> dict[float, str]:
     """A colour for each of these, dark to light in their order."""
     ordered = sorted(set(values))
@@ -127,9 +125,7 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
 
     # Neither a date nor a version: the same numbers give the same bytes.
     files = {folder / f"{name}.png": ["Software"], folder / f"{name}.svg": ["Date", "Creator"]}
-    with matplotlib.rc_context():
-        for group, style in STYLE.items():
-            matplotlib.rc(group, **style)
+    with matplotlib.rc_context(fname=STYLE):
         width, height = PANEL_INCHES
         legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in figure.panels]
         size = width * len(figure.panels), height + LEGEND_LINE_INCHES * max(legends)

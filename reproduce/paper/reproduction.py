@@ -29,8 +29,9 @@ SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_m
 DEFAULT_DRAFT = ROOT / "checkpoints" / "SmolLM2-draft" / "model.pth"
 MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir checkpoints/SmolLM2-draft"
 SELFSPEC, LONGSPEC, ACCEPT = "tests/selfspec_benchmark.py", "tests/longspec_benchmark.py", "reproduce/acceptance.py"
-
-
+UNSET, BUILT_IN = (arg(help_behavior_hint=f"(default: {what})") for what in ("none", "the built-in model"))
+IF_THERE = arg(help_behavior_hint="(default: checkpoints/SmolLM2-draft, if it is there)")
+CHOICES = arg(metavar="[CHOICE ...]")
 DraftDtype = Literal["auto", "same"] | Dtype
 DraftWeights = Literal["same"] | Scheme
 
@@ -42,19 +43,16 @@ class Sweep:
     output: str  # file of records; a cell that has one is not run again
     figures: str = str(REPRODUCTION / "figures")  # the folder for the figure, as PNG and SVG
     retry_failed: bool = False  # run cells again that failed
-    only: Annotated[tuple[str, ...], arg(metavar="[CHOICE ...]")] = ()
-    """name=value of a flag, or a cell's key: run only these"""
+    only: Annotated[tuple[str, ...], CHOICES] = ()  # name=value of a flag, or a cell's key: run only these
     all: bool = False  # show every record in --output, not only those of these cells
-    timeout: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
-    """seconds after which a cell is ended and has failed"""
+    timeout: Annotated[float | None, UNSET] = None  # seconds after which a cell is ended and has failed
 
 
 @dataclass(frozen=True)
 class Grid:
     """What is measured: a cell for each combination of sizes; what is not given is the benchmarks' own default."""
 
-    model: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
-    """the target's converted checkpoint"""
+    model: Annotated[str | None, BUILT_IN] = None  # the target's converted checkpoint
     dataset: str = "auto"  # as that of the benchmarks
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     dtype: Literal["auto"] | Dtype = "auto"  # the target's
@@ -87,14 +85,10 @@ class Speculation(Grid):
 
     draft_dtype: DraftDtype = "auto"  # the draft's
     draft_weights: DraftWeights = "same"  # the draft's linear layers
-    draft_model: Annotated[
-        str | None, arg(help_behavior_hint="(default: checkpoints/SmolLM2-draft, if it is there)")
-    ] = None
-    """a draft model's checkpoint"""
+    draft_model: Annotated[str | None, IF_THERE] = None  # a draft model's checkpoint
     draft_B: tuple[int, ...] = (1, 4)  # rows decoded together beside it
     load_format: Literal["pth", "dummy"] = "pth"  # dummy: random weights, costs only
-    model_name: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
-    """with --load_format dummy: the published shape to build"""
+    model_name: Annotated[str | None, UNSET] = None  # with --load_format dummy: the published shape to build
     compile: bool = False  # as that of the benchmarks
     sweep: Sweep = Sweep(str(REPRODUCTION / SPEEDUPS))
 
@@ -135,14 +129,19 @@ class Acceptance(Grid):
     sweep: Sweep = Sweep(str(REPRODUCTION / ACCEPTANCE))
 
     def cells(self) -> list[Cell]:
-        fixed = self.given("draft_dtype", "draft_weights") | {
-            "model": self.checkpoint("model"),
-            "gen_len": self.gen_len,
-        }
-        fixed |= {"policies": self.policies, "budgets": self.draft_budget, "texts": self.texts}
+        fixed = self.given("draft_dtype", "draft_weights") | {"model": self.checkpoint("model")}
+        fixed |= {"gen_len": self.gen_len, "policies": self.policies, "budgets": self.draft_budget, "texts": self.texts}
         if set(self.policies) == {"full"}:  # which has no budget
             del fixed["budgets"]
         return grid(ACCEPT, fixed, {"prefix_len": self.prefix_len, "B": self.B, "gamma": self.gamma})
+
+
+def make_ready(output: str) -> None:
+    """Before anything is measured: figures can be drawn, and records have their folder. Errors: ConfigError."""
+    figures.require_matplotlib()
+    if Path(output).parent == REPRODUCTION:
+        with suppress(OSError):  # where it cannot be made, the output is refused
+            REPRODUCTION.mkdir(exist_ok=True)
 
 
 Table = Callable[[list[Record]], str]
@@ -159,10 +158,7 @@ def present(cells: Sequence[Cell], sweep: Sweep, name: str, table: Table, figure
 
     Where every cell failed, the figure that is there stays as it is.
     """
-    figures.require_matplotlib()
-    if Path(sweep.output).parent == REPRODUCTION:
-        with suppress(OSError):  # where it cannot be made, the output is refused
-            REPRODUCTION.mkdir(exist_ok=True)
+    make_ready(sweep.output)
     rows = run_cells(cells, sweep.output, retry_failed=sweep.retry_failed, timeout_s=sweep.timeout, only=sweep.only)
     scripts = {cell.script for cell in cells}
     shown = [row for row in read_rows(sweep.output).values() if row["script"] in scripts] if sweep.all else rows
