@@ -32,9 +32,9 @@ from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS, of
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
+OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
 # Settings that are each row's own.
-ROW_SETTINGS = {"draft_policy", "verification", "temperature"}
-ROW_SETTINGS |= {one.name for kind in policies().values() for one in fields(kind)}
+ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
 COLUMNS = of("draft_policy", "budget or all", "text", "acceptance_rate", "judged", "mean_accepted_length")
 COLUMNS += of("distinct_4gram_fraction")
@@ -78,14 +78,11 @@ class Flags:
             raise ConfigError("sampled text needs a temperature", where, 0.0, "> 0", fix)
 
     def drafts(self) -> list[DrafterConfig]:
-        common = {"gamma": self.gamma}
-        if self.draft_model is not None:
-            common = {"draft": "standalone", "draft_model": self.draft_model, **common}
-        budgeted = [policy for policy in self.policies if policy != "full"]
-        pairs = itertools.product(budgeted, self.budgets)
+        own = {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
+        pairs = itertools.product([policy for policy in self.policies if policy != "full"], self.budgets)
         chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
         chosen += [{"draft_policy": "full"}] if "full" in self.policies else []
-        return self.draft.variants(*(common | one for one in chosen))
+        return self.draft.variants(*(own | {"gamma": self.gamma} | one for one in chosen))
 
 
 def main(flags: Flags) -> None:
@@ -104,7 +101,7 @@ def main(flags: Flags) -> None:
     for draft, text in itertools.product(drafts, flags.texts):
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(record.rounded(_row(own, text)))
-        say(f"{own.draft.policy.name if own.draft and own.draft.policy else ''}, {text}: {rows[-1]['acceptance_rate']}")
+        say(f"{rows[-1]['draft_policy']}, {text}: {rows[-1]['acceptance_rate']}")
     say(console(rows, COLUMNS))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))

@@ -7,14 +7,13 @@ over random entries. stream: prompts of prefix_len / 2 to 2 * prefix_len tokens,
 gen_len new ones, through the B rows, plainly and with speculation in turns: seconds of decoding in all.
 """
 
-from __future__ import annotations
-
+import itertools
 import operator
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,9 +26,6 @@ from common.jsonl import publish
 from common.tables import Column, console
 from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
-
-if TYPE_CHECKING:
-    from engine.cost_model.costs import Costs
 
 SelfDraft: Any = draft_flags(["self"])
 # New tokens that there is room for where steps are timed, and seconds that each measurement may take.
@@ -80,35 +76,30 @@ class Flags:
 
 def busy_rows(session: engine.Session, flags: Flags) -> list[dict[str, Any]]:
     """Of each number of busy rows the medians over repeats, in ms."""
-    seen: dict[int, dict[str, list[Costs]]] = {n: {"": [], "_alone": []} for n in sorted(set(flags.rows))}
-    gamma = session.drafter().gamma
-    for _ in range(flags.repeats):
-        for n, each in seen.items():
-            for name, n_rows in (("", flags.B), ("_alone", n)):
-                own = session.narrowed(n_rows, flags.prefix_len + ROOM + gamma + 1)
-                each[name].append(costs_of_busy(own, n, flags.prefix_len, gamma))
-    return [_row(n, each, gamma) for n, each in seen.items()]
+    batches = [(n, kind) for n in sorted(set(flags.rows)) for kind in ("", "_alone")]
+    seen: dict[tuple[int, str], list[tuple[float, float]]] = {batch: [] for batch in batches}
+    for _, (n, kind) in itertools.product(range(flags.repeats), batches):
+        seen[n, kind].append(step_and_round_ms(session, n, n if kind else flags.B, flags.prefix_len))
+    rows = {n: {"rows": n} for n, _ in batches}
+    for (n, row), (place, part) in itertools.product(rows.items(), enumerate(("step", "round"))):
+        ms, alone = ([each[place] for each in seen[n, kind]] for kind in ("", "_alone"))
+        row |= {f"{part}_ms": median(ms), f"{part}_ms_alone": median(alone)}
+        row[f"{part}_ratio"] = median(map(operator.truediv, ms, alone))
+    return list(rows.values())
 
 
-def costs_of_busy(session: engine.Session, n_busy: int, prefix_len: int, gamma: int) -> Costs:
-    """Of the first rows of the batch, over random entries."""
+def step_and_round_ms(session: engine.Session, n_busy: int, n_rows: int, prefix_len: int) -> tuple[float, float]:
+    """While the first rows of a batch of `n_rows` are busy, over random entries."""
     from engine.bench.dummy_prefill import fill_with_noise
     from engine.cost_model.measure import measure_costs
 
-    prompts = [[(row + i) % session.runner.vocab_size for i in range(prefix_len)] for row in range(n_busy)]
-    fill_with_noise(session.runner, prompts)
-    sampling = session.sampling
+    gamma, sampling = session.draft.gamma, session.sampling
+    own = session.narrowed(n_rows, prefix_len + ROOM + gamma + 1)
+    prompts = [[(row + i) % own.runner.vocab_size for i in range(prefix_len)] for row in range(n_busy)]
+    fill_with_noise(own.runner, prompts)
     how = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode, "seconds": SECONDS}
-    return measure_costs(session.runner, [session.drafter()], prompts, gammas=[gamma], **how)[0]
-
-
-def _row(n: int, each: dict[str, list[Costs]], gamma: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"rows": n}
-    for kind in ("step", "round"):
-        ms = {name: [one.plain_ms if kind == "step" else one.round_ms(gamma) for one in each[name]] for name in each}
-        row |= {f"{kind}_ms{name}": median(values) for name, values in ms.items()}
-        row[f"{kind}_ratio"] = median(a / b for a, b in zip(ms[""], ms["_alone"], strict=True))
-    return row
+    (costs,) = measure_costs(own.runner, [own.drafter()], prompts, gammas=[gamma], **how)
+    return costs.plain_ms, costs.round_ms(gamma)
 
 
 def stream(session: engine.Session, flags: Flags) -> dict[str, Any]:

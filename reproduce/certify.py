@@ -76,17 +76,12 @@ class Flags:
         if self.target.load_format == "dummy":
             fix = f"leave out {flag('load_format')}"
             raise ConfigError("random weights certify nothing", flag("load_format"), "dummy", "a trained model", fix)
+        sizes = Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced))
+        mode = "coupled" if self.temperature else "greedy"
+        sampling = Sampling(self.temperature, seed=self.seed, verification=mode)
         chosen = {name: getattr(self, name) for name in ("gamma", "draft_policy", "draft_budget")}
-        return RunConfig(
-            target=self.target,
-            text=self.text,
-            sizes=Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced)),
-            sampling=Sampling(
-                self.temperature, seed=self.seed, verification="coupled" if self.temperature else "greedy"
-            ),
-            output=self.output,
-            draft=self.draft.config(**chosen),
-        )
+        draft = self.draft.config(**chosen)
+        return RunConfig(self.target, self.text, sizes, sampling=sampling, output=self.output, draft=draft)
 
 
 def certified(session: engine.Session, following: list[list[int]]) -> dict[str, Any]:

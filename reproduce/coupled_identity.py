@@ -7,6 +7,7 @@ tokens. Prints a table and appends one record per decoding; exit code 1 if a row
 differ at near-ties: reproduce/certify.py tells those from errors.
 """
 
+import itertools
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,23 +70,15 @@ class Flags:
         sampling = self.sampling
         if sampling.seed is None and sampling.temperature:
             sampling = replace(sampling, seed=SEED)
-        resolved = resolve_sampling(sampling)
+        resolved, mode = resolve_sampling(sampling), flag("verification")
         if not resolved.reproducible:
-            what, required = (
-                "samples of this mode depend on the drafter, by design",
-                "coupled, or greedy at temperature 0",
-            )
-            fix = f"use {flag('verification')} coupled"
-            raise ConfigError(what, flag("verification"), resolved.mode, required, fix)
-        return RunConfig(
-            target=self.target,
-            text=self.text,
-            sizes=Sizes(self.B, self.prefix_len, self.gen_len),
-            rows=Rows(num_prompts=self.num_prompts, stop_at_eos=self.stop_at_eos),
-            sampling=sampling,
-            output=self.output,
-            draft=streaming(MAX_GAMMA, max(self.budgets)),
-        )
+            what = "samples of this mode depend on the drafter, by design"
+            required = "coupled, or greedy at temperature 0"
+            raise ConfigError(what, mode, resolved.mode, required, f"use {mode} coupled")
+        sizes = Sizes(self.B, self.prefix_len, self.gen_len)
+        rows = Rows(num_prompts=self.num_prompts, stop_at_eos=self.stop_at_eos)
+        draft = streaming(MAX_GAMMA, max(self.budgets))
+        return RunConfig(self.target, self.text, sizes, rows, sampling, output=self.output, draft=draft)
 
 
 class Way(NamedTuple):
@@ -104,13 +97,11 @@ def streaming(gamma: int, budget: int) -> SelfConfig:
 def ways(n_prompts: int, n_rows: int, budgets: tuple[int, ...]) -> list[Way]:
     """What has to give the baseline's tokens. A prompt's place is also its request id."""
     given, half = list(range(n_prompts)), max(1, n_rows // 2)
-    pairs = [(gamma, budget) for gamma in (1, 3, 5) for budget in budgets]
-    drafts: dict[str, DrafterConfig] = {}
-    drafts |= {f"self, gamma {gamma}, budget {budget}": streaming(gamma, budget) for gamma, budget in pairs}
-    drafts |= {f"n-gram, gamma {gamma}": NGramConfig(gamma=gamma) for gamma in (1, 5)}
-    drafts |= {f"oracle, gamma {MAX_GAMMA}": OracleConfig(gamma=MAX_GAMMA)}
+    pairs = itertools.product((1, 3, 5), budgets)
     return [
-        *(Way(name, draft, given, n_rows) for name, draft in drafts.items()),
+        *(Way(f"self, gamma {g}, budget {budget}", streaming(g, budget), given, n_rows) for g, budget in pairs),
+        *(Way(f"n-gram, gamma {gamma}", NGramConfig(gamma=gamma), given, n_rows) for gamma in (1, 5)),
+        Way(f"oracle, gamma {MAX_GAMMA}", OracleConfig(gamma=MAX_GAMMA), given, n_rows),
         Way("rows reversed, self, gamma 3", streaming(3, budgets[-1]), given[::-1], n_rows),
         Way("rows rotated, no draft", None, given[1:] + given[:1], n_rows),
         Way(f"rows at a time: {half}, n-gram, gamma 3", NGramConfig(gamma=3), given, half),
@@ -121,7 +112,7 @@ def compared(session: engine.Session, way: Way, baseline: list[list[int]]) -> di
     """Decode so; the record of how it compares with the baseline."""
     from engine.bench.record import identical_rows, record_of, rounded, tokens_sha256
 
-    lengths = [len(prompt) for prompt in session.prompts]
+    lengths = list(map(len, session.prompts))
     session = session.variant(draft=way.draft, prompts=[session.prompts[i] for i in way.order])
     if way.n_rows != session.plan.n_rows:
         session = session.narrowed(way.n_rows, session.plan.capacity)

@@ -38,7 +38,7 @@ Turns = Iterator[tuple[list[float], list[int]]]
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Output):
     FLAGS: ClassVar[dict[str, str]] = {"gen_len": "--turns x --tokens_per_turn"}
 
     B: int = 8  # rows decoded together
@@ -47,8 +47,6 @@ class Flags:
     tokens_per_turn: int = 6  # new tokens of a row
     schemes: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()
     """also our model so quantised"""
-    output: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
-    """append the JSON record to this file"""
 
 
 class StepTimes(list[float]):
@@ -61,18 +59,10 @@ class StepTimes(list[float]):
 
 def transformers_turns(model: Any, cache: Any, prompts: list[list[int]], n_tokens: int) -> Turns:
     """Turns of `generate` over `cache`, which holds the KV of every token but the last."""
-    tokens = torch.tensor(prompts)
+    tokens, how = torch.tensor(prompts), {"max_new_tokens": n_tokens, "do_sample": False, "eos_token_id": None}
     while True:
-        times = StepTimes()
-        longer = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            past_key_values=cache,
-            max_new_tokens=n_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            stopping_criteria=[times],
-        )
+        how |= {"attention_mask": torch.ones_like(tokens), "stopping_criteria": [times := StepTimes()]}
+        longer = model.generate(tokens, past_key_values=cache, **how)
         yield [1e3 * (after - before) for before, after in pairwise(times)], longer[0, tokens.shape[1] :].tolist()
         tokens = longer
 
@@ -118,21 +108,18 @@ def main(flags: Flags) -> None:
     session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=Output(flags.output)))
     prefill_seconds = prefill(session)
     gguf = next(DEFAULT_CHECKPOINT.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=session.plan.dtype, attn_implementation="sdpa"
-    )
+    how = {"gguf_file": gguf.name, "dtype": session.plan.dtype, "attn_implementation": "sdpa"}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, **how)
     with torch.inference_mode():
         static = StaticCache(config=model.config, max_cache_len=flags.prefix_len + session.plan.gen_len + 1)
         caches = {"static cache, sdpa": static, "default cache": DynamicCache(config=model.config)}
-        how = session.prompts, flags.tokens_per_turn
-        peers = {"foretoken": foretoken_turns(session.runner, *how)}
-        peers |= {
-            f"transformers, {name}": transformers_turns(model, filled(cache, session), *how)
-            for name, cache in caches.items()
-        }
+        given = session.prompts, flags.tokens_per_turn
+        peers = {"foretoken": foretoken_turns(session.runner, *given)}
+        for name, cache in caches.items():
+            peers[f"transformers, {name}"] = transformers_turns(model, filled(cache, session), *given)
         same_weights = list(peers)
         for scheme in flags.schemes:
-            peers[f"foretoken, {scheme}"] = foretoken_turns(quantised(session, scheme), *how)
+            peers[f"foretoken, {scheme}"] = foretoken_turns(quantised(session, scheme), *given)
         seen = [{name: next(turns) for name, turns in peers.items()} for _ in range(flags.turns)]
     medians = {name: median(ms for turn in seen for ms in turn[name][0]) for name in peers}
     texts = [[turn[name][1] for turn in seen] for name in same_weights]

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,6 +45,13 @@ MEDIANS = (
 Drafts: Any = draft_flags()
 DraftDtypes = tuple[Literal["same"] | Dtype, ...]
 DraftWeights = tuple[Literal["same"] | Scheme, ...]
+# The lists that hold several values of an option.
+LISTS = {"gamma": "gammas", "draft_budget": "budgets", "draft_dtype": "draft_dtypes", "draft_weights": "weights"}
+
+
+def one_of(option: str) -> Any:
+    """Of a list without which there is the option's value alone."""
+    return arg(help_behavior_hint=f"(default: --{option})")
 
 
 @dataclass(frozen=True)
@@ -57,14 +64,6 @@ class LongSizes(Sizes):
 
 @dataclass(frozen=True)
 class Flags:
-    # The lists that hold several values of an option.
-    LISTS: ClassVar[dict[str, str]] = {
-        "gamma": "gammas",
-        "draft_budget": "budgets",
-        "draft_dtype": "draft_dtypes",
-        "draft_weights": "weights",
-    }
-
     target: Target = field(default_factory=lambda: Target(device="cpu"))
     text: Text = field(default_factory=Text)
     sizes: LongSizes = field(default_factory=LongSizes)
@@ -72,14 +71,10 @@ class Flags:
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
     draft: Drafts = field(default_factory=Drafts)
-    gammas: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --gamma)")] = None
-    """draft lengths to compare"""
-    budgets: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: --draft_budget)")] = None
-    """budgets to compare"""
-    draft_dtypes: Annotated[DraftDtypes | None, arg(help_behavior_hint="(default: --draft_dtype)")] = None
-    """draft dtypes to compare"""
-    weights: Annotated[DraftWeights | None, arg(help_behavior_hint="(default: --draft_weights)")] = None
-    """draft weights to compare"""
+    gammas: Annotated[tuple[int, ...] | None, one_of("gamma")] = None  # draft lengths to compare
+    budgets: Annotated[tuple[int, ...] | None, one_of("draft_budget")] = None  # budgets to compare
+    draft_dtypes: Annotated[DraftDtypes | None, one_of("draft_dtype")] = None  # draft dtypes to compare
+    weights: Annotated[DraftWeights | None, one_of("draft_weights")] = None  # draft weights to compare
     eager: bool = False  # also with PyTorch's own pointwise functions
     pairs: int = 5  # interleaved repetitions of every cell
 
@@ -90,7 +85,7 @@ class Flags:
         if "auto" in (given.get("gamma"), given.get("draft_budget")):
             where, fix = f"{flag('gamma')}, {flag('draft_budget')}", "compare auto with them by reproduce/gamma_cell.py"
             raise ConfigError("fixed drafts are compared here", where, "auto", "numbers", fix)
-        for option, name in self.LISTS.items():
+        for option, name in LISTS.items():
             if (several := getattr(self, name)) and option in given:
                 where, fix = f"{flag(option)} and {flag(name)}", f"leave out {flag(option)}"
                 seen = f"{given[option]} and {' '.join(map(str, several))}"
@@ -98,12 +93,8 @@ class Flags:
 
     def drafts(self) -> list[DrafterConfig]:
         """Each combination of what the lists hold, once."""
-        lists = [
-            [(option, value) for value in dict.fromkeys(getattr(self, name))]
-            for option, name in self.LISTS.items()
-            if getattr(self, name)
-        ]
-        return self.draft.variants(*map(dict, itertools.product(*lists)))
+        given = {option: dict.fromkeys(getattr(self, name)) for option, name in LISTS.items() if getattr(self, name)}
+        return self.draft.variants(*(dict(zip(given, one, strict=True)) for one in itertools.product(*given.values())))
 
 
 def summarise(records: list[dict]) -> dict:
@@ -138,14 +129,11 @@ def main(flags: Flags) -> None:
     deepest = replace(largest_draft(drafts, target, sizes), gamma=max(int(draft.gamma) for draft in drafts))
     config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
     session = engine.Session.open(config)
-    # Pointwise functions and noise, those of a run without flags first, and whether they are compiled.
-    functions = [(pointwise_beside(session.runner.model.backend), in_passes, False)]
-    functions += [(compiled(), compiled_source(), True)] if flags.target.compile else []
-    functions += [(EAGER, in_passes, False)] if flags.eager else []
-    kinds = [
-        (pointwise, source, [session.variant(draft=draft, compile=is_compiled) for draft in drafts])
-        for pointwise, source, is_compiled in functions
-    ]
+    # Pointwise functions and noise, those of a run without flags first, and a cell for each draft.
+    plain, with_compile = ([session.variant(draft=one, compile=kind) for one in drafts] for kind in (False, True))
+    kinds = [(pointwise_beside(session.runner.model.backend), in_passes, plain)]
+    kinds += [(compiled(), compiled_source(), with_compile)] if flags.target.compile else []
+    kinds += [(EAGER, in_passes, plain)] if flags.eager else []
     prefill_seconds = passes.prefill(session)
     records: dict[tuple[int, int], list[dict]] = {}
     for pair, (kind, (pointwise, source, cells)) in itertools.product(range(flags.pairs), enumerate(kinds)):

@@ -12,12 +12,13 @@ cost_model_error.py compares it with what the cost model predicts.
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -69,34 +70,30 @@ class Flags:
         }
 
 
-class Run(NamedTuple):
-    """costs: what the run chose by; None where it had nothing to choose."""
-
-    output: engine.GenerateOutput
-    costs: RunCosts | None = None
-
-
 @dataclass(frozen=True)
 class Contender:
-    """One of what is compared; without drafters, plain decoding."""
+    """One of what is compared; without drafters, plain decoding. outputs: of its runs. costs: what they chose by, where
+    there was something to choose.
+    """
 
     name: str
     session: engine.Session
     drafters: Sequence[engine.Drafter] = ()
     budget: int | str | None = None
     gamma: int | str = 0
+    outputs: list[engine.GenerateOutput] = field(default_factory=list)
+    costs: list[RunCosts] = field(default_factory=list)
 
-    def run(self) -> Run:
+    def run(self) -> None:
         from engine.bench.auto_costs import costs_of
         from engine.bench.passes import decode, make_pacing
 
-        if not self.drafters:
-            return Run(decode(self.session, self.name))
-        costs = costs_of(self.session, self.drafters, whole=True)
-        pacing = make_pacing(self.session, self.drafters, costs)
-        return Run(decode(self.session, self.name, pacing=pacing), costs)
+        costs = costs_of(self.session, self.drafters, whole=True) if self.drafters else None
+        self.costs.extend([costs] if costs else [])
+        pacing = make_pacing(self.session, self.drafters, costs) if self.drafters else None
+        self.outputs.append(decode(self.session, self.name, pacing=pacing))
 
-    def row(self, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    def row(self, plain: Sequence[engine.GenerateOutput]) -> dict[str, Any]:
         """Lists have one value a repeat, but `measured_costs`, which has one a drafter and number of rows for each.
 
         speedups: to plain decoding in the same repeat; speedup: their median.
@@ -105,12 +102,11 @@ class Contender:
         from engine.stats import total
 
         # LEAST_GEN_LEN makes every rate a number.
-        rates, plain_rates = ([tokens_per_second(run.output) for run in each] for each in (runs, plain))
-        speedups = [rate / base for rate, base in zip(rates, plain_rates, strict=True)]
-        choices = [[round_.choice for round_ in run.output.stats.rounds] for run in runs]
-        same = [identical_rows(a.output.tokens, b.output.tokens) for a, b in zip(runs, plain, strict=True)]
+        rates, plain_rates = (list(map(tokens_per_second, each)) for each in (self.outputs, plain))
+        speedups = list(map(operator.truediv, rates, plain_rates))
+        choices = [[round_.choice for round_ in output.stats.rounds] for output in self.outputs]
+        same = [identical_rows(a.tokens, b.tokens) for a, b in zip(self.outputs, plain, strict=True)]
         budgets = [[drafting_budget(self.session, choice) for choice in run] for run in choices]
-        costs = [run.costs for run in runs if run.costs]
         row = {
             "way": self.name,
             "draft_budget": self.budget,
@@ -118,12 +114,12 @@ class Contender:
             "tokens_per_second": rates,
             "speedup": median(speedups),
             "speedups": speedups,
-            "acceptance_rate": total([run.output.stats.counts for run in runs]).acceptance_rate,
+            "acceptance_rate": total([output.stats.counts for output in self.outputs]).acceptance_rate,
             "identical_rows": min(same) if self.session.sampling.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if self.gamma == AUTO else None,
             "budgets": budgets if self.budget == AUTO else None,
-            "measured_costs": [costs_record(self.session, one.by_rows) for one in costs] or None,
-            "measured_costs_seconds": [one.seconds for one in costs] or None,
+            "measured_costs": [costs_record(self.session, one.by_rows) for one in self.costs] or None,
+            "measured_costs_seconds": [one.seconds for one in self.costs] or None,
         }
         return rounded(row)
 
@@ -138,20 +134,18 @@ def main(flags: Flags) -> None:
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
     session = engine.Session.of_plan(resolve_several(config, drafts))
     prefill_seconds = passes.prefill(session)
-    contenders = [Contender("plain", session)]
+    contenders = [plain := Contender("plain", session)]
     for (name, options), draft in zip(chosen.items(), drafts, strict=True):
         own = session.variant(draft=draft)
         contenders.append(Contender(name, own, own.drafters(), options["draft_budget"], options["gamma"]))
     for one in contenders:
         passes.warm_up(one.session, one.drafters)
-    runs: dict[str, list[Run]] = {one.name: [] for one in contenders}
     for repeat in range(flags.repeats):
         for one in contenders if repeat % 2 == 0 else reversed(contenders):  # against drift
-            runs[one.name].append(one.run())
-    rows = [one.row(runs[one.name], runs["plain"]) for one in contenders]
+            one.run()
+    rows = [one.row(plain.outputs) for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    own_settings = ("gamma", "draft_budget")
-    publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=own_settings))
+    publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))
 
 
 if __name__ == "__main__":

@@ -25,25 +25,21 @@ from reproduce.sweeping.cells import Cell, grid, is_value, labels, read_grid, se
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 
 WAITING = "to run"
+Texts = UseAppendAction[tuple[str, ...]]
+UNSET = arg(help_behavior_hint="(default: none)")
 
 
 @dataclass(frozen=True)
 class Flags:
-    grid: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
-    """TOML file of sweeps, such as reproduce/grids/example.toml"""
-    script: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
-    """without --grid: the script to run, from the project's root"""
-    fixed: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = ()
-    """a flag of every cell; [1,2] for several"""
-    axis: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=V1,V2")] = ()
-    """a flag and its values; the last is fastest"""
+    grid: Annotated[str | None, UNSET] = None  # TOML file of sweeps, such as reproduce/grids/example.toml
+    script: Annotated[str | None, UNSET] = None  # without --grid: the script to run, from the project's root
+    fixed: Annotated[Texts, arg(metavar="NAME=VALUE")] = ()  # a flag of every cell; [1,2] for several
+    axis: Annotated[Texts, arg(metavar="NAME=V1,V2")] = ()  # a flag and its values; the last is fastest
     output: Annotated[str | None, arg(help_behavior_hint="(default: beside the grid's file)")] = None
     """append the rows to this file"""
-    only: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE|KEY")] = ()
-    """cells with this value, or of this key"""
+    only: Annotated[Texts, arg(metavar="NAME=VALUE|KEY")] = ()  # cells with this value, or of this key
     retry_failed: bool = False  # run cells again whose last row is a failure
-    timeout: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
-    """seconds after which a cell is ended, as a failure"""
+    timeout: Annotated[float | None, UNSET] = None  # seconds after which a cell is ended, as a failure
     list: bool = False  # show the cells and their state, and run nothing
 
 
