@@ -81,10 +81,11 @@ def busy_rows(session: engine.Session, flags: Flags) -> list[dict[str, Any]]:
     for _, (n, kind) in itertools.product(range(flags.repeats), batches):
         seen[n, kind].append(step_and_round_ms(session, n, n if kind else flags.B, flags.prefix_len))
     rows = {n: {"rows": n} for n, _ in batches}
-    for (n, row), (place, part) in itertools.product(rows.items(), enumerate(("step", "round"))):
-        ms, alone = ([each[place] for each in seen[n, kind]] for kind in ("", "_alone"))
-        row |= {f"{part}_ms": median(ms), f"{part}_ms_alone": median(alone)}
-        row[f"{part}_ratio"] = median(map(operator.truediv, ms, alone))
+    for n, row in rows.items():
+        for place, part in enumerate(("step", "round")):
+            ms, alone = ([each[place] for each in seen[n, kind]] for kind in ("", "_alone"))
+            row |= {f"{part}_ms": median(ms), f"{part}_ms_alone": median(alone)}
+            row[f"{part}_ratio"] = median(map(operator.truediv, ms, alone))
     return list(rows.values())
 
 

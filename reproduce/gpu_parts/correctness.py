@@ -1,4 +1,4 @@
-"""Part a: attention against float64, random numbers against the CPU's, replayed rounds against called ones."""
+"""Part a of reproduce/gpu.py: attention against float64, random numbers of the CPU, rounds replayed against called ones."""
 
 import itertools
 import math
