@@ -1,4 +1,4 @@
-"""Part a of reproduce/gpu.py: attention against float64, random numbers of the CPU, rounds replayed against called ones."""
+"""Part a of reproduce/gpu.py: attention against float64, random numbers, quantised layers, replayed rounds."""
 
 import itertools
 import math
