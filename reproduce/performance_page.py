@@ -45,20 +45,10 @@ GAPS += [
     Column(lambda record: f"`{record['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
     Column(lambda record: record["largest"][0]["ms_per_round"], "of it, ms", ".2f"),
 ]
-OUTCOMES = (
-    Column("cell", "check", align="<"),
-    Column("status", "outcome", lambda status: "passed" if status == "done" else "FAILED", align="<"),
-    Column("worst_error", "worst error", ".2g"),
-    Column("tolerance", "tolerance", ".2g"),
-)
-BLOCKS = (
-    Column("model", "shape of", align="<"),
-    Column("B", "rows"),
-    Column("S", "KV entries a row"),
-    Column("T", "tokens a row"),
-    Column("kv_dtype", "entries", align="<"),
-    Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV"),
-)
+OUTCOME = Column("status", "outcome", lambda status: "passed" if status == "done" else "FAILED", align="<")
+OUTCOMES = of("cell", OUTCOME, "worst_error", "tolerance")
+KV_BYTES = Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV")
+BLOCKS = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
 KERNELS = (
     Column("gpu", "GPU", align="<"),
     Column("kernel", "kernel", align="<"),

@@ -36,7 +36,7 @@ def figure(records: list[Record]) -> Figure:
         Panel(f"{target}, {context} tokens", *AXES, _series(own), is_log_x=False)
         for (target, context), own in sorted(groups.items(), key=itemgetter(0))
     ]
-    title = f"Throughput against latency ({published().system}: no published numbers recorded)"
+    title = f"Throughput against latency ({published().about['system']}: no published numbers recorded)"
     return Figure(title, panels or [Panel("nothing measured", *AXES, [], is_log_x=False)])
 
 

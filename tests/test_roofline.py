@@ -166,7 +166,7 @@ def test_more_devices_than_kv_heads_are_refused():
 def test_published_acceptance_is_what_was_published():
     by_context = {fact["prefix_len"]: fact["value"] for fact in published().acceptance}
     assert {("meta-llama/Meta-Llama-3.1-8B", "streaming", 512): by_context} == ACCEPTANCE
-    assert published().draft_budget == 512 and published().draft_policy == "streaming"
+    assert published().draft_budget == 512 and published().about["draft_policy"] == "streaming"
     assert published_acceptance("meta-llama/Meta-Llama-3.1-8B", "streaming", 512, 32768) == 0.81
     for other in (("M", "streaming", 512, 32000), (*next(iter(ACCEPTANCE)), 24000)):
         assert published_acceptance(*other) is None

@@ -1,7 +1,9 @@
 """The columns of all tables of runs, here and on the pages, and the rows that set published numbers beside them."""
 
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 from common.tables import Column, console
 from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, published, speedup, target_name
@@ -61,7 +63,15 @@ def _pointwise(record: Record) -> str:
 
 
 # Every column by the name that tables list it under: a record's field, unless it is made of several.
+FIELDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 COLUMNS = {
+    **{name: Column(name, **said) for name, said in FIELDS["known"].items()},
+    **{name: measured(name, **said) for name, said in FIELDS["measured"].items()},
+    PUBLISHED: Column(PUBLISHED, "published", published_text),
+    "speedup": measured("speedup", "speedup", speedup_text),
+    "wall_speedup": measured("wall_speedup", "to the last row", speedup_text),
+    "acceptance_per_position": Column("acceptance_per_position", "by draft position", _rates),
+    "gap_percent": measured("gap_percent", "gaps", "{:.1f}%".format),
     "target": Column(target_name, "target", align="<"),
     "draft": Column(draft_name, "draft", align="<"),
     "draft_weights": Column(lambda row: row.get("draft_weights") or row.get("draft_dtype"), "draft weights", align="<"),
@@ -73,41 +83,6 @@ COLUMNS = {
     "formula": measured(_formula_speedup, "by the formula", speedup_text),
     "plain ms per token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
     "ms per token": measured(over("round_ms", "mean_accepted_length"), "speculation, ms a token", ".1f"),
-    **{
-        column.key: column
-        for column in (
-            Column("prefix_len", "context"),
-            Column("B", "rows"),
-            Column("gamma", "gamma"),
-            Column("draft_budget", "budget"),
-            Column("draft_policy", "policy", align="<"),
-            Column("text", "text", align="<"),
-            Column(PUBLISHED, "published", published_text),
-            Column("judged", "verified positions"),
-            Column("acceptance_per_position", "by draft position", _rates),
-            measured("model", "model", align="<"),
-            measured("verification", "verification", align="<"),
-            measured("temperature", "temperature"),
-            measured("dtype", "dtype", align="<"),
-            measured("kv_dtype", "entries", align="<"),
-            measured("pairs", "pairs"),
-            measured("speedup", "speedup", speedup_text),
-            measured("wall_speedup", "to the last row", speedup_text),
-            measured("acceptance_rate", "acceptance", ".3f"),
-            measured("mean_accepted_length", "mean accepted length", ".2f"),
-            measured("distinct_4gram_fraction", "distinct 4-grams", ".2f"),
-            measured("baseline_step_ms", "plain step, ms", ".2f"),
-            measured("draft_step_ms", "draft step, ms", ".2f"),
-            measured("verify_step_ms", "verification, ms", ".2f"),
-            measured("round_ms", "round, ms", ".2f"),
-            measured("baseline_tokens_per_second", "plain, tokens/s", ".1f"),
-            measured("decode_tokens_per_second", "speculation, tokens/s", ".1f"),
-            measured("baseline_share_of_copy", "its share of the copy's bandwidth", ".0%"),
-            measured("prompt_overlap", "overlap of prompts", ".0%"),
-            measured("kernel_ms_per_round", "in kernels, ms", ".2f"),
-            measured("gap_percent", "gaps", lambda percent: f"{percent:.1f}%"),
-        )
-    },
 }
 
 

@@ -22,20 +22,14 @@ class Published:
     """The contents of published.json. A published number is the `value` of a record, whose other keys are those of a
     run's: its setting. What is null or absent there was not said, or does not matter.
 
-    speedup_tables, figure_6: speedups over plain decoding; their `origin` is the table's machine, or the figure.
-    acceptance: the share of verified positions that are accepted. ratios: a verification or a draft step (their `kind`)
-    over a step of plain decoding. checkpoint_names: what the published models are called where they are downloaded.
+    about: which system, and where that is from. speedup_tables, figure_6: speedups over plain decoding; their `origin`
+    is the table's machine, or the figure. acceptance: the share of verified positions that are accepted. ratios: a
+    verification or a draft step (their `kind`) over a step of plain decoding. checkpoint_names: what the published
+    models are called where they are downloaded.
     """
 
-    system: str
-    paper: str
-    source: str
-    dataset: str
-    tensor_parallel: int
-    draft_policy: str
+    about: dict[str, Any]
     draft_budget: int
-    formula: str
-    notes: dict[str, str]
     checkpoint_names: dict[str, list[str]]
     speedup_tables: list[Record]
     acceptance: list[Record]
@@ -54,10 +48,8 @@ class Published:
     @property
     def setting(self) -> str:
         """What all published measurements have in common, for a caption."""
-        return (
-            f"{self.system} ({self.paper}), {self.dataset}, tensor parallel over {self.tensor_parallel} GPUs, "
-            f"draft budget {self.draft_budget}"
-        )
+        common = "{system} ({paper}), {dataset}, tensor parallel over {tensor_parallel} GPUs".format_map(self.about)
+        return f"{common}, draft budget {self.draft_budget}"
 
     def alpha(self, target: str, draft: str, context: int) -> float | None:
         """The acceptance published for this context, None if there is none."""
