@@ -16,10 +16,9 @@ from common.say import dtype_name, say
 from engine.bench.config import RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
 from engine.bench.loading import load_draft, load_target
-from engine.bench.memory import used_bytes
+from engine.bench.memory import require_room, used_bytes
 from engine.bench.plan import Plan, remarks, resolve, with_draft
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_sampling
-from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
