@@ -127,7 +127,7 @@ def summarise(records: list[dict]) -> dict:
 
 def main(flags: Flags) -> None:
     from engine.bench import passes, record
-    from engine.bench.resolved import largest_draft
+    from engine.bench.plan import resolve_several
     from engine.noise import compiled_source, in_passes
     from engine.timing import PhaseTimer
     from models.pointwise import EAGER, compiled, use_pointwise
@@ -137,9 +137,8 @@ def main(flags: Flags) -> None:
     drafts, target, output = flags.drafts(), replace(flags.target, compile=False), flags.output.output
     own_length = flags.sizes.prefix_len is not None or flags.rows.prompts is not None
     sizes = flags.sizes if own_length else replace(flags.sizes, prefix_len=PREFIX_LEN)
-    deepest = replace(largest_draft(drafts, target, sizes), gamma=max(int(draft.gamma) for draft in drafts))
-    config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
-    session = engine.Session.open(config)
+    config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output)
+    session = engine.Session.of_plan(resolve_several(config, drafts, at_once="one"))
     # Pointwise functions and noise, those of a run without flags first, and whether they are compiled.
     functions = [(pointwise_beside(session.runner.model.backend), in_passes, False)]
     functions += [(compiled(), compiled_source(), True)] if flags.target.compile else []
