@@ -123,11 +123,11 @@ class Filled:
         if mode not in self.baselines:
             passes.warm_up(session)
             self.baselines[mode] = passes.decode(session, "baseline")
-        drafter, timer = session.drafter(), PhaseTimer(session.runner.device)
+        drafter = session.drafter()
         try:
             passes.warm_up(session, [drafter])
             speculative = passes.decode(session, "speculation", drafter)
-            timed = timer, passes.decode(session, "phase times", drafter, timer)
+            timed = passes.decode(session, "phase times", drafter, PhaseTimer(session.runner.device))
         finally:
             session.runner.drop_graphs()
         made = passes.Passes(self.prefill_seconds, self.baselines[mode], speculative, timed)
