@@ -17,6 +17,3 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
     except UserError as error:
         tell(f"error: {error.told(flags or {})}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        tell("interrupted")
-        sys.exit(130)

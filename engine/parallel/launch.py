@@ -45,10 +45,6 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
     except UserError as error:
         _tell_user_error(error, error.told(flags or {}))
         code = USER_ERROR_CODE
-    except KeyboardInterrupt:
-        if is_leader():
-            tell("\ninterrupted")
-        sys.exit(130)
     except Exception as error:
         of_ranks = isinstance(error, RuntimeError) and (dist.is_initialized() or isinstance(error, dist.DistError))
         if not of_ranks or not LOST_RANK.search(str(error)):

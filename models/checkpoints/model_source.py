@@ -90,10 +90,8 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
             check_files(folder, (weights.name, CONFIG), sizes_only=True)
         if not zipfile.is_zipfile(weights):
             seen = "no zip archive, or not to its end" if weights.is_file() else "no such file"
-            fix, required = (
-                f"run: python {CONVERT} --force --checkpoint_dir {folder}",
-                f"a {WEIGHTS} written by {CONVERT}",
-            )
+            fix = f"run: python {CONVERT} --force --checkpoint_dir {folder}"
+            required = f"a {WEIGHTS} written by {CONVERT}"
             raise CheckpointError("the weights cannot be read", weights, seen, required, fix)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify)
