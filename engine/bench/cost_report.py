@@ -127,7 +127,7 @@ def open_largest(flags: CostFlags) -> Session:
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
     """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps."""
-    drafts, gammas, sampling = flags.configs(), flags.sorted("gammas"), session.sampling
+    drafts, gammas = flags.configs(), flags.sorted("gammas")
     of_budget = {budget: config for (_, budget), config in drafts.items()}
     budgets = sorted(of_budget, reverse=True)
 
@@ -136,8 +136,8 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
         prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
         fill_with_noise(narrow.runner, prompts)
         drafters = [narrow.drafter(of_budget[budget]) for budget in budgets]
-        how: dict[str, Any] = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode}
-        costs = dict(zip(budgets, measure_costs(narrow.runner, drafters, prompts, gammas=gammas, **how), strict=True))
+        how = narrow.how | {"max_new_tokens": ROOM, "gammas": gammas}
+        costs = dict(zip(budgets, measure_costs(narrow.runner, drafters, prompts, **how), strict=True))
         return [costs[budget] for _, budget in drafts]
 
     sizes = list(itertools.product(flags.sorted("batches"), flags.sorted("contexts")))

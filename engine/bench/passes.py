@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.bench.auto_costs import RunCosts, costs_of, how_measured
+from engine.bench.auto_costs import RunCosts, costs_of
 from engine.bench.progress import DecodeProgress, progress_bar
 from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
@@ -97,7 +97,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     gamma = max(choice.gamma for choice in choices)
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         prompts = session.prompts[:n_rows]
-        Rehearsal(runner, drafters, prompts, gamma=gamma, **how_measured(session)).run(choices, WARM_UP_ROUNDS)
+        Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, WARM_UP_ROUNDS)
 
 
 @torch.inference_mode()
