@@ -103,8 +103,7 @@ def costs_of_busy(session: engine.Session, n_busy: int, prefix_len: int, gamma: 
 
     prompts = [[(row + i) % session.runner.vocab_size for i in range(prefix_len)] for row in range(n_busy)]
     fill_with_noise(session.runner, prompts)
-    sampling = session.sampling
-    how = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode, "seconds": SECONDS}
+    how = session.how | {"max_new_tokens": ROOM, "seconds": SECONDS}
     return measure_costs(session.runner, [session.drafter()], prompts, gammas=[gamma], **how)[0]
 
 

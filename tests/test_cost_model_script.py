@@ -9,7 +9,7 @@ import sys
 import pytest
 from programs import COST_MODEL, ROOT, python
 
-from common.pipes import UNREAD_CODE
+from common.exit import UNREAD_CODE
 
 GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import RankError, UserError, flag
-from common.pipes import readers_may_leave, tell
+from common.exit import readers_may_leave, tell
 from common.process import is_leader, own_rank, world_size
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
