@@ -17,11 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+import numpy as np
+
 from common import cli
 from common.checkout import ROOT
 from common.tables import markdown
 from engine.bench.config import AUTO
-from engine.bench.cost_tables import cost_columns, cost_rows
+from engine.bench.cost_tables import cost_columns
 from reproduce import cost_model_error, roofline_error
 from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, read, require_folder, source, table
 from reproduce.pages.published_tables import Records, measured_speedup, published_section
@@ -107,7 +109,7 @@ def cost_model_section(records: Sequence[Record], figures: Path) -> str:
         return absent("The cost model", COST_MODEL)
     compared = cost_model_error.comparisons(records)
     grids = [cost_model_error.grid_of(record) for record in records if record["benchmark"] == "cost_model"]
-    costs = "".join(f"{markdown(cost_rows(grid), cost_columns(grid))}\n\n" for grid in grids)
+    costs = "".join(f"{markdown(np.ndindex(grid.plain.shape), cost_columns(grid))}\n\n" for grid in grids)
     return (
         "Predicted by `engine.cost_model` from costs over random entries, measured on a grid in a process of "
         "its own, with the acceptance of the run that it is compared with; rows and contexts off that grid are "

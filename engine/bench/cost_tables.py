@@ -86,13 +86,10 @@ def _draft_name(policy: object, budget: object) -> str:
     return f"{policy} {budget}"
 
 
-def cost_rows(grid: CostGrid) -> list[tuple[int, ...]]:
-    """What `cost_columns` make rows of: the indices of each batch and context."""
-    return list(np.ndindex(grid.plain.shape))
-
-
 def cost_columns(grid: CostGrid) -> list[Column]:
-    """Milliseconds of plain steps, and verifications and draft steps as shares of them."""
+    """Milliseconds of plain steps, and verifications and draft steps as shares of them, by the indices of a batch and a
+    context.
+    """
 
     def share(costs: np.ndarray, place: int, head: str) -> Column:
         return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
@@ -108,7 +105,8 @@ def cost_columns(grid: CostGrid) -> list[Column]:
 
 
 def cost_table(grid: CostGrid) -> str:
-    return f"costs; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
+    table = console(np.ndindex(grid.plain.shape), cost_columns(grid))
+    return f"costs; verification and draft step in plain steps\n{table}"
 
 
 def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:

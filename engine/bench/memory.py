@@ -12,6 +12,7 @@ from common.process import local_world_size
 from engine.bench.plan import Plan
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
+from kv_cache import FullKVCache
 from kv_cache.entries import largest
 from models import ModelConfig
 from models.packed_linear import can_pack
@@ -89,9 +90,7 @@ class Footprint:
     @property
     def kv_per_token(self) -> int:
         """Bytes of all layers, with the scale that every 8-bit key and value has."""
-        dtype = self.kv_dtype or self.dtype
-        scales = 2 * self.config.n_layer * self.config.n_kv_head * 4 if dtype in largest() else 0
-        return self.config.kv_bytes_per_token(dtype.itemsize) + scales
+        return FullKVCache(self.config, 1, 1, "meta", self.kv_dtype or self.dtype).n_bytes
 
     @property
     def largest_dequantized_layer(self) -> int:
