@@ -17,8 +17,7 @@ UNREAD_CODE = 141
 
 def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
     """Run a program's `main`; a `UserError` becomes one message on stderr, with `flags` for names of fields that are
-    not the program's, and exit code 2.
-    """
+    not the program's, and exit code 2."""
     try:
         with readers_may_leave():
             main()
@@ -31,8 +30,7 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
 def readers_may_leave() -> Iterator[None]:
     """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE, unless it had
     chosen another exit code; a pipe of its own that breaks is an error like any other. What stdout's encoding does not
-    have is escaped, as on stderr; what stderr has no room for is dropped: no progress bar is worth a run.
-    """
+    have is escaped, as on stderr; what stderr has no room for is dropped: no progress bar is worth a run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -87,8 +85,7 @@ def _flush(fd: int) -> None:
 
 def _let_go(fd: int) -> bool:
     """Write out what is buffered; whether the reader has left. Then, or where nothing can be written for another
-    reason, the rest goes nowhere: Python flushes once more when it ends, and would complain and exit with 120.
-    """
+    reason, the rest goes nowhere: Python flushes once more when it ends, and would complain and exit with 120."""
     try:
         _flush(fd)
         _require_reader(fd)

@@ -117,8 +117,7 @@ def publish_tables(
 
 def open_largest(flags: CostFlags) -> Session:
     """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
-    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError.
-    """
+    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError."""
     rows = flags.batches if flags.alpha is not None else (*flags.batches, flags.n_acceptance_rows)
     sizes = Sizes(max(rows), max(flags.contexts), max(ROOM, flags.n_acceptance_tokens))
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
@@ -191,8 +190,7 @@ def stored_draft(target: Stored, flags: CostFlags) -> Stored:
 
 def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
     """The given one of every draft; else what was published, of the drafts that it was published for. Errors:
-    ConfigError where that is none.
-    """
+    ConfigError where that is none."""
     contexts = flags.sorted("contexts")
     rates: dict[Draft, list[Any]] = {
         draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]

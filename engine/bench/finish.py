@@ -31,8 +31,7 @@ WORTH_SAYING = 0.05
 
 def finish(benchmark: str, session: Session, passes: Passes) -> None:
     """Print the texts asked for, the table, and last the record; append it to --output. One rank does. Errors:
-    ConfigError if either failed, or what the run put off.
-    """
+    ConfigError if either failed, or what the run put off."""
     record = make_record(benchmark, session, passes)
     own = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
     lengths, ends = zip(*chain.from_iterable(session.of_replicas(own)), strict=True)

@@ -28,8 +28,7 @@ def load_draft(
     draft_ranks: ModelRanks | None,
 ) -> None:
     """Add what drafts to the `models`, unless one has its form: a model of its own, the target's weights in another
-    form, or some of its layers. Nothing where it is the target itself, or no model, or this rank has no part of it.
-    """
+    form, or some of its layers. Nothing where it is the target itself, or no model, or this rank has no part of it."""
     draft = plan.draft
     if draft is None or draft.dtype is None or draft.form in models:
         return

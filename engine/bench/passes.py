@@ -28,8 +28,7 @@ WARM_UP_ROUNDS = 3
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
     """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: of a
-    `PhaseTimer`, the seconds of each round's, by their name.
-    """
+    `PhaseTimer`, the seconds of each round's, by their name."""
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]

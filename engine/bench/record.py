@@ -78,8 +78,7 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
     """The JSON record of a run, which every rank has to ask for. What was not measured is null; random weights measure
-    no acceptance.
-    """
+    no acceptance."""
     config, stats = session.config, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
@@ -133,8 +132,7 @@ def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
     """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
-    then what was measured.
-    """
+    then what was measured."""
     plan = session.plan
     shared = {
         "benchmark": benchmark,
@@ -174,8 +172,7 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
     """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its KV entries a
-    row if it has a cache.
-    """
+    row if it has a cache."""
     return [
         {
             "rows": n_rows,
