@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.bench.config import RankOptions, RunConfig, Target
+from engine.bench.config import RankOptions, RunConfig, Sizes, Target
 from engine.bench.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
@@ -27,13 +27,14 @@ from engine.bench.memory import (
     plan_memory,
     require_memory,
 )
+from engine.bench.plan import resolve_several
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
 from engine.cost_model.rehearsal import Rehearsal
 from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
@@ -259,6 +260,18 @@ def test_selecting_entries_is_planned_for() -> None:
     needed, with_prompt = (plan_of(TINY, footprint=draft).fixed["activations"] - plain for draft in (of_target, own))
     assert needed >= 2 * scores + keys
     assert with_prompt == needed + FullKVCache(TINY, 1, CAPACITY).n_bytes
+
+
+def test_of_several_drafts_there_is_room_for_as_many_as_are_held_at_once() -> None:
+    policies = (Streaming(40), Full(), Streaming(16), Streaming(40))
+    drafts = [SelfConfig(gamma=gamma, policy=policy) for gamma, policy in zip((2, 1, 3, 1), policies, strict=True)]
+    config = RunConfig(Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy"), sizes=Sizes(2, 200, 8))
+    of_all, of_budgets, of_one = (
+        resolve_several(config, drafts, at_once).draft for at_once in ("all", "one of each budget", "one")
+    )
+    assert of_all.capacities == (210, 40, 40, 16) and of_budgets.capacities == (210, 40, 16)
+    assert of_one.capacities == (210,) and not of_one.automatic
+    assert of_all.gamma == of_budgets.gamma == of_one.gamma == 3
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
