@@ -56,8 +56,7 @@ def _is_stdout(path: str) -> bool:
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
     """Append one JSON line and force it to disk. What is there stays: behind a last line that a killed run left
-    unfinished, a new one begins. Errors: ConfigError, whatever the system's reason.
-    """
+    unfinished, a new one begins. Errors: ConfigError, whatever the system's reason."""
     if path is None:
         return
     try:

@@ -8,8 +8,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Column:
     """One column of a table. key: an entry of the row, which is a mapping then, or a function of the row. format: as of
-    `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers.
-    """
+    `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers."""
 
     key: str | Callable[[Any], object]
     head: str

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
     """Of each row's block, how many draft positions were verified: the accepted ones and the first rejected one, also
-    where the drafter had nothing to propose for it: what rounds yield counts, whoever is to blame.
-    """
+    where the drafter had nothing to propose for it: what rounds yield counts, whoever is to blame."""
     return [min(n_accepted + 1, gamma) for n_accepted in accepted]
 
 

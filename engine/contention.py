@@ -26,27 +26,23 @@ WAKING = 0.0005
 @dataclass(frozen=True)
 class Usage:
     """Seconds of a while, by the clock; and processor seconds: those that this process had, those that each of its
-    threads was ready for and did not get, in so many turns (none: the system does not tell), and those that the
+    threads was ready for and did not get, but for being woken (none: the system does not tell), and those that the
     hypervisor gave to others."""
 
     threads: int
     seconds: float
     had: float
-    waits: dict[str, tuple[float, int]]
+    waits: dict[str, float]
     stolen: float
 
     @property
     def waiting(self) -> float | None:
-        """Threads that waited at a time, on average, but for being woken."""
-        waited = sum(seconds - WAKING * turns for seconds, turns in self.waits.values())
-        return max(0.0, waited) / self.seconds if self.waits else None
+        """Threads that waited at a time, on average."""
+        return max(0.0, sum(self.waits.values())) / self.seconds if self.waits else None
 
     def since(self, before: Usage) -> Usage:
         """Of the threads that are still there."""
-        waits = {}
-        for name, (waited, n_turn) in self.waits.items():
-            earlier, n_earlier = before.waits.get(name, (0.0, 0))
-            waits[name] = waited - earlier, n_turn - n_earlier
+        waits = {name: waited - before.waits.get(name, 0.0) for name, waited in self.waits.items()}
         seconds, had, stolen = self.seconds - before.seconds, self.had - before.had, self.stolen - before.stolen
         return Usage(self.threads, seconds, had, waits, stolen)
 
@@ -57,13 +53,13 @@ def usage_so_far() -> Usage:
     return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), _waits(), stolen)
 
 
-def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, tuple[float, int]]:
-    """Seconds and turns that Linux counts of every thread: other work, a shared processor, or a quota's end."""
+def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, float]:
+    """Seconds that Linux counts of every thread: other work, a shared processor, or a quota's end."""
     waits = {}
     for thread in threads.glob("*/schedstat"):
         with suppress(OSError, ValueError):  # a thread that has just ended
             _, waited, n_turn = map(int, thread.read_text().split())
-            waits[thread.parent.name] = waited / 1e9, n_turn
+            waits[thread.parent.name] = waited / 1e9 - WAKING * n_turn
     return waits
 
 

@@ -116,11 +116,8 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
     sampled = [row.temperature for row in params if not row.greedy]
     if mode == "greedy" and sampled:
         what, seen = "greedy verification cannot verify samples", f"greedy at temperature {sampled[0]}"
-        where, fix = (
-            f"{where} and temperature ({flag('temperature')})",
-            "use temperature 0, or the rejection or coupled",
-        )
-        raise ConfigError(what, where, seen, "temperature 0", f"{fix} mode")
+        where, fix = f"{where} and temperature ({flag('temperature')})", "or the rejection or coupled mode"
+        raise ConfigError(what, where, seen, "temperature 0", f"use temperature 0, {fix}")
     return mode if mode != "auto" else "rejection" if sampled else "greedy"
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,10 +28,3 @@ class PhaseTimer:
         yield
         synchronize(self._device)
         self.seconds[name].append(time.perf_counter() - started)
-
-    def join(self, each: Sequence[Mapping[str, Sequence[float]]]) -> None:
-        """Take the seconds of several processes, one after another, in place of its own."""
-        self.seconds = defaultdict(list)
-        for seconds in each:
-            for name, more in seconds.items():
-                self.seconds[name] += more

@@ -87,15 +87,13 @@ class Flags:
 
 def main(flags: Flags) -> None:
     from engine.bench import passes, record
-    from engine.bench.plan import resolve
-    from engine.bench.resolved import largest_draft
+    from engine.bench.plan import resolve_several
 
     flags.check()
     drafts = flags.drafts()
-    # All are checked before anything is loaded, and there is room for the one that needs most.
-    most = largest_draft(drafts, flags.target, flags.sizes)
-    config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output, draft=most)
-    session = engine.Session.of_plan(resolve(config), n_continued=flags.sizes.gen_len)
+    config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
+    plan = resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
+    session = engine.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
     prefill_seconds = passes.prefill(session)
     rows = []
     for draft, text in itertools.product(drafts, flags.texts):

@@ -94,11 +94,11 @@ def step_and_round_ms(session: engine.Session, n_busy: int, n_rows: int, prefix_
     from engine.bench.dummy_prefill import fill_with_noise
     from engine.cost_model.measure import measure_costs
 
-    gamma, sampling = session.draft.gamma, session.sampling
+    gamma = session.draft.gamma
     own = session.narrowed(n_rows, prefix_len + ROOM + gamma + 1)
     prompts = [[(row + i) % own.runner.vocab_size for i in range(prefix_len)] for row in range(n_busy)]
     fill_with_noise(own.runner, prompts)
-    how = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode, "seconds": SECONDS}
+    how = own.how | {"max_new_tokens": ROOM, "seconds": SECONDS}
     (costs,) = measure_costs(own.runner, [own.drafter()], prompts, gammas=[gamma], **how)
     return costs.plain_ms, costs.round_ms(gamma)
 

@@ -116,7 +116,7 @@ def summarise(records: list[dict]) -> dict:
 
 def main(flags: Flags) -> None:
     from engine.bench import passes, record
-    from engine.bench.resolved import largest_draft
+    from engine.bench.plan import resolve_several
     from engine.noise import compiled_source, in_passes
     from engine.timing import PhaseTimer
     from models.pointwise import EAGER, compiled, use_pointwise
@@ -126,9 +126,8 @@ def main(flags: Flags) -> None:
     drafts, target, output = flags.drafts(), replace(flags.target, compile=False), flags.output.output
     own_length = flags.sizes.prefix_len is not None or flags.rows.prompts is not None
     sizes = flags.sizes if own_length else replace(flags.sizes, prefix_len=PREFIX_LEN)
-    deepest = replace(largest_draft(drafts, target, sizes), gamma=max(int(draft.gamma) for draft in drafts))
-    config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output, draft=deepest)
-    session = engine.Session.open(config)
+    config = RunConfig(target, flags.text, sizes, flags.rows, flags.sampling, output=flags.output)
+    session = engine.Session.of_plan(resolve_several(config, drafts, at_once="one"))
     # Pointwise functions and noise, those of a run without flags first, and a cell for each draft.
     plain, with_compile = ([session.variant(draft=one, compile=kind) for one in drafts] for kind in (False, True))
     kinds = [(pointwise_beside(session.runner.model.backend), in_passes, plain)]
@@ -147,10 +146,9 @@ def main(flags: Flags) -> None:
             drafter = cell.drafter(texts=baseline.tokens)
             if pair == 0:
                 passes.warm_up(cell, [drafter])
-            timer = PhaseTimer(cell.runner.device)
-            speculative = passes.decode(cell, f"gamma {drafter.gamma}", drafter, timer)
+            speculative = passes.decode(cell, f"gamma {drafter.gamma}", drafter, PhaseTimer(cell.runner.device))
             # On a CPU a phase needs no synchronisation, so timing it costs nothing.
-            made = passes.Passes(prefill_seconds, baseline, speculative, (timer, speculative))
+            made = passes.Passes(prefill_seconds, baseline, speculative, speculative)
             measured = record.make_record("cpu_selfspec", cell, made)
             records.setdefault((index, kind), []).append(measured)
             append_or_put_off(output, measured, session.put_off)

@@ -18,11 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
+import numpy as np
+
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
 from engine.bench.config import AUTO
-from engine.bench.cost_tables import cost_columns, cost_rows
+from engine.bench.cost_tables import cost_columns
 from reproduce import cost_model_error, roofline_error
 from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, filled, read, require_folder, source, table
 from reproduce.pages.published_tables import Records, measured_speedup, published_tables
@@ -101,7 +103,7 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
     grids = [cost_model_error.grid_of(record) for record in records if record["benchmark"] == "cost_model"]
     return {
         "cost_error": cost_model_error.error_summary(compared).capitalize(),
-        "cost_grids": "\n\n".join(markdown(cost_rows(grid), cost_columns(grid)) for grid in grids) or NONE,
+        "cost_grids": "\n\n".join(markdown(np.ndindex(grid.plain.shape), cost_columns(grid)) for grid in grids) or NONE,
         "cost_errors": markdown(compared, cost_model_error.ERRORS) if compared else NONE,
         "modes": "".join(mode_section(mode, records) for mode in auto_against_fixed.MODES),
         "cost_source": source(records) if records else absent("The cost model", COST_MODEL),

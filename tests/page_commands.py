@@ -196,9 +196,10 @@ class Planner:
         """A published model runs on GPUs, where there are any; the built-in one on a CPU."""
         n_gpus = (n_local if self.n_gpus is None else self.n_gpus) if is_published(flags) else 0
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": n_nodes * n_local, "LOCAL_WORLD_SIZE": n_local}
+        n_bytes = self.gpu_bytes if n_gpus else self.cpu_bytes // n_local
         replaced = {
             "engine.bench.plan.check_compiler": lambda device: None,
-            "engine.bench.room.available_bytes": lambda device: self.gpu_bytes if n_gpus else self.cpu_bytes,
+            "engine.bench.memory.available_bytes": lambda device: n_bytes,
             "engine.bench.session._join_ranks": _reach,
             "reproduce.paper.reproduction.DEFAULT_DRAFT": self.folder / "checkpoints/SmolLM2-draft/model.pth",
             "reproduce.paper.reproduction.run_cells": _reach,

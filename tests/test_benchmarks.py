@@ -221,7 +221,7 @@ def test_logits_that_are_no_numbers_are_an_error(
 
 def test_the_batch_that_the_refusal_names_fits(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 10 MB free; the next larger batch is refused again."""
-    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 10_000_000)
 
     def refused(n_rows: int) -> str:
         return call(SELFSPEC, f"{SIZES} {DRAFT} --B {n_rows}").refusal
@@ -257,7 +257,7 @@ def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dt
 def test_entries_that_attention_cannot_read_take_memory(
     call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, flags: str, select: Callable, of_all_rows: bool
 ) -> None:
-    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 10_000_000)
     monkeypatch.setattr("engine.bench.plan.select_backend", select)
     policy = f"--gamma {GAMMA}" if "full" in flags else DRAFT
     script, given = (LONGSPEC, f"{flags} {checkpoint}") if flags.endswith("--target") else (SELFSPEC, flags)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine import contention as module
-from engine.contention import LEAST_SECONDS, QUIET, Usage, contention, usage_so_far
+from engine.contention import LEAST_SECONDS, QUIET, WAKING, Usage, contention, usage_so_far
 
-CALM = Usage(threads=2, seconds=10.0, had=19.0, waits={"7": (0.3, 10)}, stolen=0.1)
+CALM = Usage(threads=2, seconds=10.0, had=19.0, waits={"7": 0.3}, stolen=0.1)
 
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
@@ -32,8 +32,9 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     count("8", 4 * 10**9, 50)
     count("9", 10**9, 960)
     between = usage_so_far().since(before)
-    waits = {"7": (0.0, 0), "8": (2.0, 40), "9": (1.0, 960)}
-    assert between == Usage(threads=2, seconds=10.0, had=16.0, waits=waits, stolen=1.0)
+    waits = {"7": 0.0, "8": 2.0 - 40 * WAKING, "9": 1.0 - 960 * WAKING}
+    assert between.waits == pytest.approx(waits)
+    assert replace(between, waits={}) == Usage(threads=2, seconds=10.0, had=16.0, waits={}, stolen=1.0)
     expected = {"cpu_share": 0.8, "threads_waiting": 0.25, "stolen_processors": 0.1, "contended": True}
     assert contention([between]) == pytest.approx(expected)
 
@@ -49,30 +50,30 @@ def test_a_system_without_such_counters_gives_no_verdict(monkeypatch, tmp_path):
     assert contention([CALM, replace(CALM, waits={})])["contended"] is None
 
 
-@pytest.mark.parametrize("what", [{"waits": {"7": (10 * QUIET + 1, 10)}}, {"stolen": 10 * QUIET + 1}])
+@pytest.mark.parametrize("what", [{"waits": {"7": 10 * QUIET + 1}}, {"stolen": 10 * QUIET + 1}])
 def test_threads_that_waited_and_processors_that_were_stolen_are_other_work(what):
     assert contention([CALM])["contended"] is False
     assert contention([replace(CALM, **what)])["contended"] is True
 
 
 def test_ranks_that_wake_each_other_all_the_time_are_not_other_work():
-    woken = replace(CALM, waits={"7": (3.4, 48_000)})
+    woken = replace(CALM, waits={"7": 3.4 - 48_000 * WAKING})
     assert contention([woken])["contended"] is False and contention([woken])["threads_waiting"] == 0
-    assert contention([replace(CALM, waits={"7": (3.4, 1000)})])["contended"] is True
+    assert contention([replace(CALM, waits={"7": 3.4 - 1000 * WAKING})])["contended"] is True
 
 
 def test_no_verdict_on_a_short_pass():
-    short = replace(CALM, seconds=0.9 * LEAST_SECONDS, waits={"7": (5.0, 10)})
+    short = replace(CALM, seconds=0.9 * LEAST_SECONDS, waits={"7": 5.0})
     assert contention([short])["contended"] is None and contention([short])["threads_waiting"] > 2
 
 
 def test_the_rank_that_was_worst_off_counts():
-    seen = contention([CALM, replace(CALM, had=12.0, waits={"7": (8.0, 10)}), replace(CALM, stolen=1.0)])
+    seen = contention([CALM, replace(CALM, had=12.0, waits={"7": 8.0}), replace(CALM, stolen=1.0)])
     expected = {"cpu_share": 0.6, "threads_waiting": 0.8, "stolen_processors": 0.1, "contended": True}
     assert seen == pytest.approx(expected, rel=0.01)
 
 
 def test_a_thread_that_ends_takes_only_its_own_waiting_along():
-    before = replace(CALM, seconds=0.0, waits={"7": (0.1, 10), "8": (0.2, 22_000)})
-    between = replace(CALM, waits={"7": (0.3, 20)}).since(before)
-    assert between.waits == {"7": (pytest.approx(0.2), 10)} and contention([between])["contended"] is False
+    before = replace(CALM, seconds=0.0, waits={"7": 0.1, "8": 0.2 - 22_000 * WAKING})
+    between = replace(CALM, waits={"7": 0.3}).since(before)
+    assert between.waits == {"7": pytest.approx(0.2)} and contention([between])["contended"] is False

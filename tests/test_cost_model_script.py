@@ -9,7 +9,7 @@ import sys
 import pytest
 from programs import COST_MODEL, ROOT, python
 
-from common.pipes import UNREAD_CODE
+from common.exit import UNREAD_CODE
 
 GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
 
@@ -46,7 +46,7 @@ def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call
     "flags", ["--batches 5000 --alpha 0.5", "--batches 1 5000", "--batches 1 --acceptance_rows 5000"]
 )
 def test_the_cost_model_names_the_rows_that_do_not_fit_into_memory(call, monkeypatch, flags):
-    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 20_000_000)
     refusal = call(COST_MODEL, f"{GRID} {flags}").refusal
     assert re.search(r"use --batches \(or --acceptance_rows\) \d+, the largest batch that fits", refusal), refusal
     assert not re.search(r"--(?:B|prefix_len|gamma|draft_policy|draft_budget|streamingllm_budget)\b", refusal)

@@ -16,7 +16,7 @@ from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
 
-def look_up(text: list[int], gamma: int, max_ngram: int, min_ngram: int) -> list[int]:
+def look_up(text: list[int], gamma: int, max_ngram: int) -> list[int]:
     """The rule in plain words: longest match first, then most tokens behind it up to gamma, then the latest."""
     last, best = len(text) - 1, None
     for place in range(last):
@@ -24,7 +24,7 @@ def look_up(text: list[int], gamma: int, max_ngram: int, min_ngram: int) -> list
         while matched < min(max_ngram, place + 1) and text[place - matched] == text[last - matched]:
             matched += 1
         available = min(gamma, last - place)
-        if matched >= min_ngram and (best is None or (matched, available, place) > best):
+        if matched and (best is None or (matched, available, place) > best):
             best = matched, available, place
     return [] if best is None else text[best[2] + 1 : best[2] + 1 + best[1]]
 
@@ -35,15 +35,14 @@ def test_the_lookup_follows_its_rule_in_ragged_rows():
     for _ in range(300):
         rows = [[rng.randrange(rng.choice([2, 5, 50])) for _ in range(rng.randint(1, 25))] for _ in range(4)]
         gamma, max_ngram = rng.randint(0, 5), rng.choice([1, 2, 3, 4, 30])
-        min_ngram = rng.randint(1, max_ngram)
         # What lies behind a row's last token is left over from another text and must not be looked at.
         text = torch.tensor([row + [rng.randrange(5) for _ in range(32 - len(row))] for row in rows])
         lengths = torch.tensor([len(row) - 1 for row in rows])
         # A text may be shorter than the longest match that is looked for.
         width = max(map(len, rows)) + rng.choice([0, 7])
-        place, n_tokens = find_ngram(text[:, :width], lengths, gamma, max_ngram, min_ngram)
+        place, n_tokens = find_ngram(text[:, :width], lengths, gamma, max_ngram)
         for row, at, n in zip(rows, place.tolist(), n_tokens.tolist(), strict=True):
-            assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram, min_ngram)
+            assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram)
             n_drafted.add(n)
     assert n_drafted == set(range(6))
 
@@ -73,7 +72,7 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
                 n_idle += 1  # it fills the place of a row that ended
                 continue
             n = int(drafts.lengths[row])
-            assert drafts.tokens[row, :n].tolist() == look_up(known, 4, 3, 1)
+            assert drafts.tokens[row, :n].tolist() == look_up(known, 4, 3)
             ragged.add(n)
     assert 0 in ragged and len(ragged) > 2
     n_busy = sum(round_.busy for round_ in out.stats.rounds if round_.choice.gamma)
@@ -103,9 +102,8 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
 def test_drafters_refuse_what_cannot_work():
     model = tiny_model()
     runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
-    for lengths in ((0, 3), (3, 2)):
-        with pytest.raises(ConfigError, match="n-gram lengths"):
-            NGram(runner, 3, max_ngram=lengths[1], min_ngram=lengths[0])
+    with pytest.raises(ConfigError, match="max_ngram is too small"):
+        NGram(runner, 3, max_ngram=0)
     for build in (lambda gamma: NGram(runner, gamma), lambda gamma: SavedText(runner, {}, gamma)):
         with pytest.raises(ConfigError, match="gamma is too small"):
             build(-1)

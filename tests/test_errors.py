@@ -8,7 +8,7 @@ from textwrap import indent
 import pytest
 
 from common.checkout import ROOT
-from common.pipes import readers_may_leave
+from common.exit import readers_may_leave
 
 ALONE = "from common.exit import exit_on_user_error as run"
 ON_RANKS = "from engine.parallel.launch import run_on_ranks as run"

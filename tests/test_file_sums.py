@@ -95,12 +95,12 @@ def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
     target = Target(model=str(folder), device="cpu")
     sizes = Sizes(B=2, prefix_len=8, gen_len=4)
     load_model(folder)
-    resolve(RunConfig(target, sizes=sizes)).target.load("cpu", torch.float32, "auto")
+    resolve(RunConfig(target, sizes=sizes)).target.load()
     with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
         load_model(folder, verify=True)
     target = resolve(RunConfig(replace(target, verify=True), sizes=sizes)).target
     with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
-        target.load("cpu", torch.float32, "auto")
+        target.load()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

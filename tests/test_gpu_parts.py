@@ -11,8 +11,7 @@ from tiny import random_prompts, tiny_model
 
 from common.errors import OutOfMemoryError
 from engine.bench.config import Sizes
-from engine.bench.memory import GIB
-from engine.bench.room import require_room
+from engine.bench.memory import GIB, require_room
 from engine.bench.session import Session
 from engine.noise import in_passes
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
@@ -150,10 +149,10 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
         raise Planned
 
     monkeypatch.setattr(Session, "of_plan", never_opened)
-    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 78 * GIB)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 78 * GIB)
     for module in ("plan", "resolved"):
         monkeypatch.setattr(f"engine.bench.{module}.resolve_device", lambda name: "cuda")
-    monkeypatch.setattr("engine.bench.room._dequantizes", lambda *arguments: None)
+    monkeypatch.setattr("engine.bench.memory._dequantizes", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(speculation, "copy_bandwidth", lambda options: 1.0)
     monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
@@ -175,12 +174,12 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
         return speculation.dummy_session(CPU, speculation.TINY, Sizes(2, 64, 8), draft=speculation.self_draft(3, 32))
 
     planned_bytes = speculation.size_record(opened())["planned_bytes"]
-    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: planned_bytes - 1)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: planned_bytes - 1)
     fitting = opened()
     assert fitting.runner.max_batch == len(fitting.prompts) == 1
     record = speculation.size_record(fitting)
     assert (record["B"], record["asked_B"]) == (1, 2) and record["planned_bytes"] < planned_bytes
-    monkeypatch.setattr("engine.bench.room.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 1000)
     with pytest.raises(OutOfMemoryError, match="a batch of 2"):
         opened()
 

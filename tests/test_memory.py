@@ -16,29 +16,31 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.bench.config import RunConfig, Target
+from engine.bench.config import RankOptions, RunConfig, Sizes, Target
 from engine.bench.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
     Footprint,
     MemoryPlan,
     available_bytes,
+    captured_rows,
     plan_memory,
     require_memory,
 )
+from engine.bench.plan import resolve_several
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
-from engine.bench.room import captured_rows
 from engine.cost_model.rehearsal import Rehearsal
 from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
 
 CAPACITY, BUDGET, BLOCK = 96, 20, 4
+GREEDY = ResolvedSampling(SamplingParams(), "greedy")
 CONFIGS = {
     "untied": TINY,
     "tied": replace(TINY, tie_embeddings=True),
@@ -52,11 +54,18 @@ def self_draft(config: ModelConfig, dtype: torch.dtype = torch.float32, **change
     return Footprint(config, dtype, (BUDGET,), **{"shares_weights": True, "prefills": False} | changes)
 
 
-def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> MemoryPlan:
-    """Of that target; changes: of its footprint, or of the run."""
+def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, /, **changes: Any) -> MemoryPlan:
+    """Of that target, and of a self-draft unless another is given; changes: of its footprint, or of the run."""
     stored = {name: changes.pop(name) for name in ("quantize", "kv_dtype", "dequantizes") if name in changes}
-    run = {"draft": self_draft(config, dtype), "device": "cpu", "block": BLOCK, "prefill_chunk": 8} | changes
-    return plan_memory(Footprint(config, dtype, (CAPACITY,), **stored), **run)
+    draft = changes.pop("footprint", self_draft(config, dtype))
+    return plan_memory(run_of(config, **changes), Footprint(config, dtype, (CAPACITY,), **stored), draft)
+
+
+def run_of(config: ModelConfig, /, **changes: Any) -> Any:
+    """What of a run its memory depends on, beside its models."""
+    run = {"target": SimpleNamespace(config=config), "draft": None, "gamma": BLOCK - 1, "sampling": GREEDY}
+    run |= {"config": RunConfig(), "device": "cpu", "n_rows": 1, "capacity": CAPACITY, "group": (0,), "draft_group": ()}
+    return SimpleNamespace(**run | changes)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
@@ -64,11 +73,6 @@ def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     tensors = [*model.parameters(), *(tensor for module in packed for tensor in (module.weight, module.bias))]
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor is not None)
-
-
-def check_kv(plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype) -> None:
-    assert 3 * plan.target_kv_per_row == FullKVCache(config, 3, CAPACITY, dtype=dtype).n_bytes
-    assert 3 * plan.draft_kv_per_row == StreamingKVCache(config, 3, BUDGET, dtype=dtype).n_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -80,7 +84,7 @@ def test_weights_and_kv_are_what_models_and_caches_hold(name: str, dtype: torch.
     packed = loaded_bytes(config, dtype, prepack=True)
     assert plan.fixed["weights"] == packed or (plan.fixed["weights"] > packed and dtype != torch.float32)
     for entries in (None, torch.int8, torch.float8_e4m3fn):
-        plan = plan_of(config, dtype, kv_dtype=entries, draft=self_draft(config, dtype, kv_dtype=entries))
+        plan = plan_of(config, dtype, kv_dtype=entries, footprint=self_draft(config, dtype, kv_dtype=entries))
         assert 3 * plan.per_row["target KV"] == FullKVCache(config, 3, CAPACITY, dtype=entries or dtype).n_bytes
         assert 3 * plan.per_row["draft KV"] == StreamingKVCache(config, 3, BUDGET, dtype=entries or dtype).n_bytes
 
@@ -89,7 +93,7 @@ def test_sampling_and_filters_take_memory_of_their_own() -> None:
     """By the logit: distributions and noise; sorted values and masses on top where a filter sorts."""
     logits = BLOCK * TINY.vocab_size
     each = (SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_p=0.9))
-    greedy, sampled, filtered = (plan_of(TINY, sampling=sampling) for sampling in each)
+    greedy, sampled, filtered = (plan_of(TINY, sampling=ResolvedSampling(one, "auto")) for one in each)
     assert greedy == plan_of(TINY)
     assert sampled.per_row["logits"] - greedy.per_row["logits"] >= logits * (4 * 4 + 4 + 8)
     assert filtered.per_row["logits"] - sampled.per_row["logits"] >= logits * (4 + 8 + 3 * 8)
@@ -107,7 +111,7 @@ def test_largest_batch_is_exact(batch: int) -> None:
 
 
 def test_where_no_batch_fits_what_is_in_the_way_is_said() -> None:
-    plan, alone = plan_of(TINY), plan_of(TINY, draft=None)
+    plan, alone = plan_of(TINY), plan_of(TINY, footprint=None)
     shorter = "shorter --prefix_len, or a smaller draft budget"
     cases = (plan, 0, "narrower --dtype"), (plan, plan.total(1) - 1, shorter)
     for of, free, fix in (*cases, (alone, alone.total(0), "use a shorter --prefix_len")):
@@ -140,11 +144,11 @@ def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: boo
     config = replace(
         TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024, tie_embeddings=tied
     )
-    planned = plan_of(config, quantize=scheme, draft=None).fixed["weights"]
+    planned = plan_of(config, quantize=scheme, footprint=None).fixed["weights"]
     model = load_model("none", load_format="dummy", config=config, quantize=scheme)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     assert held == pytest.approx(planned, rel=0.02)
-    assert planned < plan_of(config, draft=None).fixed["weights"]
+    assert planned < plan_of(config, footprint=None).fixed["weights"]
 
 
 def always(n_token: int) -> bool:
@@ -168,7 +172,7 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
     each = ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
     read, all_rows, one_row, longer = (
-        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, block=block) for dequantizes, block in each
+        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, gamma=block - 1) for dequantizes, block in each
     )
     assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token: False) == read
     assert read.per_row["dequantised KV"] == one_row.per_row["dequantised KV"] == 0
@@ -182,21 +186,23 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
     chunks_only = replace(own, dequantizes=longer_blocks)
     prefills = replace(chunks_only, prefills=True)
-    read, of_target = (plan_of(TINY, dequantizes=dequantizes, draft=None) for dequantizes in (None, always))
+    read, of_target = (plan_of(TINY, dequantizes=dequantizes, footprint=None) for dequantizes in (None, always))
     of_draft = of_target.per_row["dequantised KV"] * BUDGET // CAPACITY
-    assert plan_of(TINY, draft=own).per_row["dequantised KV"] == of_draft > 0
-    assert plan_of(TINY, draft=own, dequantizes=always).per_row["dequantised KV"] == of_target.per_row["dequantised KV"]
-    assert plan_of(TINY, draft=own, dequantizes=longer_blocks).fixed["activations"] == (
+    assert plan_of(TINY, footprint=own).per_row["dequantised KV"] == of_draft > 0
+    both = plan_of(TINY, footprint=own, dequantizes=always)
+    assert both.per_row["dequantised KV"] == of_target.per_row["dequantised KV"]
+    assert plan_of(TINY, footprint=own, dequantizes=longer_blocks).fixed["activations"] == (
         read.fixed["activations"] + of_target.per_row["dequantised KV"] - of_draft
     )
     for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
-        assert plan_of(TINY, draft=draft).fixed["activations"] == read.fixed["activations"] + chunk
-    selects, reads = (plan_of(TINY, draft=replace(prefills, observed=6, dequantizes=d)) for d in (longer_blocks, None))
+        assert plan_of(TINY, footprint=draft).fixed["activations"] == read.fixed["activations"] + chunk
+    observing = replace(prefills, observed=6)
+    selects, reads = (plan_of(TINY, footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, None))
     assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
     # Of several budgets' caches one is read at a time, but all are held.
-    several = plan_of(TINY, draft=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
+    several = plan_of(TINY, footprint=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
     assert several.per_row["dequantised KV"] == of_draft
-    assert several.per_row["draft KV"] == 2 * plan_of(TINY, draft=own).per_row["draft KV"]
+    assert several.per_row["draft KV"] == 2 * plan_of(TINY, footprint=own).per_row["draft KV"]
 
 
 @pytest.mark.parametrize("dtype,size", [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
@@ -205,9 +211,12 @@ def test_logits_are_planned_in_float32_at_least_beside_what_the_head_gives(dtype
 
 
 def test_on_a_gpu_libraries_and_every_communicator_take_memory_of_their_own() -> None:
-    on_cpu, alone, two = (
-        plan_of(TINY, device=device, n_communicator=n) for device, n in (("cpu", 2), ("cuda:0", 0), ("cuda:0", 2))
-    )
+    """The target's ranks, those of its draft where these are others, and those of all replicas."""
+    two_groups = {"group": (0, 1, 2), "draft_group": (0, 1)}
+    replicas = {"config": RunConfig(ranks=RankOptions(data_parallel=2)), "group": (0, 1), "draft_group": (0, 1)}
+    each: Any = (("cpu", two_groups), ("cuda:0", {}), ("cuda:0", two_groups))
+    on_cpu, alone, two = (plan_of(TINY, device=device, **groups) for device, groups in each)
+    assert plan_of(TINY, device="cuda:0", **replicas) == two
     assert on_cpu.fixed["CUDA and NCCL"] == 0 and alone.fixed["CUDA and NCCL"] == CUDA_BYTES
     assert two.total(3) - alone.total(3) == 2 * NCCL_BYTES
     with pytest.raises(OutOfMemoryError, match=r"CUDA and NCCL 3\.98 GiB"):
@@ -223,7 +232,7 @@ def test_dequantising_a_layer_in_4_bits_is_planned_for_on_a_gpu() -> None:
     assert live.peak == DEQUANTIZING_BYTES * 64 * 128
     draft = self_draft(TINY, torch.bfloat16, shares_weights=False, quantize="int4")
     plain = plan_of(TINY, device="cuda").fixed["activations"]
-    for quantised in (plan_of(TINY, device="cuda", quantize="int4"), plan_of(TINY, device="cuda", draft=draft)):
+    for quantised in (plan_of(TINY, device="cuda", quantize="int4"), plan_of(TINY, device="cuda", footprint=draft)):
         assert quantised.fixed["activations"] - plain == DEQUANTIZING_BYTES * largest
     assert plan_of(TINY, quantize="int4").fixed["activations"] == plain
 
@@ -236,7 +245,7 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
         layer(x)
     assert live.peak - before == pytest.approx(64 * 4096 * INT8_OUTPUT_BYTES, rel=0.01)
     plain, int8, int4 = (plan_of(TINY, quantize=scheme) for scheme in (None, "int8", "int4"))
-    assert int8.fixed["activations"] - plain.fixed["activations"] == 8 * 2 * TINY.ffn_dim * INT8_OUTPUT_BYTES
+    assert int8.fixed["activations"] - plain.fixed["activations"] == CAPACITY * 2 * TINY.ffn_dim * INT8_OUTPUT_BYTES
     head = BLOCK * TINY.vocab_size * (INT8_OUTPUT_BYTES - 4)
     assert int8.per_row["logits"] - plain.per_row["logits"] == int4.per_row["logits"] - plain.per_row["logits"] == head
 
@@ -248,9 +257,21 @@ def test_selecting_entries_is_planned_for() -> None:
     own = replace(of_target, shares_weights=False, prefills=True)
     scores = 4 * 6 * TINY.n_head * CAPACITY
     keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
-    needed, with_prompt = (plan_of(TINY, draft=draft).fixed["activations"] - plain for draft in (of_target, own))
+    needed, with_prompt = (plan_of(TINY, footprint=draft).fixed["activations"] - plain for draft in (of_target, own))
     assert needed >= 2 * scores + keys
     assert with_prompt == needed + FullKVCache(TINY, 1, CAPACITY).n_bytes
+
+
+def test_of_several_drafts_there_is_room_for_as_many_as_are_held_at_once() -> None:
+    policies = (Streaming(40), Full(), Streaming(16), Streaming(40))
+    drafts = [SelfConfig(gamma=gamma, policy=policy) for gamma, policy in zip((2, 1, 3, 1), policies, strict=True)]
+    config = RunConfig(Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy"), sizes=Sizes(2, 200, 8))
+    of_all, of_budgets, of_one = (
+        resolve_several(config, drafts, at_once).draft for at_once in ("all", "one of each budget", "one")
+    )
+    assert of_all.capacities == (210, 40, 40, 16) and of_budgets.capacities == (210, 40, 16)
+    assert of_one.capacities == (210,) and not of_one.automatic
+    assert of_all.gamma == of_budgets.gamma == of_one.gamma == 3
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
@@ -276,11 +297,11 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
         generate(runner, prompts, **how)
         Rehearsal(runner, drafters, prompts, gamma=3, **how).run(choices, 2)
     draft = ResolvedDraft(SelfConfig(), 3, auto_gamma=True, budgets=budgets)
-    on_cuda = SimpleNamespace(n_rows=2, draft=draft, device="cuda", sampling=sampling, config=RunConfig())
-    plan = plan_of(TINY, captured_rows=captured_rows(on_cuda))
-    assert plan.total(2) - plan_of(TINY).total(2) == 2 * plan.per_row["outputs of captured rounds"] > 0
+    on_cuda = {"n_rows": 2, "draft": draft, "device": "cuda", "sampling": sampling}
+    plan, called = (plan_of(TINY, config=RunConfig(Target(no_cuda_graphs=off)), **on_cuda) for off in (False, True))
+    assert plan.total(2) - called.total(2) == 2 * plan.per_row["outputs of captured rounds"] > 0
     longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4
     held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
     for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
-        assert captured_rows(SimpleNamespace(**vars(on_cuda) | changes)) == 0
+        assert captured_rows(run_of(TINY, **on_cuda | changes)) == 0

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from engine.bench.finish import FEW_ROUNDS, notes
 from engine.bench.resolved import ResolvedDraft
-from engine.bench.table import FEW_ROUNDS, notes
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.snapkv import SnapKV

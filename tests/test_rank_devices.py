@@ -9,7 +9,7 @@ from torch.cuda._utils import _get_device_index
 
 from common.errors import ConfigError
 from engine import ModelRunner
-from engine.bench.devices import resolve_device
+from engine.bench.resolved import resolve_device
 from engine.parallel.ranks import start_ranks
 from kv_cache import FullKVCache, StreamingKVCache
 from models.llama import Transformer

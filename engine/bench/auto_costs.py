@@ -67,7 +67,7 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
 
     kept = ranks.shared(known)
     with progress_bar("costs", None) as bar:
-        how = {**how_measured(session), "progress": BarProgress(bar)}
+        how = {**session.how, "progress": BarProgress(bar)}
         if kept and (checked := still_hold(kept, *given, **how)):
             return RunCosts(checked, time.perf_counter() - started, kept=True)
         if whole:
@@ -78,13 +78,6 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
     if ranks.leads and not whole:
         store_costs(_key(session), costs)
     return RunCosts(costs, time.perf_counter() - started, kept=False)
-
-
-def how_measured(session: Session) -> dict[str, Any]:
-    """How the session decodes where rounds are rehearsed, whatever would end a row."""
-    sampling = session.sampling
-    how = {"max_new_tokens": session.plan.gen_len, "sampling": sampling.params, "verification": sampling.mode}
-    return how | {"numbered_from": session.numbered_from}
 
 
 def _n_rows(session: Session) -> int:

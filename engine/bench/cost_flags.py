@@ -16,6 +16,8 @@ ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
 ACCEPTANCE_GAMMA = 3
 # The least that each list of sizes may hold.
 LEAST = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
+# Of the target, what a prediction's bytes and operations depend on.
+SHAPE = ("model", "model_name", "dtype", "quantize", "kv_dtype")
 Draft = tuple[str, int]
 SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
@@ -86,14 +88,19 @@ class CostFlags:
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             what = "an acceptance rate is a probability"
             raise ConfigError(what, flag("alpha"), self.alpha, "0 to 1", "use 0.8")
+        of_acceptance = [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]
         if self.machine is not None:
-            return
-        if self.alpha is None:
+            parts = zip((self.target, self.text, self.sampling), (Target(), Text(), Sampling()), strict=True)
+            given = [name for own, usual in parts for name in vars(own) if getattr(own, name) != getattr(usual, name)]
+            if useless := [name for name in given if name not in SHAPE] + of_acceptance:
+                what = "nothing is loaded or measured where costs are predicted"
+                raise without_effect(useless, what, seen=f"given, with {flag('machine')}", required="either")
+        elif self.alpha is None:
             require_at_least("acceptance_rows", self.n_acceptance_rows, 1)
             require_at_least("gen_len", self.n_acceptance_tokens, self.acceptance_gamma + 2)
             if self.target.load_format == "dummy":
                 what, seen = "random weights have no acceptance", f"not given, with {flag('load_format')} dummy"
                 raise ConfigError(what, flag("alpha"), seen, "an acceptance rate", f"add {flag('alpha')} 0.8")
-        elif useless := [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]:
+        elif of_acceptance:
             what = "no acceptance is measured where it is given"
-            raise without_effect(useless, what, seen=f"given, with {flag('alpha')}", required="either")
+            raise without_effect(of_acceptance, what, seen=f"given, with {flag('alpha')}", required="either")

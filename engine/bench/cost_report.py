@@ -1,4 +1,4 @@
-"""The cost model: costs and acceptance measured from one loaded model over one cache, and the speedups that follow."""
+"""The cost model: what rounds cost and accept, measured from one loaded model or predicted, and what follows."""
 
 import itertools
 from dataclasses import replace
@@ -6,21 +6,28 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.jsonl import publish
+from common.errors import ConfigError, OutOfMemoryError, flag
+from common.jsonl import publish, require_appendable
+from common.provenance import git_commit
 from common.say import say
 from engine.acceptance import AcceptanceRate
-from engine.bench.config import RunConfig, Sizes
+from engine.bench.config import AUTO, RunConfig, Sizes, Target
 from engine.bench.cost_flags import CostFlags, Draft
 from engine.bench.cost_tables import Acceptances, acceptance_table, best_of, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
-from engine.bench.plan import resolve_several
+from engine.bench.plan import check_layers, resolve_several
 from engine.bench.record import record_of
 from engine.bench.session import Session
 from engine.cost_model.costs import CostGrid, Costs
+from engine.cost_model.machines import find_machine
 from engine.cost_model.measure import measure_costs
+from engine.cost_model.published import published_acceptance
+from engine.cost_model.roofline import Stored, device_bytes, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
+from models.checkpoints.model_source import find_model
+from models.config import ModelConfig
 
 # New tokens that the caches have room for where costs are measured.
 ROOM = 48
@@ -30,7 +37,14 @@ VARIED = (*SIZES, "gamma", "draft_policy", "draft_budget", "n_sink", "snapkv_win
 
 
 def report(flags: CostFlags) -> None:
-    """Measure, predict, print and record. Errors: UserError."""
+    """Measure costs, or predict those of another machine; print and record what follows. Errors: UserError."""
+    if flags.machine is None:
+        report_measured(flags)
+    else:
+        report_predicted(flags)
+
+
+def report_measured(flags: CostFlags) -> None:
     session, contexts, is_measured = open_largest(flags), flags.sorted("contexts"), flags.alpha is None
     acceptances: Acceptances
     if flags.alpha is None:
@@ -38,34 +52,81 @@ def report(flags: CostFlags) -> None:
     else:
         acceptances = dict.fromkeys(contexts, dict.fromkeys(flags.configs(), AcceptanceRate(flags.alpha)))
     grid = measure_grid(session, flags)
-    best = [best_of(grid, batch, context, acceptances) for batch in grid.batches for context in grid.contexts]
-    measured = {
+    found = {
         "load_format": flags.target.load_format,
         "dataset": session.plan.dataset if is_measured else None,
         **grid.record(),
         **acceptance_record(acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
-        "best": best,
+        "best": best_of_each(grid, acceptances),
     }
-    record = record_of("cost_model", session, measured, without=VARIED)
-    tables = [f"\n{cost_table(grid)}", *([acceptance_table(acceptances)] if is_measured else ())]
-    tables += [*(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(best)]
+    record = record_of("cost_model", session, found, without=VARIED)
+    first = f"\n{cost_table(grid)}", *([acceptance_table(acceptances)] if is_measured else ())
+    publish_tables(flags, record, grid, acceptances, *first)
+
+
+def report_predicted(flags: CostFlags) -> None:
+    """Nothing is loaded or measured: costs are those of the roofline, acceptance is given or published."""
+    machine = find_machine(str(flags.machine))
+    require_appendable(flags.output.output)
+    source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
+    target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
+    if (needed := device_bytes(target, machine, max(flags.batches), contexts[-1])) > machine.memory:
+        what, required = "weights and KV cache do not fit into the machine", f"<= {machine.memory / 1e9:.0f} GB"
+        seen = f"{needed / 1e9:.0f} GB a device for {max(flags.batches)} rows of {contexts[-1]} tokens"
+        fix = f"use fewer {flag('batches')}, shorter {flag('contexts')} or more devices"
+        raise OutOfMemoryError(what, f"{flag('machine')} {flags.machine}", seen, required, fix)
+    acceptances = acceptances_of(source.name, flags)
+    drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
+
+    def costs(batch: int, context: int) -> list[Costs]:
+        gammas = flags.sorted("gammas")
+        return [predict_costs(target, draft, machine, batch, context, budget, gammas) for _, budget in drafts]
+
+    sizes = itertools.product(flags.sorted("batches"), contexts)
+    grid = CostGrid.of(drafts, {size: costs(*size) for size in sizes})
+    published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
+    said = published if flags.alpha is None else "given"
+    record = {
+        "benchmark": "cost_prediction",
+        "model": source.name,
+        "predicted_for": flags.machine,
+        "git_commit": git_commit(),
+        **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
+        **grid.record("predicted_", ("plain", "verify", "draft")),
+        "acceptance_rates_by_context": [[acceptances[s][one].value for s in contexts] for one in drafts],
+        "acceptance_of": said,
+        "best": best_of_each(grid, acceptances),
+    }
+    title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
+    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}")
+
+
+def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, object]]:
+    """What pays best at each batch and context."""
+    return [best_of(grid, *size, acceptances) for size in itertools.product(grid.batches, grid.contexts)]
+
+
+def publish_tables(
+    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, *first: str
+) -> None:
+    """Those tables, what is predicted of each draft, and what pays best; then the record."""
+    tables = *first, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def open_largest(flags: CostFlags) -> Session:
     """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
-    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError.
-    """
+    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError."""
     rows = flags.batches if flags.alpha is not None else (*flags.batches, flags.n_acceptance_rows)
     sizes = Sizes(max(rows), max(flags.contexts), max(ROOM, flags.n_acceptance_tokens))
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
-    return Session.of_plan(resolve_several(config, list(flags.configs().values()), one_of_each_budget=True))
+    return Session.of_plan(resolve_several(config, list(flags.configs().values()), at_once="one of each budget"))
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
     """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps."""
-    drafts, gammas, sampling = flags.configs(), flags.sorted("gammas"), session.sampling
+    drafts, gammas = flags.configs(), flags.sorted("gammas")
     of_budget = {budget: config for (_, budget), config in drafts.items()}
     budgets = sorted(of_budget, reverse=True)
 
@@ -74,8 +135,8 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
         prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
         fill_with_noise(narrow.runner, prompts)
         drafters = [narrow.drafter(of_budget[budget]) for budget in budgets]
-        how: dict[str, Any] = {"max_new_tokens": ROOM, "sampling": sampling.params, "verification": sampling.mode}
-        costs = dict(zip(budgets, measure_costs(narrow.runner, drafters, prompts, gammas=gammas, **how), strict=True))
+        how = narrow.how | {"max_new_tokens": ROOM, "gammas": gammas}
+        costs = dict(zip(budgets, measure_costs(narrow.runner, drafters, prompts, **how), strict=True))
         return [costs[budget] for _, budget in drafts]
 
     sizes = list(itertools.product(flags.sorted("batches"), flags.sorted("contexts")))
@@ -106,3 +167,38 @@ def acceptance_record(acceptances: Acceptances) -> dict[str, object]:
         "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
         "acceptance_judged_by_context": None if None in verified[0] else verified,
     }
+
+
+def stored_target(config: ModelConfig, target: Target) -> Stored:
+    """bfloat16 unless it is named. Errors: ConfigError for float64."""
+    dtype = "bfloat16" if target.dtype == AUTO else target.dtype
+    if dtype == "float64":
+        required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
+        raise ConfigError("no machine's rate of float64 is stored", flag("dtype"), dtype, required, fix)
+    return Stored(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
+
+
+def stored_draft(target: Stored, flags: CostFlags) -> Stored:
+    """The target as it drafts for itself, at any budget; what is not said of it is as there. Errors: ConfigError."""
+    draft: Any = next(iter(flags.configs().values()))
+    check_layers(draft.layers, target.config.n_layer)
+    config = replace(target.config, n_layer=len(draft.layers or range(target.config.n_layer)))
+    said = zip(target[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
+    own: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
+    return Stored(config, *own)
+
+
+def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
+    """The given one of every draft; else what was published, of the drafts that it was published for. Errors:
+    ConfigError where that is none."""
+    contexts = flags.sorted("contexts")
+    rates: dict[Draft, list[Any]] = {
+        draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]
+        for draft in flags.configs()
+    }
+    known = {draft: found for draft, found in rates.items() if None not in found}
+    if not known:
+        seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
+        required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
+        raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
+    return {s: {draft: AcceptanceRate(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}

@@ -42,8 +42,7 @@ class Prediction:
 
 def best_of(grid: CostGrid, batch: int, context: int, acceptances: Acceptances) -> dict[str, object]:
     """The draft and gamma with the largest predicted speedup there; gamma 0 and no draft where plain decoding is
-    faster. `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None.
-    """
+    faster. `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None."""
     choices = [Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)]
     for draft, gamma in itertools.product(grid.drafts, grid.gammas):
         choices.append(predict(grid, draft, gamma, acceptances, batch, context))
@@ -61,8 +60,7 @@ def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, 
 
 def is_within_noise(one: Prediction, other: Prediction) -> bool:
     """Whether one standard error of acceptance moves their difference further than it is. The gammas of one draft move
-    together, by its one acceptance; those of two drafts are taken as independent.
-    """
+    together, by its one acceptance; those of two drafts are taken as independent."""
     together = one.draft == other.draft
     noise = abs(one.error - other.error) if together else math.hypot(one.error, other.error)
     return abs(one.speedup - other.speedup) < noise
@@ -86,13 +84,9 @@ def _draft_name(policy: object, budget: object) -> str:
     return f"{policy} {budget}"
 
 
-def cost_rows(grid: CostGrid) -> list[tuple[int, ...]]:
-    """What `cost_columns` make rows of: the indices of each batch and context."""
-    return list(np.ndindex(grid.plain.shape))
-
-
 def cost_columns(grid: CostGrid) -> list[Column]:
-    """Milliseconds of plain steps, and verifications and draft steps as shares of them."""
+    """Milliseconds of plain steps, and verifications and draft steps as shares of them, by the indices of a batch and a
+    context."""
 
     def share(costs: np.ndarray, place: int, head: str) -> Column:
         return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
@@ -108,7 +102,8 @@ def cost_columns(grid: CostGrid) -> list[Column]:
 
 
 def cost_table(grid: CostGrid) -> str:
-    return f"costs; verification and draft step in plain steps\n{console(cost_rows(grid), cost_columns(grid))}"
+    table = console(np.ndindex(grid.plain.shape), cost_columns(grid))
+    return f"costs; verification and draft step in plain steps\n{table}"
 
 
 def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:

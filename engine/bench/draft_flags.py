@@ -40,8 +40,7 @@ class DraftFlags:
 
     def variants(self, *each: Mapping[str, Any]) -> list[DrafterConfig]:
         """Several drafts that a program goes through, with what it chooses for each in place of flags: an option is
-        given to those that have it. Errors: ConfigError for one that none has.
-        """
+        given to those that have it. Errors: ConfigError for one that none has."""
         options = [_without_full_budget(self.given() | dict(chosen)) for chosen in each]
         configs = [_drafter_config(self.KINDS, one) for one in options]
         every = {name: value for one in options for name, value in one.items()}

@@ -2,24 +2,36 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from common.jsonl import publish
 from common.say import dtype_name
+from common.tables import Column, console
+from engine.bench.config import AUTO
 from engine.bench.passes import Passes
 from engine.bench.record import make_record
+from engine.bench.resolved import AUTO_GAMMA, ResolvedDraft
 from engine.bench.session import Session
-from engine.bench.table import notes, table
 from engine.parallel.ranks import ModelRanks
+from kv_cache.policy import BudgetedPolicy
 
 # Tokens of a prompt that --printoutput shows.
 PROMPT_END = 32
+COLUMNS = [
+    Column(itemgetter(0), "", align="<"),
+    Column(itemgetter(1), "plain decoding"),
+    Column(itemgetter(2), "speculation"),
+]
+# Rounds below which one that was interrupted decides the ratio of two passes.
+FEW_ROUNDS = 8
+# The share by which the speedup to the last row is lower where that is explained.
+WORTH_SAYING = 0.05
 
 
 def finish(benchmark: str, session: Session, passes: Passes) -> None:
     """Print the texts asked for, the table, and last the record; append it to --output. One rank does. Errors:
-    ConfigError if either failed, or what the run put off.
-    """
+    ConfigError if either failed, or what the run put off."""
     record = make_record(benchmark, session, passes)
     own = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
     lengths, ends = zip(*chain.from_iterable(session.of_replicas(own)), strict=True)
@@ -94,3 +106,87 @@ def _on(session: Session, model: ModelRanks | None) -> str:
     if model is None or session.ranks.size == 1:
         return ""
     return f" on rank{'s' if len(model.ranks) > 1 else ''} {' '.join(map(str, model.ranks))}"
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record's headline as a short table: a line for each figure."""
+
+    def figure(key: str, digits: int = 1) -> str | None:
+        return None if record[key] is None else f"{record[key]:.{digits}f}"
+
+    one, unit = (None, None) if record["baseline_step_ms"] is None else ("1", "1.00")
+    most = "gamma + 1" if record["gamma"] == AUTO else record["gamma"] + 1
+    lines = [
+        ("tokens per second", figure("baseline_tokens_per_second"), figure("decode_tokens_per_second")),
+        ("ms per step / round", figure("baseline_step_ms"), figure("round_ms")),
+        ("speedup (all rows busy)", unit, figure("speedup", 2)),
+        ("speedup (to the last row)", unit, figure("wall_speedup", 2)),
+        ("acceptance rate", None, figure("acceptance_rate", 3)),
+        (f"tokens per round (of {most})", one, figure("mean_accepted_length", 2)),
+        ("identical rows", None, _identical(record)),
+    ]
+    if record["verify_step_ms"] is not None:
+        lines += [
+            ("ms per draft step", None, figure("draft_step_ms")),
+            ("ms per verification", None, figure("verify_step_ms")),
+            ("ms of a round's rest", None, figure("other_ms_per_round")),
+        ]
+    if record["benchmark"] == "baseline":
+        return console(lines[:2], COLUMNS[:2])
+    shown = console(lines, COLUMNS)
+    is_chosen = AUTO in (record["gamma"], record["draft_budget"])
+    return f"{shown}\n  rounds by choice: {_chosen(record)}" if is_chosen else shown
+
+
+def _identical(record: dict[str, Any]) -> str | None:
+    same = record["identical_sequences"]
+    if same is None:
+        return None if record["baseline_step_ms"] is None else "not meant to be"
+    return f"{same} of {record['sequences']}"
+
+
+def _chosen(record: dict[str, Any]) -> str:
+    """What rounds chose: `12 x gamma 3`, with the budget where that is chosen, too."""
+    parts = []
+    for choice in record["choices"]:
+        budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
+        parts.append(f"{choice['rounds']} x " + (f"{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"))
+    return "; ".join(parts)
+
+
+def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
+    """One sentence for each thing that the record of a run would be misread without; mostly none."""
+    found = []
+    if waited := {name: seen for name, seen in record["contention"].items() if seen["contended"]}:
+        each = (
+            f"{one['threads_waiting'] + one['stolen_processors']:.1f} during {name}" for name, one in waited.items()
+        )
+        found.append(f"threads waited for processors, {', '.join(each)}: no time or speedup here is to be trusted")
+    if record["gen_len"] == 1:
+        found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
+    if not record["choices"] or draft is None:
+        return found
+    if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
+        smallest = draft.of_capacity(draft.capacities[-1]).policy
+        assert isinstance(smallest, BudgetedPolicy)
+        room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
+        found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {room}")
+    if (costs := record["measured_costs"]) and costs[0]["gammas"][-1] < draft.gamma:
+        found.append(
+            f"gamma was chosen up to {costs[0]['gammas'][-1]}: a longer --gen_len has the time to measure more"
+        )
+    if seconds := record["measured_costs_seconds"]:
+        what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
+        found.append(f"{what} took {seconds:.1f} s, which is in no speedup")
+    if held_up := record["held_up_rounds"]:
+        found.append(f"{held_up} rounds took over twice what they cost: something else kept the machine busy")
+    n_rounds, n_all = record["steady_rounds"], sum(choice["rounds"] for choice in record["choices"])
+    compared = record["speedup"] is not None
+    if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):
+        found.append("every round was a plain step" + (", so the speedups are noise" if compared else ""))
+    elif compared and n_rounds < FEW_ROUNDS:
+        found.append(f"too few rounds with all rows busy for a speedup, {n_rounds}; a longer --gen_len has more")
+    elif compared and n_rounds < n_all and record["wall_speedup"] < (1 - WORTH_SAYING) * record["speedup"]:
+        why = "rows whose drafts are accepted less often end later, and a few rows gain less than all"
+        found.append(f"{n_all - n_rounds} of {n_all} rounds had fewer rows: {why}")
+    return found

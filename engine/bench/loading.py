@@ -1,6 +1,6 @@
 """The models of a plan, each with its attention and what lies between its matrix products."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from models.pointwise_cpp import pointwise_beside
 
 def load_target(plan: Plan, holders: ModelRanks) -> Transformer:
     """The target, or what this rank holds of it."""
-    model = _load(plan, plan.target, plan.dtype, holders, plan.config.target.quantize)
+    model = _load(plan, plan.target, holders, dtype=plan.dtype, quantize=plan.config.target.quantize)
     return _prepared(plan, model, plan.kv_dtype, "attention")
 
 
@@ -28,17 +28,16 @@ def load_draft(
     draft_ranks: ModelRanks | None,
 ) -> None:
     """Add what drafts to the `models`, unless one has its form: a model of its own, the target's weights in another
-    form, or some of its layers. Nothing where it is the target itself, or no model, or this rank has no part of it.
-    """
+    form, or some of its layers. Nothing where it is the target itself, or no model, or this rank has no part of it."""
     draft = plan.draft
     if draft is None or draft.dtype is None or draft.form in models:
         return
     if draft.source is not None:
         if draft_ranks is None or not draft_ranks.holds:
             return
-        model = _load(plan, draft.source, draft.dtype, draft_ranks, draft.quantize)
+        model = _load(plan, draft.source, draft_ranks, dtype=draft.dtype, quantize=draft.quantize)
     elif not plan.shares_weights:
-        model = _load(plan, plan.target, draft.dtype, target_ranks, draft.quantize, draft.layers)
+        model = _load(plan, plan.target, target_ranks, dtype=draft.dtype, quantize=draft.quantize, layers=draft.layers)
     elif draft.layers is not None:
         model = select_layers(target, draft.layers)
     else:
@@ -46,16 +45,9 @@ def load_draft(
     models[draft.form] = _prepared(plan, model, draft.kv_dtype, "the draft's attention")
 
 
-def _load(
-    plan: Plan,
-    source: ModelSource,
-    dtype: torch.dtype,
-    holders: ModelRanks,
-    quantize: str | None,
-    layers: Sequence[int] | None = None,
-) -> Transformer:
+def _load(plan: Plan, source: ModelSource, holders: ModelRanks, **how: Any) -> Transformer:
     exchange = holders if len(plan.group) > 1 else None
-    return source.load(plan.device, dtype, plan.config.target.attention, layers, exchange, quantize)
+    return source.load(device=plan.device, attention=plan.config.target.attention, exchange=exchange, **how)
 
 
 def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, whose: str) -> Transformer:

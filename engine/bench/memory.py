@@ -1,18 +1,23 @@
-"""Will it fit: weights, caches and activations itemised before anything is allocated."""
+"""Will it fit: weights, caches and activations of the rank with the largest shard, before anything is allocated."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
-from common.errors import OutOfMemoryError, flag
+from common.errors import ConfigError, OutOfMemoryError, flag
+from common.process import local_world_size
+from engine.bench.plan import Plan
 from engine.noise import blocks_per_pass
-from engine.sampling import SamplingParams
+from engine.runner import captured_sizes, prefill_chunk_of
+from kv_cache import FullKVCache
 from kv_cache.entries import largest
 from models import ModelConfig
 from models.packed_linear import can_pack
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, linear_bytes
+from models.tensor_parallel import Shard, shard_config
 
 GIB = 2**30
 # Per logit: the distributions of target and draft, two temporaries in float32, a Gumbel, a float64 uniform ...
@@ -27,6 +32,8 @@ PASS_BYTES = 16 * 8
 CUDA_BYTES = GIB
 # Buffers of one NCCL communicator (NVIDIA/nccl issue 864 reports 1.6 GB); symmetric memory's 8 MiB drown in them.
 NCCL_BYTES = 1600 * 10**6
+# Prompts are lists of Python's numbers, some 40 bytes each.
+MOST_PROMPT_TOKENS = 2**31
 # Tokens a row that a draft runs at once, at most: a standalone draft starts its rounds with two.
 DRAFT_BLOCK = 2
 
@@ -83,9 +90,7 @@ class Footprint:
     @property
     def kv_per_token(self) -> int:
         """Bytes of all layers, with the scale that every 8-bit key and value has."""
-        dtype = self.kv_dtype or self.dtype
-        scales = 2 * self.config.n_layer * self.config.n_kv_head * 4 if dtype in largest() else 0
-        return self.config.kv_bytes_per_token(dtype.itemsize) + scales
+        return FullKVCache(self.config, 1, 1, "meta", self.kv_dtype or self.dtype).n_bytes
 
     @property
     def largest_dequantized_layer(self) -> int:
@@ -106,35 +111,41 @@ class Footprint:
         return (entries or max(self.capacities)) * values * (size + 4 + max(4, size))
 
 
-def plan_memory(
-    target: Footprint,
-    draft: Footprint | None = None,
-    *,
-    device: str,
-    block: int,
-    prefill_chunk: int,
-    sampling: SamplingParams | None = None,
-    vocab_size: int | None = None,
-    captured_rows: int = 0,
-    n_communicator: int = 0,
-) -> MemoryPlan:
-    """Estimate a run whose verification takes `block` tokens a row.
+def memory_plan(plan: Plan) -> MemoryPlan:
+    """What the rank with the largest shard needs."""
+    return plan_memory(plan, *footprints(plan))
 
-    `sampling` holds distributions and noise beside the logits; None is greedy. `vocab_size`: of the whole model, whose
-    logits meet on one rank. `captured_rows`: how many `[V]` of logits and distributions the graphs of other rounds keep
-    for a row; `n_communicator`: how many NCCL has.
-    """
-    models = [target, draft] if draft else [target]
-    config, (capacity,), itemsize = target.config, target.capacities, target.dtype.itemsize
-    logit_size, on_cuda = max(4, itemsize), torch.device(device).type == "cuda"
-    n_logits = vocab_size or config.vocab_size
+
+def footprints(plan: Plan) -> list[Footprint]:
+    """Of the target, and of what drafts if that is a model, on the rank with the largest shard."""
+    config, draft = _largest_shard(plan.target.config, plan.group), plan.draft
+    dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
+    target = Footprint(config, plan.dtype, (plan.capacity,), plan.config.target.quantize, plan.kv_dtype, dequantizes)
+    if draft is None or draft.policy is None or draft.dtype is None:
+        return [target]
+    if draft.source:
+        config = _largest_shard(draft.source.config, plan.draft_group)
+    if draft.layers is not None:
+        config = replace(config, n_layer=len(draft.layers))
+    dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
+    stored = draft.quantize, draft.kv_dtype, dequantizes
+    as_draft = plan.shares_weights, draft.source is not None, draft.policy.n_observed
+    return [target, Footprint(config, draft.dtype, draft.capacities, *stored, *as_draft)]
+
+
+def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -> MemoryPlan:
+    """Estimate a run of these. The logits are of the whole vocabulary: those of all shards meet on one rank."""
+    models, sampling, device = [target, draft] if draft else [target], plan.sampling.params, torch.device(plan.device)
+    config, capacity, itemsize = target.config, plan.capacity, target.dtype.itemsize
+    block, prefill_chunk = plan.gamma + 1, min(prefill_chunk_of(device), capacity)
+    on_cuda, n_logits, logit_size = device.type == "cuda", plan.target.config.vocab_size, max(4, itemsize)
     per_logit = (INT8_OUTPUT_BYTES if target.quantize else itemsize) + logit_size  # a quantised head is in 8 bits
     chunk = 3 * config.ffn_dim + 4 * config.n_head * config.head_dim + 4 * config.dim + 2 * capacity  # and two masks
     activations = prefill_chunk * chunk * itemsize
     if target.quantize == "int8":
         activations += prefill_chunk * 2 * config.ffn_dim * INT8_OUTPUT_BYTES
-    if sampling and not sampling.greedy:
-        activations += blocks_per_pass(torch.device(device)) * PASS_BYTES
+    if not sampling.greedy:  # distributions and noise beside the logits
+        activations += blocks_per_pass(device) * PASS_BYTES
         per_logit += SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
     if draft and draft.observed:
         observed = draft.config if draft.prefills else config
@@ -147,27 +158,57 @@ def plan_memory(
     dequantized = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0)
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
+    libraries = 0
     if on_cuda:
         activations += max(one.largest_dequantized_layer for one in models)
-    fixed = {
-        "weights": sum(one.weights(device) for one in models if not one.shares_weights),
-        "activations": activations,
-        "CUDA and NCCL": CUDA_BYTES + n_communicator * NCCL_BYTES if on_cuda else 0,
-    }
+        n_communicator = len({group for group in (plan.group, plan.draft_group) if len(group) > 1})
+        libraries = CUDA_BYTES + (n_communicator + (plan.config.n_replicas > 1)) * NCCL_BYTES
+    weights = sum(one.weights(plan.device) for one in models if not one.shares_weights)
     per_row = {
         "target KV": capacity * target.kv_per_token,
         "draft KV": sum(draft.capacities) * draft.kv_per_token if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
-        "outputs of captured rounds": captured_rows * n_logits * logit_size,
+        "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
     }
-    return MemoryPlan(fixed, per_row)
+    return MemoryPlan({"weights": weights, "activations": activations, "CUDA and NCCL": libraries}, per_row)
+
+
+def captured_rows(plan: Plan) -> int:
+    """How many `[V]` of logits, and of distributions to reject by, CUDA graphs keep for a row while the longest round
+    runs over all rows: those of all other rounds that may be chosen, and of the baseline's, for every number of rows.
+    """
+    draft = plan.draft
+    if plan.device == "cpu" or plan.config.target.no_cuda_graphs:
+        return 0
+    gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.capacities))] if draft else [0]
+    twice = 2 if plan.sampling.mode == "rejection" else 1
+    longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
+    return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
+
+
+def _dequantizes(
+    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, rotates_keys: bool = False
+) -> Callable[[int], bool] | None:
+    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit.
+
+    rotates_keys: keys are rotated to their positions as they are read, dequantised for whatever attention.
+    """
+    if entries not in largest():
+        return None
+    if rotates_keys:
+        return lambda n_token: True
+    return plan.attention(config, dtype, entries).backend.dequantizes
+
+
+def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
+    return shard_config(config, Shard(len(group) - 1, len(group)))
 
 
 def available_bytes(device: str) -> int:
-    """Bytes free for this process on `device` ("cpu" or a CUDA device)."""
+    """Bytes that this process may take of `device` ("cpu" or a CUDA device): of a CPU's its share."""
     if device == "cpu":
-        return psutil.virtual_memory().available
+        return psutil.virtual_memory().available // local_world_size()
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
@@ -176,6 +217,16 @@ def used_bytes(device: str) -> int:
     if device == "cpu":
         return psutil.Process().memory_info().rss
     return torch.cuda.memory_allocated(torch.device(device))
+
+
+def require_room(plan: Plan) -> None:
+    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit, or ConfigError for the
+    prompts."""
+    require_memory(memory_plan(plan), plan.n_rows, available_bytes(plan.device), plan.device)
+    if plan.n_prompts * plan.prefix_len > MOST_PROMPT_TOKENS:
+        where = f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}"
+        seen, required = f"{plan.n_prompts} x {plan.prefix_len}", f"<= {MOST_PROMPT_TOKENS} tokens"
+        raise ConfigError("there are too many prompt tokens to hold", where, seen, required, "ask for fewer prompts")
 
 
 def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:

@@ -1,14 +1,14 @@
 """The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from engine.bench.auto_costs import RunCosts, costs_of, how_measured
+from engine.bench.auto_costs import RunCosts, costs_of
 from engine.bench.progress import DecodeProgress, progress_bar
 from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
@@ -27,9 +27,11 @@ WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
-    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors."""
+    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: of a
+    `PhaseTimer`, the seconds of each round's, by their name."""
 
     usage: Usage
+    phases: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,13 @@ class Passes:
     prefill_seconds: float
     baseline: Decoded | None = None
     speculative: Decoded | None = None
-    timed: tuple[PhaseTimer, Decoded] | None = None
+    timed: Decoded | None = None
     costs: RunCosts | None = None
 
     @property
     def by_name(self) -> dict[str, Decoded]:
         """Those that were made."""
-        timed = self.timed[1] if self.timed else None
-        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": timed}
+        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": self.timed}
         return {name: output for name, output in named.items() if output}
 
     @property
@@ -73,11 +74,8 @@ def speculation_passes(session: Session) -> Passes:
     def speculate(name: str, timer: PhaseTimer | None = None) -> Decoded:
         return decode(session, name, phase=timer, pacing=make_pacing(session, drafters, costs))
 
-    speculative, timed = speculate("speculation"), None
-    if which.benchmark:
-        timer = PhaseTimer(session.runner.device)
-        timed = timer, speculate("phase times", timer)
-        timer.join(session.of_replicas(timer.seconds))
+    speculative = speculate("speculation")
+    timed = speculate("phase times", PhaseTimer(session.runner.device)) if which.benchmark else None
     return replace(plain, speculative=speculative, timed=timed, costs=costs)
 
 
@@ -98,7 +96,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     gamma = max(choice.gamma for choice in choices)
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         prompts = session.prompts[:n_rows]
-        Rehearsal(runner, drafters, prompts, gamma=gamma, **how_measured(session)).run(choices, WARM_UP_ROUNDS)
+        Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, WARM_UP_ROUNDS)
 
 
 @torch.inference_mode()
@@ -134,12 +132,17 @@ def decode(
     before = usage_so_far()
     with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
         output = session.generate(drafter, pacing=pacing, progress=DecodeProgress(bar, session, name), phase=phase)
-    usage, each = usage_so_far().since(before), session.of_replicas(output)
+    usage = usage_so_far().since(before)
+    own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}
+    each, seconds = zip(*session.of_replicas(own), strict=True)
 
-    def rows(of: str) -> list[Any]:
-        return [*chain.from_iterable(getattr(one, of) for one in each)]
+    def joined(lists: Iterable[Sequence[Any]]) -> list[Any]:
+        return [*chain.from_iterable(lists)]
 
-    stats = Stats.joined([one.stats for one in each])
-    decoded = Decoded(rows("tokens"), rows("finish_reasons"), rows("errors"), stats, usage)
+    tokens, reasons, errors = (
+        joined(getattr(one, of) for one in each) for of in ("tokens", "finish_reasons", "errors")
+    )
+    phases = {name: joined(one.get(name, ()) for one in seconds) for name in chain(*seconds)}
+    decoded = Decoded(tokens, reasons, errors, Stats.joined([one.stats for one in each]), usage, phases)
     decoded.require_finite(name)
     return decoded

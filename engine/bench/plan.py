@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -11,8 +12,15 @@ from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
-from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling
+from engine.bench.resolved import (
+    KV_DTYPES,
+    ResolvedDraft,
+    ResolvedSampling,
+    resolve_device,
+    resolve_draft,
+    resolve_dtype,
+    resolve_sampling,
+)
 from engine.bench.text import own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
@@ -128,10 +136,8 @@ def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
     if config.passes.measure_costs and not plan.chooses:
-        what, needed = (
-            "costs are measured where something is chosen by them",
-            f"{flag('gamma')} or {flag('draft_budget')} auto",
-        )
+        what = "costs are measured where something is chosen by them"
+        needed = f"{flag('gamma')} or {flag('draft_budget')} auto"
         raise without_effect(["measure_costs"], what, seen="nothing to choose", required=needed)
     _check_context(plan)
     return replace(plan, capacity=plan.length)
@@ -171,19 +177,23 @@ def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
     return replace(plan, draft=draft)
 
 
-def resolve_several(config: RunConfig, drafts: Sequence[DrafterConfig], one_of_each_budget: bool = False) -> Plan:
-    """With room for the caches of all those drafts at once, and for rounds of all their gammas.
-
-    one_of_each_budget: of equal budgets one is held at a time. Errors: UserError.
-    """
+def resolve_several(
+    config: RunConfig, drafts: Sequence[DrafterConfig], at_once: Literal["all", "one of each budget", "one"] = "all"
+) -> Plan:
+    """With room for the caches of so many of those drafts at once, and for rounds of all their gammas. Errors:
+    UserError."""
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
     deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))
     plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)))
     assert plan.draft is not None
+    each = [resolve_draft(draft, config.target, plan.prefix_len, plan.gen_len) for draft in drafts]
     budgets = [capacity for draft in each for capacity in draft.capacities]
-    held = tuple(sorted(set(budgets) if one_of_each_budget else budgets))
-    return replace(plan, draft=replace(plan.draft, budgets=held, capacity=held[-1], auto_gamma=len(drafts) > 1))
+    draft = replace(plan.draft, capacity=max(budgets))
+    if at_once != "one":
+        held = tuple(sorted(budgets if at_once == "all" else {*budgets}))
+        draft = replace(draft, budgets=held, auto_gamma=len(drafts) > 1)
+    return replace(plan, draft=draft)
 
 
 def _check_files(config: RunConfig) -> None:

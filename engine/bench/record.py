@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.provenance import provenance
-from engine.bench.passes import Passes
+from engine.bench.passes import Decoded, Passes
 from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.contention import contention
@@ -19,7 +19,6 @@ from engine.cost_model.costs import Costs
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.stats import RoundStats
-from engine.timing import PhaseTimer
 
 # What is counted of drafts: a record's key, and its name in `Counts`.
 COUNTED = {"drafted": "drafted", "judged": "verified", "accepted": "accepted", "emitted": "emitted"}
@@ -79,8 +78,7 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
     """The JSON record of a run, which every rank has to ask for. What was not measured is null; random weights measure
-    no acceptance.
-    """
+    no acceptance."""
     config, stats = session.config, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
@@ -134,8 +132,7 @@ def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
     """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
-    then what was measured.
-    """
+    then what was measured."""
     plan = session.plan
     shared = {
         "benchmark": benchmark,
@@ -149,12 +146,12 @@ def record_of(
     return {**{name: shared[name] for name in shared if name not in without}, **measured, **provenance()}
 
 
-def _phase_times(timed: tuple[PhaseTimer, GenerateOutput] | None) -> dict[str, float | None]:
+def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
     """Medians over the rounds of the timed pass, if any draft over those: a draft step, a verification, the rest."""
     phases: list[tuple[RoundStats, float, float]] = []
     if timed:
-        timer, output = timed
-        phases = list(zip(output.stats.rounds, timer.seconds["draft"], timer.seconds["verify"], strict=True))
+        draft_and_verify = (timed.phases.get(name, ()) for name in ("draft", "verify"))
+        phases = list(zip(timed.stats.rounds, *draft_and_verify, strict=True))
     drafting = [phase for phase in phases if phase[0].choice.gamma]
     phases = drafting or phases
     return {
@@ -175,8 +172,7 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
     """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its KV entries a
-    row if it has a cache.
-    """
+    row if it has a cache."""
     return [
         {
             "rows": n_rows,

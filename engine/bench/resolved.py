@@ -1,16 +1,16 @@
-"""Sampling and drafts of a run with every `auto` resolved."""
+"""Devices, dtypes, sampling and drafts of a run with every `auto` resolved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from common.errors import ConfigError, flag, without_effect
-from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, Sampling, Sizes, Target
-from engine.bench.devices import DTYPES, KV_DTYPES, resolve_device, resolve_dtype
+from common.process import local_rank, local_world_size
+from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.self_speculation import SelfConfig
@@ -20,6 +20,8 @@ from kv_cache.policy import BudgetedPolicy, Policy, policies
 from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
 
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
 # Fields of drafters that are no options of a record, or have another place there.
@@ -115,6 +117,42 @@ def option_names() -> list[str]:
     return [name for name in every if name not in ELSEWHERE]
 
 
+def resolve_dtype(wanted: str, device: str) -> torch.dtype:
+    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    if wanted != "auto":
+        return DTYPES[wanted]
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def resolve_device(name: str) -> str:
+    """`name` as "cpu" or "cuda:N", N being this process's own GPU where a machine runs several of them.
+
+    A process that was left one GPU to see, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank.
+    """
+    n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return "cpu"
+    where = flag("device")
+    if device.type != "cuda" or (device.index or 0) >= n_gpus:
+        required = "cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)")
+        raise ConfigError("the device is not available", where, name, required, f"use {where} auto")
+    if n_processes == 1:
+        return f"cuda:{device.index or 0}"
+    is_masked = n_gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if device.index is not None or (n_processes > n_gpus and not is_masked):
+        what, where = "every process needs a GPU of its own", "--device, torchrun --nproc_per_node"
+        seen = f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs"
+        fix = f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}"
+        raise ConfigError(what, where, seen, f"--device cuda, and at most {n_gpus} processes", fix)
+    return f"cuda:{0 if is_masked else local_rank()}"
+
+
 def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
     """Errors: ConfigError for what has no effect, or cannot be verified in that mode."""
     params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0)
@@ -166,14 +204,3 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
         quantize=weights if weights != "same" else target.quantize if is_target else None,
         kv_dtype=KV_DTYPES.get(target.kv_dtype if is_target and entries == "same" else entries, dtype),
     )
-
-
-def largest_draft(drafts: Sequence[DrafterConfig], target: Target, sizes: Sizes) -> DrafterConfig:
-    """Of several drafts, the one that needs most memory: one that chooses entries by attention, then by their number.
-
-    Errors: ConfigError for any that cannot be.
-    """
-    length = sizes.prefix_len or DEFAULT_PREFIX_LEN
-    each = [resolve_draft(draft, target, length, sizes.gen_len) for draft in drafts]
-    needs = [(one.policy.n_observed if one.policy else 0, sum(one.capacities)) for one in each]
-    return drafts[needs.index(max(needs))]

@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 import torch
 
 from common.errors import ConfigError, UserError
-from common.process import world_size
 from common.say import dtype_name, say
-from engine.bench.config import RunConfig, Sampling
+from engine.bench.config import RankOptions, RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
 from engine.bench.loading import load_draft, load_target
-from engine.bench.memory import used_bytes
+from engine.bench.memory import require_room, used_bytes
 from engine.bench.plan import Plan, remarks, resolve, with_draft
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_sampling
-from engine.bench.room import require_room
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
@@ -144,6 +142,12 @@ class Session:
         """What drafts, where that is not the target itself; None on a rank that has no part of it."""
         return self.models.get(self.draft.form) if self.draft else None
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """How it decodes, as arguments of `generate`; whatever would end a row is not among them."""
+        sampling: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
+        return sampling | {"max_new_tokens": self.plan.gen_len, "numbered_from": self.numbered_from}
+
     def books(self) -> Iterator[str]:
         """Those of the data set, from the first on. For a target that has text."""
         assert self.plan.dataset is not None, "random weights and one's own prompts read no data set"
@@ -220,17 +224,13 @@ class Session:
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""
-        configured: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
         stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
-        configured |= {"max_new_tokens": self.plan.gen_len, "stop_tokens": stop_tokens}
-        configured["numbered_from"] = self.numbered_from
-        return generate(self.runner, self.prompts, drafter=drafter, **configured | arguments)
+        configured = self.how | {"drafter": drafter, "stop_tokens": stop_tokens}
+        return generate(self.runner, self.prompts, **configured | arguments)
 
 
 def _join_ranks(plan: Plan) -> Ranks:
-    options = plan.config.ranks
-    if options is None or world_size() == 1:
-        return Ranks(device=torch.device(plan.device))
+    options = plan.config.ranks or RankOptions()
     return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 

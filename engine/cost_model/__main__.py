@@ -18,11 +18,9 @@ from engine.bench.cost_flags import CostFlags
 
 
 def main(flags: CostFlags) -> None:
+    from engine.bench.cost_report import report
+
     flags.check()
-    if flags.machine is None:
-        from engine.bench.cost_report import report
-    else:
-        from engine.bench.cost_prediction import report
     report(flags)
 
 

@@ -27,8 +27,7 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds of one batch at one context: a step of plain decoding, verifications of so many drafts as in `at`,
-    ascending, one step of the draft, and what else a round takes. acceptance: what was seen meanwhile, of real text.
-    """
+    ascending, one step of the draft, and what else a round takes. acceptance: what was seen meanwhile, of real text."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -39,8 +38,7 @@ class Costs:
 
     def round_ms(self, gamma: int) -> float:
         """A round of that gamma. Verifications between and beyond the measured gammas lie on straight lines, below
-        them on the line from a plain step, which is a verification of nothing.
-        """
+        them on the line from a plain step, which is a verification of nothing."""
         at, ms = np.array([0, *self.at], dtype=float), np.array([self.plain_ms, *self.verify_ms])
         if gamma > at[-1]:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])

@@ -21,8 +21,7 @@ class Machine:
     """Devices of one kind, whose numbers these are: bytes of memory read per second; dense operations per second (a
     multiplication and an addition are two) with 16 and with 32 bits; bytes of memory; seconds that a kernel takes
     beside its work; rows of queries that attention multiplies at least; whether heads that share KV are rows of one
-    tile where there are several tokens, too; seconds of a forward that nothing else here explains.
-    """
+    tile where there are several tokens, too; seconds of a forward that nothing else here explains."""
 
     bandwidth: float
     ops: float
@@ -68,8 +67,7 @@ EXAMPLE = f"{flag('machine')} 8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 def find_machine(text: str) -> Machine:
     """Of "A100-80" or "8xA100-80", or of NUMBERS in SI units: "2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5", where
-    `ops_32` is `ops` unless it is given, and what else is not given takes no time. Errors: ConfigError.
-    """
+    `ops_32` is `ops` unless it is given, and what else is not given takes no time. Errors: ConfigError."""
     count, name = re.fullmatch(r"(?:(\d{1,4})x)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     machine, devices = _given(text, name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
     if machine is None or devices < 1:

@@ -68,8 +68,7 @@ def predict_costs(
 ) -> Costs:
     """Of a target behind `context` tokens and a draft, itself or another model, whose cache has `budget` entries at
     most; a draft with fewer KV heads than there are devices is on as many. What else a round takes is the host's, and
-    not predicted: 0. Errors: ConfigError.
-    """
+    not predicted: 0. Errors: ConfigError."""
     plain, *verify = (forward_ms(target, machine, batch, n + 1, context) for n in (0, *gammas))
     drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))
     drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context))

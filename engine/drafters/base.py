@@ -112,10 +112,9 @@ class ModelDrafter(ABC):
         own, name = self._runner, type(self).__name__
         room = None if own.cache is None else own.cache.max_length
         if own.max_batch != target.max_batch:
-            what, fix = "the draft cache has another number of rows than the target's", "build both caches with the"
-            raise ConfigError(
-                what, f"{name}: cache.max_batch", own.max_batch, target.max_batch, f"{fix} same max_batch"
-            )
+            what = "the draft cache has another number of rows than the target's"
+            fix = "build both caches with the same max_batch"
+            raise ConfigError(what, f"{name}: cache.max_batch", own.max_batch, target.max_batch, fix)
         if room is not None and length > room:
             what, fix = "prompt + new tokens + gamma + 1 exceeds the draft's KV cache", "give the draft a longer cache"
             raise ConfigError(what, f"{name}: cache", f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import ConfigError, require_at_least
+from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
@@ -23,18 +23,14 @@ class NGram(TextDrafter):
     """Proposes what followed the last tokens when they stood in the row before (Saxena, Prompt Lookup Decoding, 2023).
 
     Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
-    most; among those the one with the most tokens behind it, up to gamma; then the latest. A row in which fewer than
-    `min_ngram` tokens match gets no draft.
-    Errors: ConfigError if gamma is negative or not 1 <= min_ngram <= max_ngram.
+    most; among those the one with the most tokens behind it, up to gamma; then the latest. Without a match a row gets
+    no draft. Errors: ConfigError if gamma is negative or max_ngram below 1.
     """
 
-    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> None:
+    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3) -> None:
         super().__init__(runner, gamma)
-        if not 1 <= min_ngram <= max_ngram:
-            where, required = "NGram: min_ngram, max_ngram", "1 <= min_ngram <= max_ngram"
-            seen = f"{min_ngram}, {max_ngram}"
-            raise ConfigError("the n-gram lengths are out of order", where, seen, required, "use 1 and 3")
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        require_at_least("max_ngram", max_ngram, 1)
+        self.max_ngram = max_ngram
         self._text = torch.zeros_like(runner.cache.positions)
 
     def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
@@ -44,7 +40,7 @@ class NGram(TextDrafter):
         rows, lengths = batch.rows[:, None], batch.lengths
         self._text[rows, lengths[:, None]] = batch.current[:, None]
         text = self._text[batch.rows, : batch.extent(gamma)]
-        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.min_ngram)
+        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
@@ -52,7 +48,7 @@ class NGram(TextDrafter):
         return tokens, n_tokens
 
 
-def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ngram: int) -> tuple[Tensor, Tensor]:
+def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int) -> tuple[Tensor, Tensor]:
     """Where each row's last tokens stood before, and how many tokens to copy from behind it.
 
     text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns `match [B]`, the position of
@@ -70,8 +66,8 @@ def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, min_ng
         matched += matches
     available = (last - position).clamp(min=0, max=gamma)
     rank = (matched * (gamma + 1) + available) * text.shape[1] + position
-    match = rank.masked_fill(matched < min_ngram, -1).argmax(dim=1, keepdim=True)
-    found = matched.gather(1, match) >= min_ngram
+    match = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
+    found = matched.gather(1, match) > 0
     return match.squeeze(1), (available.gather(1, match) * found).squeeze(1)
 
 

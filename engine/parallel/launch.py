@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import RankError, UserError, flag
-from common.pipes import readers_may_leave, tell
+from common.exit import readers_may_leave, tell
 from common.process import is_leader, own_rank, world_size
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
@@ -45,10 +45,6 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
     except UserError as error:
         _tell_user_error(error, error.told(flags or {}))
         code = USER_ERROR_CODE
-    except KeyboardInterrupt:
-        if is_leader():
-            tell("\ninterrupted")
-        sys.exit(130)
     except Exception as error:
         of_ranks = isinstance(error, RuntimeError) and (dist.is_initialized() or isinstance(error, dist.DistError))
         if not of_ranks or not LOST_RANK.search(str(error)):

@@ -165,7 +165,7 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
     that waits longer than the timeout for a rank fails, and the run with it."""
     where = torch.device(device)
     if world_size() == 1:
-        return Ranks(device=where, check=check)
+        return Ranks(device=where)
     on_gpu, timeout = where.type == "cuda", timedelta(seconds=timeout_seconds)
     if on_gpu:
         torch.cuda.set_device(where)

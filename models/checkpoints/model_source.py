@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
@@ -17,7 +15,6 @@ from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokeniz
 from models.config import ModelConfig
 from models.llama import Transformer
 from models.presets import preset_config, preset_name
-from models.tensor_parallel import Exchange
 
 UNCONVERTED = (".gguf", ".safetensors", ".bin")  # what downloads have their weights in
 
@@ -59,19 +56,10 @@ class ModelSource:
             fix = "copy the model's own tokenizer into this folder, or download and convert it again"
             raise CheckpointError(what, where, seen, required, fix)
 
-    def load(
-        self,
-        device: str,
-        dtype: torch.dtype,
-        attention: str,
-        layers: Sequence[int] | None = None,
-        exchange: Exchange | None = None,
-        quantize: str | None = None,
-    ) -> Transformer:
-        """The model, or this rank's shard of it, over that attention backend."""
-        kinds: dict[str, Any] = {"layers": layers, "exchange": exchange, "attention": attention, "quantize": quantize}
-        kinds |= {"load_format": self.load_format, "config": None if self.has_text else self.config}
-        return load_model(self.path, device=device, dtype=dtype, verify=self.verify, **kinds)
+    def load(self, **how: Any) -> Transformer:
+        """The model; `how`: as of `load_model`."""
+        config = None if self.has_text else self.config
+        return load_model(self.path, load_format=self.load_format, config=config, verify=self.verify, **how)
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
@@ -102,10 +90,8 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
             check_files(folder, (weights.name, CONFIG), sizes_only=True)
         if not zipfile.is_zipfile(weights):
             seen = "no zip archive, or not to its end" if weights.is_file() else "no such file"
-            fix, required = (
-                f"run: python {CONVERT} --force --checkpoint_dir {folder}",
-                f"a {WEIGHTS} written by {CONVERT}",
-            )
+            fix = f"run: python {CONVERT} --force --checkpoint_dir {folder}"
+            required = f"a {WEIGHTS} written by {CONVERT}"
             raise CheckpointError("the weights cannot be read", weights, seen, required, fix)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify)

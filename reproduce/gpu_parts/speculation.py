@@ -8,12 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engine.bench import passes
+from engine.bench import memory, passes
 from engine.bench.config import RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve
 from engine.bench.record import make_record, rounded
-from engine.bench.room import memory_plan, room
 from engine.bench.session import Session
 from engine.cost_model.costs import tokens_per_round
 from engine.drafters.self_speculation import SelfConfig
@@ -61,7 +60,8 @@ def open_session(options: Options, target: Target, **config: Any) -> Session:
     config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits.
     """
     plan = resolve(RunConfig(replace(target, device=options.device, compile=options.on_cuda), **config))
-    n_rows = min(plan.n_rows, memory_plan(plan).largest_batch(room(plan))) or plan.n_rows
+    most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
+    n_rows = min(plan.n_rows, most) or plan.n_rows
     return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
 
 
@@ -80,7 +80,8 @@ def dummy_session(options: Options, model: str, sizes: Sizes, kv_dtype: Any = "s
 def size_record(session: Session) -> Record:
     """For a record: the rows, those that were asked for, and the bytes that the memory plan has for them."""
     plan = session.plan
-    return {"B": plan.n_rows, "asked_B": plan.config.sizes.B, "planned_bytes": memory_plan(plan).total(plan.n_rows)}
+    planned_bytes = memory.memory_plan(plan).total(plan.n_rows)
+    return {"B": plan.n_rows, "asked_B": plan.config.sizes.B, "planned_bytes": planned_bytes}
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,11 @@ class Filled:
         if mode not in self.baselines:
             passes.warm_up(session)
             self.baselines[mode] = passes.decode(session, "baseline")
-        drafter, timer = session.drafter(), PhaseTimer(session.runner.device)
+        drafter = session.drafter()
         try:
             passes.warm_up(session, [drafter])
             speculative = passes.decode(session, "speculation", drafter)
-            timed = timer, passes.decode(session, "phase times", drafter, timer)
+            timed = passes.decode(session, "phase times", drafter, PhaseTimer(session.runner.device))
         finally:
             session.runner.drop_graphs()
         made = passes.Passes(self.prefill_seconds, self.baselines[mode], speculative, timed)
