@@ -63,38 +63,6 @@ def test_random_writes_and_rollbacks(seed):
                 assert not held(each, row) or held(each, row)[-1] < lengths[row]
 
 
-def test_fill_row_copies_the_kept_entries_and_forgets_the_rest():
-    source = FullKVCache(TINY, 2, 40, dtype=torch.float64)
-    source.entries.normal_()
-    source.positions[:] = torch.arange(40)
-    cache = StreamingKVCache(TINY, 2, 10, 3, dtype=torch.float64)
-    for length in (33, 9, 2):
-        cache.fill_row(1, source, length)
-        kept = cache.retained_positions(length)
-        assert held(cache, 1) == kept.tolist()
-        assert len(kept) == min(length, 10)
-        slots = cache.slots(kept)
-        assert torch.equal(cache.keys[:, 1][:, :, slots], source.keys[:, 1][:, :, kept])
-        assert torch.equal(cache.values[:, 1][:, :, slots], source.values[:, 1][:, :, kept])
-        assert held(cache, 0) == [], "another row was touched"
-
-
-def test_write_through_reaches_both_caches_and_reads_the_target():
-    target, draft = FullKVCache(TINY, 2, 20), StreamingKVCache(TINY, 2, 6, 2)
-    both = WriteThroughKVCache(target, draft).view(extent=12)
-    positions = torch.tensor([[8, 9], [3, 4]])
-    slots = both.begin(positions)
-    keys, values = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 2, 8)
-    both.write(1, slots, pack(keys, values))
-    for cache in (target, draft):
-        stored_keys, stored_values = cache.read(1)[:2]
-        rows = torch.arange(2)[:, None]
-        assert torch.equal(stored_keys[rows, cache.slots(positions)], keys)
-        assert torch.equal(stored_values[rows, cache.slots(positions)], values)
-    assert both.read(1)[0].shape[1] == 12
-    assert both.positions.data_ptr() == target.positions.data_ptr()
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
 def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
     """As a view of each row by itself does; the others keep every bit."""
@@ -116,17 +84,6 @@ def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
         assert all(torch.equal(mine, all_rows[rows]) for mine, all_rows in zip(read, stored, strict=True))
         assert torch.equal(view.positions, apart.positions[rows]) and view.max_batch == 2
         starts += n_token - 1
-
-
-def test_a_view_shares_storage_and_covers_the_positions_below_its_extent():
-    cache = StreamingKVCache(TINY, 3, 10, 2)
-    for extent in range(1, 20):
-        view = cache.view(slice(1, 2), extent)
-        positions = torch.arange(max(0, extent - cache.window), extent)[None]
-        assert int(cache.slots(positions).max()) < view.positions.shape[1]
-        view.begin(positions)
-        assert held(cache, 0) == held(cache, 2) == []
-        assert held(cache, 1)[-1] == extent - 1
 
 
 def test_sizes_below_one_are_refused():
