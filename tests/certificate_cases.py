@@ -14,7 +14,7 @@ from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
 from models import Transformer
 
 LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
-PROMPTS = random_prompts(LENGTHS)
+PROMPTS, FORCED = random_prompts(LENGTHS), torch.tensor(random_prompts([N_FORCED] * len(LENGTHS), seed=1))
 GREEDY, COUPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 MODES = pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
@@ -54,37 +54,28 @@ def other_kernels(logits: Tensor, positions: Tensor) -> Tensor:
 
 
 def speculate(
-    model: Transformer,
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    runner_class: type[ModelRunner] = ModelRunner,
-    cache: FullKVCache | None = None,
+    model: Transformer, sampling: SamplingParams, runner_class=ModelRunner, cache: FullKVCache | None = None
 ) -> Tensor:
     """Self-speculation's tokens `[B, N_NEW]`; rows differ in length and in how many drafts they accept."""
-    runner = runner_class(model, cache or full_cache(model, len(prompts)))
-    draft_cache = StreamingKVCache(model.config, len(prompts), budget=14, n_sink=2, dtype=runner.cache.keys.dtype)
+    runner = runner_class(model, cache or full_cache(model, len(PROMPTS)))
+    draft_cache = StreamingKVCache(model.config, len(PROMPTS), budget=14, n_sink=2, dtype=runner.cache.keys.dtype)
     mode = "greedy" if sampling.greedy else "coupled"
     drafter = SelfSpeculation(runner, draft_cache, GAMMA)
-    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=sampling, verification=mode)
+    out = generate(runner, PROMPTS, max_new_tokens=N_NEW, drafter=drafter, sampling=sampling, verification=mode)
     assert 0 < out.stats.accepted < out.stats.drafted
     assert len({row.accepted for row in out.stats.rows}) > 1
     return torch.tensor(out.tokens)
 
 
-def forced_text(prompts: list[list[int]]) -> Tensor:
-    return torch.tensor(random_prompts([N_FORCED] * len(prompts), seed=1))
+def calibration_of(model: Transformer, cache: FullKVCache | None = None) -> Calibration:
+    """Of as many prompts as the cache has rows."""
+    cache = cache or full_cache(model, len(PROMPTS))
+    return calibrate(model, cache, PROMPTS[: cache.max_batch], FORCED[: cache.max_batch], GAMMA + 1)
 
 
-def calibration_of(model: Transformer, prompts: list[list[int]], cache: FullKVCache | None = None) -> Calibration:
-    cache = cache or full_cache(model, len(prompts))
-    return calibrate(model, cache, prompts, forced_text(prompts), GAMMA + 1)
-
-
-def certificate_of(
-    model: Transformer, prompts: list[list[int]], emitted: Tensor, sampling: SamplingParams
-) -> Certificate:
-    eps = calibration_of(model, prompts).eps / (sampling.temperature or 1)
-    return certify(replay(model, full_cache(model, len(prompts)), prompts, emitted, sampling), eps)
+def certificate_of(model: Transformer, emitted: Tensor, sampling: SamplingParams) -> Certificate:
+    eps = calibration_of(model).eps / (sampling.temperature or 1)
+    return certify(replay(model, full_cache(model, len(PROMPTS)), PROMPTS, emitted, sampling), eps)
 
 
 def scores_by_recomputing(

@@ -99,7 +99,7 @@ def damage(path: Path, kind: str, other: Path, number: int, facts_too: bool, rng
     elif kind == "swap":
         shutil.copyfile(other, path)
     elif kind == "edit":
-        _edit(path, *EDITS[path.name][number])
+        edit(path, *EDITS[path.name][number])
     elif kind == "NaN or infinity" and path.suffix in (".bin", ".pth"):
         content = torch.load(path, weights_only=True)
         tensor = rng.choice(list(content.get("state_dict", content).values()))
@@ -144,7 +144,8 @@ def _change(before: bytes, kind: str, data: Spans, facts: Spans, rng: random.Ran
     return bytes(content)
 
 
-def _edit(path: Path, place: str, value: Any) -> None:
+def edit(path: Path, place: str, value: Any) -> None:
+    """Put a value where the path of keys says."""
     whole = json.loads(path.read_text())
     *parents, last = place.split("/")
     inner = whole

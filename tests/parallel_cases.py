@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from pacings import Scripted
+from policies import POLICIES, Size
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
@@ -21,17 +22,18 @@ from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.runner import RemoteRunner
-from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
+from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, load_model
 from models.checkpoints.loading import save_checkpoint
 from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-STANDALONE = ("standalone, full", "standalone, streaming", "standalone, cache", "standalone, snapkv")
-DRAFTS = ("none", "self", "self, some layers", "self, snapkv", "ngram", *STANDALONE, "changing")
+OF_CACHES = ("self, streaming", "self, snapkv", *(f"standalone, {policy}" for policy in POLICIES))
+DRAFTS = ("none", "ngram", *OF_CACHES, "self, some layers", "changing")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
-N_ROWS, GAMMA, MAX_LEN = 3, 3, 80
+N_ROWS, GAMMA = 3, 3
+SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
 # 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
 DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab_size=64)
 
@@ -91,7 +93,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     holders = model_ranks(ranks, order[::-1] if case.reverse else order)
     model = _load(folder / str(case.group_size), case.config(), holders)
     new_graphs = RecordedGraphs if case.is_captured and ranks.size > 1 else None
-    runner = ModelRunner(model, _full(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
+    runner = ModelRunner(model, _cache(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
     rng = random.Random(case.name)
     prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
     temperature = 0.0 if case.mode == "greedy" else 0.8
@@ -106,27 +108,22 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
 
 
 def _drafter(case: Case, folder: Path, runner: ModelRunner):
-    kind, _, cache_kind = case.draft.partition(", ")
+    kind, _, policy = case.draft.partition(", ")
     if kind == "none":
         return None
     if kind == "ngram":
         return NGram(runner, GAMMA)
+    if policy == "some layers":
+        draft = select_layers(runner.model, [1])
+        return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])
     if kind == "self":
-        if cache_kind == "snapkv":
-            return SelfSpeculation(runner, _snapkv(runner.model.config), GAMMA)
-        layers = [1] if cache_kind else None
-        draft = select_layers(runner.model, layers) if layers else runner.model
-        return SelfSpeculation(runner, _streaming(draft.config, False), GAMMA, draft, layers)
+        return SelfSpeculation(runner, _cache(runner.model.config, policy), GAMMA)
     ranks = runner.ranks
     holders = model_ranks(ranks, case.draft_ranks(ranks.size))
     if not holders.holds:
         return StandaloneDraft(RemoteRunner(DRAFT_CONFIG, torch.float64, N_ROWS, ranks, holders), GAMMA)
     model = _load(folder / "draft", DRAFT_CONFIG, holders)
-    if cache_kind == "snapkv":
-        cache: KVCache = _snapkv(model.config)
-    else:
-        cache = _full(model.config) if cache_kind == "full" else _streaming(model.config, cache_kind == "cache")
-    return StandaloneDraft(ModelRunner(model, cache, ranks=ranks), GAMMA)
+    return StandaloneDraft(ModelRunner(model, _cache(model.config, policy), ranks=ranks), GAMMA)
 
 
 def _load(path: Path, config: ModelConfig, holders: ModelRanks):
@@ -134,17 +131,9 @@ def _load(path: Path, config: ModelConfig, holders: ModelRanks):
     return load_model(path, config=config, dtype=torch.float64, exchange=exchange)
 
 
-def _full(config: ModelConfig) -> FullKVCache:
-    return FullKVCache(config, N_ROWS, MAX_LEN, dtype=torch.float64)
-
-
-def _streaming(config: ModelConfig, rotate_on_read: bool) -> StreamingKVCache:
-    return StreamingKVCache(config, N_ROWS, 12, 2, dtype=torch.float64, rotate_on_read=rotate_on_read)
-
-
-def _snapkv(config: ModelConfig) -> SnapKVCache:
-    """Of the shard's own heads, which select for themselves."""
-    return SnapKVCache(config, N_ROWS, 14, 6, dtype=torch.float64)
+def _cache(config: ModelConfig, policy: str = "full") -> KVCache:
+    """Of the shard's own heads; where they select, they do so for themselves."""
+    return POLICIES[policy].make(config, SIZE)
 
 
 def main() -> None:

@@ -6,19 +6,19 @@ import pytest
 import torch
 from certificate_cases import (
     DTYPES,
+    FORCED,
     GAMMA,
     GREEDY,
     LENGTHS,
     N_FORCED,
     PROMPTS,
     calibration_of,
-    forced_text,
     noise_like,
     speculate,
     with_blocks,
 )
 from machine import needs_vnni
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, tiny_model
 from torch import Tensor
 
 from engine import ModelRunner
@@ -42,9 +42,9 @@ class Reversed(Transformer):
 def test_a_bound_that_measured_a_bug_is_not_trusted(dtype):
     """A wrong forward of several tokens widens eps until everything is a near-tie: the flips give it away."""
     model = tiny_model(dtype=dtype)
-    assert calibration_of(model, PROMPTS).trusted
+    assert calibration_of(model).trusted
     model.__class__ = Reversed
-    assert not calibration_of(model, PROMPTS).trusted
+    assert not calibration_of(model).trusted
 
 
 def test_eps_is_the_largest_difference_between_a_block_and_single_tokens():
@@ -52,10 +52,10 @@ def test_eps_is_the_largest_difference_between_a_block_and_single_tokens():
         logits[..., 7] += 0.25 * (positions == LENGTHS[1] + 22)
         return logits
 
-    exact = calibration_of(tiny_model(), PROMPTS)
+    exact = calibration_of(tiny_model())
     assert exact.eps < 1e-11
     assert (exact.flips, exact.positions) == (0, len(LENGTHS) * N_FORCED)
-    measured = calibration_of(with_blocks(tiny_model(), offset), PROMPTS)
+    measured = calibration_of(with_blocks(tiny_model(), offset))
     assert 2 * measured.eps == pytest.approx(0.25, abs=1e-11), "the gap that one logit alone can close"
     assert measured.median < 1e-11
     assert measured.gap_change < 1e-11, "a token that far below the top is no rival"
@@ -65,7 +65,7 @@ def test_a_shift_of_all_logits_does_not_count():
     def shift(logits, positions):  # every logit is 5 higher, and the largest 0.5 lower than that
         return (logits + 5).scatter_add(2, logits.argmax(2, keepdim=True), torch.full_like(logits[..., :1], -0.5))
 
-    measured = calibration_of(with_blocks(tiny_model(), shift), PROMPTS)
+    measured = calibration_of(with_blocks(tiny_model(), shift))
     assert 2 * measured.eps == pytest.approx(0.5, abs=1e-11)
     assert measured.gap_change == pytest.approx(0.5, abs=1e-11)
     assert 0 < measured.flips < measured.positions
@@ -85,19 +85,19 @@ class OtherKeys(FullKVCache):
 def test_eps_is_that_of_two_caches_each_written_its_own_way():
     """As those of speculation and its reference: what the blocks before have stored counts, too."""
     model, lengths = tiny_model(), torch.tensor(LENGTHS)
-    cache, forced = OtherKeys(TINY, len(PROMPTS), 128, dtype=torch.int8), forced_text(PROMPTS)
+    cache = OtherKeys(TINY, len(PROMPTS), 128, dtype=torch.int8)
 
     def logits(width: int) -> Tensor:
         runner = ModelRunner(model, cache)
         for row, prompt in enumerate(PROMPTS):
             runner.prefill_row(row, prompt)
         starts = [lengths[:, None] + torch.arange(start, start + width) for start in range(0, N_FORCED, width)]
-        steps = zip(forced.split(width, dim=1), starts, strict=True)
+        steps = zip(FORCED.split(width, dim=1), starts, strict=True)
         return torch.cat([runner.step(tokens, positions) for tokens, positions in steps], dim=1)
 
     difference = logits(GAMMA + 1) - logits(1)
     largest = ((difference.amax(-1) - difference.amin(-1)) / 2).max()
-    assert calibration_of(model, PROMPTS, cache).eps == pytest.approx(float(largest))
+    assert calibration_of(model, cache).eps == pytest.approx(float(largest))
 
 
 class StaleScales(FullKVCache):
@@ -117,10 +117,10 @@ def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(kv_dtype):
     def cache(kind: type[FullKVCache]) -> FullKVCache:
         return kind(TINY, len(PROMPTS), 128, dtype=kv_dtype)
 
-    calibration = calibration_of(model, PROMPTS, cache(OtherKeys))
+    calibration = calibration_of(model, cache(OtherKeys))
     assert calibration.trusted
     for kind, holds in ((FullKVCache, True), (OtherKeys, True), (StaleScales, False)):
-        emitted = speculate(model, PROMPTS, GREEDY, cache=cache(kind))
+        emitted = speculate(model, GREEDY, cache=cache(kind))
         assert certify(replay(model, cache(FullKVCache), PROMPTS, emitted), calibration.eps).holds == holds
 
 
@@ -130,13 +130,13 @@ WIDE = replace(TINY, vocab_size=64, dim=64, n_head=2, n_kv_head=1, head_dim=64, 
 @needs_vnni
 @pytest.mark.parametrize("kv_dtype", [torch.float32, *largest()])
 def test_cpp_attention_and_int8_weights_give_the_same_bits_in_blocks(kv_dtype):
-    model, prompts = tiny_model(WIDE, dtype=torch.float32), random_prompts(LENGTHS)
+    model = tiny_model(WIDE, dtype=torch.float32)
     quantize_linears(model, "int8")
     quantize_head(model)
     model.backend, why = select_backend("auto", "cpu", attention_spec(WIDE, model.dtype), kv_dtype)
     if model.backend.name != "cpp":
         pytest.skip(why)
-    for rows in (prompts, prompts[:1]):
-        calibration = calibration_of(model, rows, full_cache(model, len(rows), kv_dtype=kv_dtype))
+    for n_row in (len(PROMPTS), 1):
+        calibration = calibration_of(model, full_cache(model, n_row, kv_dtype=kv_dtype))
         assert (calibration.eps, calibration.flips, calibration.trusted) == (0, 0, True)
     assert calibration.max_flip_share == MAX_FLIP_SHARE[kv_dtype]

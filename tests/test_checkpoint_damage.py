@@ -1,13 +1,13 @@
 """Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_folders import HF_CONFIG, write_side_files, write_source
+from checkpoint_damage import edit
+from checkpoint_folders import write_source
 
 from common.errors import CheckpointError, ConfigError, UserError
 from convert_hf_checkpoint import convert
@@ -48,15 +48,6 @@ def edit_header(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new, 1))
 
 
-def edit_index(folder: Path, **entries: str) -> None:
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | entries}))
-
-
-def with_layers(folder: Path, n: int) -> None:
-    write_side_files(folder, HF_CONFIG | {"num_hidden_layers": n})
-
-
 def remove_weights(folder: Path) -> None:
     for path in folder.glob("model*"):
         path.unlink()
@@ -71,15 +62,15 @@ SOURCE_DAMAGE: Damage = {
     "header dtype": (lambda d: edit_header(d / SHARD, b'"F32"', b'"I32"'), SHARD),
     "header shape": (lambda d: edit_header(d / SHARD, b"[24,16]", b"[16,24]"), SHARD),
     "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
-    "index names a missing shard": (lambda d: edit_index(d, extra="model-9.safetensors"), "model-9.safetensors"),
-    "index names a missing tensor": (lambda d: edit_index(d, extra=SHARD), SHARD),
-    "index points outside": (lambda d: edit_index(d, extra="../x.safetensors"), "index.json"),
+    "index names a missing shard": (lambda d: edit(d / INDEX, "weight_map/extra", "9.safetensors"), "9.safetensors"),
+    "index names a missing tensor": (lambda d: edit(d / INDEX, "weight_map/extra", SHARD), SHARD),
+    "index points outside": (lambda d: edit(d / INDEX, "weight_map/extra", "../x.safetensors"), "index.json"),
     "index cut": (lambda d: truncate(d / INDEX, 0.5), "index.json"),
     "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: truncate(d / "config.json", 0.5), "config.json"),
-    "config of another model": (lambda d: with_layers(d, 3), "model.layers.2"),
-    "config of a billion layers": (lambda d: with_layers(d, 10**9), "1000000000 layers"),
-    "config with fewer layers": (lambda d: with_layers(d, 1), "model.layers.1"),
+    "config of another model": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
+    "config of a billion layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 10**9), "1000000000 layers"),
+    "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
     "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),

@@ -11,8 +11,7 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.noise import Stream, compiled_source, in_passes, uniform
 from engine.pacing import PLAIN, Choice
 from kv_cache import StreamingKVCache
-from models import ModelConfig, load_model
-from models.pointwise import EAGER, add_norm, compiled, rotate_heads, round_to_uint8, swiglu, use_pointwise
+from models.pointwise import add_norm, compiled, rotate_heads, round_to_uint8, swiglu, use_pointwise
 from models.rope import rotation
 
 
@@ -85,25 +84,6 @@ def test_compiled_noise_has_the_same_bits():
         keys = seed, torch.arange(n_row) * 2**29, 2**32 - 1 - torch.arange(n_row)
         got, wanted = (uniform(*keys, Stream.DRAFT, 1001, made_by) for made_by in (source, in_passes))
         assert torch.equal(got, wanted)
-
-
-@needs_cpp_compiler
-def test_a_compiled_model_decodes_the_same_tokens():
-    """Quantised layers included, which compile their rounding of activations."""
-    config = ModelConfig(
-        vocab_size=97, n_layer=2, dim=64, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=96, max_context=128
-    )
-    schemes = [None, "int8"] if torch.cpu._is_vnni_supported() else [None]
-    prompts = random_prompts([30, 5], vocab_size=97)
-    for scheme in schemes:
-        model = load_model("none", load_format="dummy", config=config, quantize=scheme)
-        tokens = []
-        for pointwise in (EAGER, compiled()):
-            use_pointwise(model, pointwise)
-            runner = ModelRunner(model, full_cache(model, 2))
-            drafter = SelfSpeculation(runner, StreamingKVCache(config, 2, 12, 2), gamma=3)
-            tokens.append(generate(runner, prompts, max_new_tokens=10, drafter=drafter).tokens)
-        assert tokens[0] == tokens[1]
 
 
 def test_a_model_of_another_width_leaves_the_first_one_s_kernels_as_they_are():

@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tiny import TINY
 
 from common.errors import DataError
@@ -34,10 +36,6 @@ class CharacterTokenizer:
 def numbered_book(first: int, length: int) -> str:
     """`length` characters, none of which occurs twice in this or another book of another range."""
     return "".join(chr(first + i) for i in range(length))
-
-
-def text_of(prompt: list[int]) -> str:
-    return "".join(map(chr, prompt))
 
 
 def parquet_of(columns: dict[str, list], **options) -> bytes:
@@ -184,31 +182,20 @@ def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int] | None = N
     return make_prompts(books, CharacterTokenizer(bos), n_prompts=n_prompts, prefix_len=prefix_len)
 
 
-def test_first_stretch_of_every_book_then_the_second():
-    books = [numbered_book(1000, 25), numbered_book(2000, 9), numbered_book(3000, 40)]
-    a, c = books[0], books[2]
-    expected = [a[:10], c[:10], a[10:20], c[10:20], c[20:30]]
-    assert list(map(text_of, prompts_of(books, 5, 10))) == expected
-    assert list(map(text_of, prompts_of(books, 4, 10))) == expected[:4], "more prompts only add to fewer"
-
-
-def test_bos_is_part_of_the_length():
-    books = [numbered_book(1000, 18)]
-    first, second = prompts_of(books, 2, 10, bos=[BOS])
-    assert first[0] == second[0] == BOS and len(first) == len(second) == 10
-    assert text_of(first[1:] + second[1:]) == books[0]
-
-
-@pytest.mark.parametrize("prefix_len", [1, 7, 100])
-@pytest.mark.parametrize("n_prompts", [1, 3, 10])
-def test_exact_lengths_distinct_rows_no_overlap_and_no_change_when_asked_again(prefix_len, n_prompts):
-    books = [numbered_book(1000 * (i + 1), 200 + 100 * i) for i in range(4)]
-    prompts = prompts_of(books, n_prompts, prefix_len)
-    assert [len(prompt) for prompt in prompts] == [prefix_len] * n_prompts
-    tokens = [token for prompt in prompts for token in prompt]
-    assert len(set(tokens)) == len(tokens)
-    assert all(any(text_of(prompt) in book for book in books) for prompt in prompts)
-    assert prompts == prompts_of(books, n_prompts, prefix_len)
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(st.lists(st.text("ab", max_size=40), max_size=4), st.integers(1, 6), st.integers(1, 6), st.booleans())
+@example([numbered_book(1000, 25), numbered_book(2000, 9), numbered_book(3000, 40)], 5, 10, False)
+def test_prompts_are_the_first_stretch_of_every_book_then_the_second(books, n_prompts, length, has_bos):
+    """Behind a BOS that is part of the length, none twice, whatever a text repeats."""
+    stretches = [book[at : at + length] for at in range(0, 40, length) for book in books]
+    distinct = list(dict.fromkeys(stretch for stretch in stretches if len(stretch) == length))
+    bos = [BOS] * has_bos
+    if len(distinct) < n_prompts:
+        with pytest.raises(DataError, match=f"{len(distinct)} distinct prompts of {length + has_bos} tokens"):
+            prompts_of(books, n_prompts, length + has_bos, bos)
+    else:
+        wanted = [bos + list(map(ord, stretch)) for stretch in distinct[:n_prompts]]
+        assert prompts_of(books, n_prompts, length + has_bos, bos) == wanted
 
 
 def test_no_more_books_are_read_than_needed():
@@ -221,13 +208,6 @@ def test_no_more_books_are_read_than_needed():
     tokenizer = CharacterTokenizer()
     assert len(make_prompts(books(), tokenizer, n_prompts=2, prefix_len=20)) == 2
     assert tokenizer.books_read == 3
-
-
-def test_a_book_given_twice_gives_each_prompt_once():
-    book, other = numbered_book(1000, 20), numbered_book(2000, 20)
-    assert len(set(map(text_of, prompts_of([book, book, other], 4, 10)))) == 4
-    with pytest.raises(DataError, match="4 distinct prompts of 10 tokens"):
-        prompts_of([book, book, other], 5, 10)
 
 
 def test_too_little_text_gives_the_numbers_and_a_length_that_fits():

@@ -1,17 +1,20 @@
-"""Replicas that divide the prompts: on four ranks the tokens, saved rows and numbers of one process; one record."""
+"""Benchmarks on ranks that divide the models or the prompts: the tokens, saved rows and numbers of one process.
+
+All exact: float64 on a CPU over gloo, a model whose heads, units and token ids do not divide by two.
+"""
 
 import json
 import pickle
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import replica_cases
 import torch
-from programs import Ended, benchmark, python
+from programs import benchmark, python
 from rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
 
 from common.errors import ConfigError, RankError
@@ -22,16 +25,22 @@ from engine.stats import Counts, RoundStats, Stats
 
 N_PROMPTS = 7
 SAMPLED = "--temperature 0.8 --seed 3 --verification"
+COUPLED = f"{SAMPLED} coupled"
 OWN = [f"{'It was the best of times, ' * (number % 4)}it was number {number}" for number in range(N_PROMPTS)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A script with arguments that one process takes, and some for replicas. own: prompts of many lengths."""
+    """A script with arguments that one process takes, some for ranks, and what the record says of those.
+
+    Draft: see Models. own: prompts of many lengths, whose rows are saved.
+    """
 
     script: str
     arguments: str
-    of_ranks: str = "--data_parallel 2"
+    of_ranks: str = ""
+    expected: dict[str, Any] = field(default_factory=dict)
+    draft: str = "draft"
     own: bool = False
 
     def command(self, models: Models, folder: Path) -> list[str]:
@@ -39,71 +48,73 @@ class Case:
         if self.own:
             flags = f"--model {models.target} --prompts {folder / 'own.jsonl'} --B 2 --gen_len 12 --dtype float64"
             return f"{flags} {DRAFT} --save_rows rows {self.arguments}".split()
-        return models.arguments(self.script, f"--num_prompts {N_PROMPTS} {self.arguments}")
+        return models.arguments(self.script, f"--num_prompts {N_PROMPTS} {self.arguments}", self.draft)
 
 
+UNDIVIDED = {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "rank_group": [0, 1], "draft_ranks": None}
+REPLICAS = {"data_parallel": 2, "tensor_parallel": 2}
 CASES = {
-    "coupled, prompts of many lengths": Case("selfspec", f"{SAMPLED} coupled", "--data_parallel 2 --check_ranks", True),
-    "rejection": Case("selfspec", f"{SAMPLED} rejection"),
-    "a draft model on one rank of each": Case(
-        "longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1"
-    ),
-    "gamma auto": Case("selfspec", "--gamma auto"),
-    "replicas of one rank": Case("baseline", f"{SAMPLED} coupled --B 1", "--data_parallel 4"),
+    2: [
+        Case("selfspec", "", "--check_ranks", UNDIVIDED | {"check_ranks": True}),
+        Case("selfspec", f"{COUPLED} --draft_layers 0", "--rank_group 1 0", UNDIVIDED | {"rank_group": [1, 0]}),
+        Case("baseline", COUPLED, "", UNDIVIDED),
+        Case("longspec", f"{COUPLED} --benchmark", "--draft_ranks 1", UNDIVIDED | {"draft_ranks": [1]}),
+        Case("longspec", COUPLED, "", UNDIVIDED | {"draft_ranks": [0, 1], "check_ranks": False}, draft="padded"),
+    ],
+    4: [
+        Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", REPLICAS, own=True),
+        Case("selfspec", f"{SAMPLED} rejection", "--data_parallel 2", REPLICAS),
+        Case("longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1", REPLICAS),
+        Case("selfspec", "--gamma auto", "--data_parallel 2", REPLICAS),
+        Case("baseline", f"{COUPLED} --B 1", "--data_parallel 4", {"data_parallel": 4, "tensor_parallel": 1}),
+    ],
 }
 
 
-@dataclass(frozen=True)
-class Together:
-    """What four ranks printed and wrote."""
-
-    ended: Ended
-    folder: Path
-    records: dict[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def together(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Together:
-    folder = tmp_path_factory.mktemp("together")
+@pytest.mark.parametrize("n_ranks", CASES)
+def test_ranks_emit_what_one_process_emits(
+    n_ranks: int, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another in the same processes. Seven prompts, of which the first of two replicas has three."""
+    cases, folder, alone = CASES[n_ranks], tmp_path / "together", tmp_path / "alone"
+    folder.mkdir()
+    alone.mkdir()
     (folder / "own.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in OWN))
     commands = [
-        [case.script, *case.command(models, folder), *case.of_ranks.split(), "--output", "out"]
-        for case in CASES.values()
+        [case.script, *case.command(models, folder), *case.of_ranks.split(), "--output", "out"] for case in cases
     ]
     (folder / "commands").write_text("\n".join(map(shlex.join, commands)))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}")
     ended = python(*torchrun, replica_cases.__file__, "commands", cwd=folder, FORETOKEN_CACHE=str(folder / "cache"))
     assert ended.code == 0, ended.err
-    records = map(json.loads, (folder / "out").read_text().splitlines())
-    return Together(ended, folder, dict(zip(CASES, records, strict=True)))
-
-
-@pytest.mark.parametrize("what", CASES)
-def test_replicas_emit_what_one_process_emits(
-    what: str, together: Together, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seven prompts, of which the first replica has three."""
-    monkeypatch.chdir(tmp_path)
-    one = benchmark(CASES[what].script, CASES[what].command(models, together.folder)).record
-    seen = together.records[what]
-    if seen["measured_costs"]:  # what is drafted depends on times, what is emitted does not
-        assert seen["tokens_sha256"] == one["tokens_sha256"] and seen["identical_sequences"] == N_PROMPTS
+    monkeypatch.chdir(alone)
+    said = ""
+    for case, line in zip(cases, (folder / "out").read_text().splitlines(), strict=True):
+        undivided, seen = benchmark(case.script, case.command(models, folder)), json.loads(line)
+        one, said = undivided.record, said + undivided.err
+        if seen["measured_costs"]:  # what is drafted depends on times, what is emitted does not
+            assert seen["tokens_sha256"] == one["tokens_sha256"] and seen["identical_sequences"] == N_PROMPTS
+        else:
+            assert results(seen) == results(one), case
+        assert one["sequences"] == N_PROMPTS
+        if case.own or (n_ranks == 2 and case.script != "baseline"):
+            assert one["identical_sequences"] == N_PROMPTS
+            assert 0 < one["accepted"] < one["judged"], "some drafts are meant to be right, some wrong"
+        expected = case.expected | {"B": one["B"], "prefix_len": one["prefix_len"]}
+        assert {key: seen[key] for key in expected} == expected
+        assert len(seen["peak_memory_bytes_per_rank"]) == len(seen["startup_memory_bytes_per_rank"]) == n_ranks
+        assert max(seen["peak_memory_bytes_per_rank"]) == seen["peak_memory_bytes"] > 0
+        # Of the timed pass, whose rounds are those of all replicas.
+        assert (seen["verify_step_ms"] is None) == (one["verify_step_ms"] is None)
+        assert set(seen["contention"]) == set(one["contention"])
+        if case.own:
+            rows = read_rows(folder / "rows")
+            assert rows == read_rows(alone / "rows") and len(rows) == 2 * N_PROMPTS
+    assert ended.out.count('"benchmark": ') == len(cases), "one rank prints"
+    if n_ranks == 2:
+        assert all(ended.err.count(once) == said.count(once) for once in ("loading ", "note: ")), ended.err
     else:
-        assert results(seen) == results(one)
-    assert one["sequences"] == N_PROMPTS
-    n_replicas = int(re.findall(r"--data_parallel (\d)", CASES[what].of_ranks)[0])
-    ranks = {"data_parallel": n_replicas, "tensor_parallel": 4 // n_replicas, "B": one["B"]}
-    assert {key: seen[key] for key in ranks} == ranks
-    assert len(seen["peak_memory_bytes_per_rank"]) == len(seen["startup_memory_bytes_per_rank"]) == 4
-    assert seen["prefix_len"] == one["prefix_len"] and set(seen["contention"]) == set(one["contention"])
-    # Of the timed pass, whose rounds are those of both replicas.
-    assert (seen["verify_step_ms"] is None) == (one["verify_step_ms"] is None)
-    if CASES[what].own:
-        assert one["identical_sequences"] == N_PROMPTS and 0 < one["accepted"] < one["judged"]
-        rows = read_rows(together.folder / "rows")
-        assert rows == read_rows(tmp_path / "rows") and len(rows) == 2 * N_PROMPTS
-    assert together.ended.out.count('"benchmark": ') == len(CASES), "one rank prints"
-    assert "on 2 replicas of 2 ranks, " in together.ended.out and "2 rows at a time in each" in together.ended.out
+        assert "on 2 replicas of 2 ranks, " in ended.out and "2 rows at a time in each" in ended.out
 
 
 def test_a_prompt_that_fails_on_another_replica_ends_the_run_with_its_number(models: Models, tmp_path: Path) -> None:

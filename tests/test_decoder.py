@@ -168,36 +168,23 @@ def test_a_row_that_is_cancelled_when_another_ends_emits_no_more():
 
 
 def test_what_is_refused_is_not_queued():
-    """Of a mode, a context or a vocabulary that does not fit: the others go on."""
+    """Of a mode, a context or a vocabulary that does not fit, or while it waits or has ended: the others go on."""
     runner = witness_runner(1)
     with pytest.raises(ConfigError, match="unknown verification mode"):
         Decoder(runner, verification="hope")
-    decoder, good = Decoder(runner, verification="greedy"), Request([1, 2], 3)
-    decoder.submit(good)
+    decoder, good, cancelled = Decoder(runner, verification="greedy"), Request([1, 2], 3), Request([3], 3)
+    for request in (good, cancelled):
+        decoder.submit(request)
+    decoder.cancel(cancelled)
     for bad, message in (
         (Request([1], 2, sampling=WARM), "cannot verify samples"),
         (Request([1] * ROOM, 2), "exceeds the KV cache"),
         (Request([VOCAB], 2), "outside the vocabulary"),
+        *((again, "submitted once") for again in (good, cancelled)),
     ):
         with pytest.raises(ConfigError, match=message):
             decoder.submit(bad)
     assert [decoder.step().busy, decoder.step().busy, decoder.step()] == [1, 1, None]
-    assert good.tokens == continue_plainly([1, 2], 3)
-
-
-def test_a_request_is_submitted_once():
-    """Not while it waits, and not when it has ended or was cancelled."""
-    model = tiny_model()
-    decoder = Decoder(ModelRunner(model, full_cache(model, 1)))
-    first, second = (Request(prompt, 3) for prompt in random_prompts([9, 5]))
-    decoder.submit(first)
     with pytest.raises(ConfigError, match="submitted once"):
-        decoder.submit(first)
-    while decoder.step():
-        pass
-    decoder.submit(second)
-    decoder.cancel(second)
-    for ended in (first, second):
-        with pytest.raises(ConfigError, match="submitted once"):
-            decoder.submit(ended)
-    assert len(first.tokens) == 3 and not second.tokens
+        decoder.submit(good)
+    assert good.tokens == continue_plainly([1, 2], 3) and not cancelled.tokens

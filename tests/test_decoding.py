@@ -37,17 +37,6 @@ def expected(answers):
     return [answer[:N_NEW] for answer in answers]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_draft_in_another_dtype_changes_no_token(model, prompts, answers, dtype):
-    """Its weights, its cache and its logits are rounded; what the target emits is not."""
-    runner = ModelRunner(model, full_cache(model, 2))
-    rounded = tiny_model(dtype=dtype)
-    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=dtype), 3, rounded)
-    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
-    assert out.tokens == expected(answers)
-    assert drafter.cache.keys.dtype == dtype and 0 < out.stats.counts.acceptance_rate < 1
-
-
 @pytest.mark.parametrize("samplings", [None, [SamplingParams(3.0, seed=2), SamplingParams(5.0, top_k=9, seed=1)]])
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 @pytest.mark.parametrize("stop_at", range(7))

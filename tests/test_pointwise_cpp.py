@@ -5,20 +5,17 @@ from itertools import product
 
 import pytest
 import torch
-from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch import Tensor
 
-from engine import ModelRunner, SelfSpeculation, generate
-from kv_cache import StreamingKVCache
 from models import pointwise_cpp
 from models.attention import TorchAttention
 from models.cpp_build import BuildError
-from models.pointwise import EAGER, Pointwise, use_pointwise
+from models.pointwise import EAGER, Pointwise
 from models.pointwise_cpp import cpp, pointwise_beside
 from models.rope import Rotation, rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
-ROWS, DIMS = (1, 3, 8, 33), (576, 64, 100)
+ROWS, DIMS = (0, 1, 3, 8, 33), (576, 64, 100)
 N_THREADS = 3
 MANY = 700  # rows enough for every function to share them between threads
 FUNCTIONS = ("add_norm", "rotate_heads", "swiglu", "round_to_uint8")
@@ -84,9 +81,9 @@ def rows_of(arguments: tuple, rows: slice) -> tuple:
     return tuple(map(part, arguments))
 
 
-def ulps(got: Tensor, wanted: Tensor) -> int:
-    """The largest distance in steps of bfloat16, for values of one sign."""
-    return int((got.view(torch.int16).int() - wanted.view(torch.int16).int()).abs().max())
+def ulps(got: Tensor, wanted: Tensor) -> Tensor:
+    """The distances in steps of bfloat16, for values of one sign."""
+    return (got.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
 
 
 def assert_rounded_alike(name: str, index: int, got: Tensor, wanted: Tensor) -> None:
@@ -100,7 +97,7 @@ def assert_rounded_alike(name: str, index: int, got: Tensor, wanted: Tensor) -> 
     elif got.dtype == torch.float32:
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
     else:  # swiglu rounds its silu before the product: a silu on the edge may cost another step
-        assert ulps(got, wanted) <= (2 if name == "swiglu" else 1)
+        assert (ulps(got, wanted) <= (2 if name == "swiglu" else 1)).all()
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -109,7 +106,7 @@ def assert_rounded_alike(name: str, index: int, got: Tensor, wanted: Tensor) -> 
 def test_equals_the_eager_function(kernel, no_fallback, name, dtype, strided):
     for n_row, dim in product(ROWS, DIMS):
         arguments = inputs(name, n_row, dim, dtype, strided)
-        assert arguments[0].is_contiguous() != strided or n_row == 1
+        assert arguments[0].is_contiguous() != strided or n_row < 2
         for index, (got, wanted) in enumerate(pairs(kernel, name, arguments)):
             assert_rounded_alike(name, index, got, wanted)
 
@@ -149,24 +146,21 @@ def test_what_is_not_finite_stays_in_its_row_as_in_the_eager_function(kernel, no
             assert torch.equal(mine[others], before[others])
 
 
-def test_silu_at_both_ends(kernel, no_fallback):
-    """Where the exponential is infinite, is about to be, and is nothing beside 1; small values stay what they are."""
-    ends = torch.tensor([88.0, 88.5, 88.7, 88.8, 90, 200, 1e30, 86, 17, 1e-3, 1e-30, 0])
-    gate = torch.cat([ends, -ends])
-    pair = torch.cat([gate, torch.ones_like(gate)])[None]
-    torch.testing.assert_close(kernel.swiglu(pair), EAGER.swiglu(pair), rtol=1e-6, atol=0)
+ENDS = torch.tensor([88.0, 88.5, 88.7, 88.8, 90, 200, 1e30, 86, 17, 1e-3, 1e-30, 0])
+GATES = torch.cat([ENDS, -ENDS])
 
 
-def test_a_row_of_zeros_has_a_scale(kernel, no_fallback):
-    zeros = torch.zeros(2, 40)
-    q, scale = kernel.round_to_uint8(zeros)
-    assert torch.equal(q, torch.full_like(q, 128)) and torch.equal(scale, EAGER.round_to_uint8(zeros)[1])
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_no_rows_are_no_trouble(kernel, name):
-    arguments = inputs(name, 0, 64, torch.float32)
-    assert all(got.shape == wanted.shape for got, wanted in pairs(kernel, name, arguments))
+@pytest.mark.parametrize(
+    "name,x",
+    [
+        # The exponential is infinite, is about to be, and is nothing beside 1; small values stay what they are.
+        ("swiglu", torch.cat([GATES, torch.ones_like(GATES)])[None]),
+        ("round_to_uint8", torch.zeros(2, 40)),
+    ],
+)
+def test_the_ends_of_a_range(kernel, no_fallback, name, x):
+    for got, wanted in pairs(kernel, name, (x,)):
+        assert_rounded_alike(name, 0, got, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -184,20 +178,6 @@ def test_what_the_kernel_cannot_read_runs_eagerly(kernel, name):
         cases += [(first.bfloat16(), *others), (first, rotation(torch.arange(1), torch.ones(32), torch.float32))]
     for arguments in cases:
         assert all(torch.equal(got, wanted) for got, wanted in pairs(kernel, name, arguments))
-
-
-def test_a_model_decodes_the_same_tokens(kernel):
-    """Rows of different lengths, drafted for from a small cache; in float32, as greedy as eager functions are."""
-    tokens = []
-    for functions in (EAGER, kernel):
-        model = tiny_model(dtype=torch.float32)
-        use_pointwise(model, functions)
-        runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
-        drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float32), gamma=3)
-        prompts = random_prompts([30, 5, 17])
-        for each in (None, drafter):
-            tokens.append(generate(runner, prompts, max_new_tokens=[12, 20, 9], drafter=each).tokens)
-    assert all(each == tokens[0] for each in tokens)
 
 
 def test_they_are_chosen_beside_attention_in_cpp_only(kernel):

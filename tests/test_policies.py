@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import OF_SELF_DRAFTS, POLICIES, Size
+from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
@@ -42,10 +42,11 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
 
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
 def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
-    model, prompts = tiny_model(), random_prompts([40, 7, 23])
+    """Rows are filled twice, with longer prompts or shorter ones."""
+    model, prompts = tiny_model(), random_prompts([40, 7, 23, 9, 35, 2])
     runner, cache = ModelRunner(model, full_cache(model, 3)), POLICIES[policy].make(TINY, SIZE)
     drafter = SelfSpeculation(runner, cache, GAMMA)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in zip([0, 1, 2] * 2, prompts, strict=True):
         runner.prefill_row(row, prompt)
         before = cache.keys.clone(), cache.positions.clone()
         drafter.follow(row, row, prompt, 0)
@@ -56,10 +57,12 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
         kept = cache.positions[row][held].tolist()
         assert len(set(kept)) == len(kept) == len(cache.retained_positions(len(prompt)))
         assert max(kept) == len(prompt) - 1
-        # Every key is one that the target holds for this row, of the same layer and head.
-        mine, theirs = cache.keys[:, row][:, :, held], runner.cache.keys[:, row, :, : len(prompt)]
-        same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)
-        assert bool(same.any(-1).all())
+        # Every entry is one that the target holds for this row, of the same layer and head.
+        for own, whole in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
+            mine, theirs = own[:, row][:, :, held], whole[:, row, :, : len(prompt)]
+            same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)
+            assert bool(same.any(-1).all())
+            assert policy not in BY_POSITION or torch.equal(mine, theirs[:, :, kept])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

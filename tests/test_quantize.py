@@ -1,5 +1,7 @@
 """Quantised linear layers against the arithmetic they stand for, written out."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
@@ -39,21 +41,20 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
 
 
-@needs_vnni
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=needs_vnni), "gpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_row", [1, 5, 32])
+@pytest.mark.parametrize("n_row", [1, 5, 16, 17, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
+def test_int8_is_the_product_of_rounded_factors(device, dtype, n_row, with_bias, monkeypatch):
+    """What cuBLAS refuses, fewer rows than 17, is filled up; the sums are exact."""
     weight, x = weight_and_input(128, 192, n_row, dtype)
-    bias = torch.linspace(-1, 1, 128).to(dtype)
-    wanted = rounded_product(x, weight)
-    assert relative_error(wanted, x.double() @ weight.double().T) < 0.03
-    if with_bias:
-        wanted = wanted.to(dtype).double() + bias.double()
-    got = Int8Linear(weight, bias if with_bias else None)(x)
-    assert got.dtype == dtype
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+    bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
+    exact = rounded_product(x, weight)
+    assert relative_error(exact, x.double() @ weight.double().T) < 0.03
+    wanted = exact.to(dtype) + (bias if with_bias else 0)
+    with cuda_linears(monkeypatch) if device == "gpu" else nullcontext():
+        got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
+    torch.testing.assert_close(got, wanted[None], rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 @needs_vnni
@@ -95,18 +96,6 @@ def test_packing_for_a_gpu_gives_its_kernel_bytes():
     """The shape rules of the CUDA operator, which its meta kernel checks without a GPU."""
     packed = quantize.pack_for_cuda(torch.zeros(128, 192, dtype=torch.int32, device="meta"))
     assert packed.dtype == torch.int32 and packed.numel() * 8 == 128 * 192
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_row", [1, 16, 17, 40])
-def test_int8_on_a_gpu_is_the_product_of_rounded_factors(monkeypatch, n_row, dtype):
-    """What cuBLAS refuses, fewer rows than 17, is filled up; the sums are exact."""
-    weight, x = weight_and_input(128, 192, n_row, dtype)
-    bias = torch.linspace(-1, 1, 128).to(dtype)
-    wanted = rounded_product(x, weight).to(dtype) + bias
-    with cuda_linears(monkeypatch):
-        got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
-    torch.testing.assert_close(got, wanted[None], rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])

@@ -39,7 +39,7 @@ def test_a_quantised_draft_leaves_the_output_benchmark(run):
         ("--draft_weights int4 --draft_kv_dtype int8 --draft_dtype bfloat16", "int4", "int8"),
         ("--draft_weights int8 --draft_kv_dtype fp8 --draft_policy full --streamingllm_budget -1", "int8", "fp8"),
     ):
-        record = run("selfspec", f"--gamma 3 --streamingllm_budget 24 {flags}")
+        record = run("selfspec", f"{DRAFT} {flags}")
         assert record["tokens_sha256"] == plain["tokens_sha256"], flags
         assert record["identical_sequences"] == record["sequences"] == 3
         assert record["quantize"] is None and record["draft_weights"] == weights
@@ -67,9 +67,11 @@ def test_a_standalone_draft_has_weights_of_its_own(run):
 
 
 @needs_cpp_compiler
-def test_compile_is_recorded_and_changes_no_token(run):
+@pytest.mark.parametrize("flags", ["", pytest.param("--quantize int8", marks=needs_vnni)])
+def test_compile_is_recorded_and_changes_no_token(run, flags):
+    """Quantised layers compile their rounding of activations."""
     torch._dynamo.reset()
-    eager, compiled = run("selfspec", DRAFT), run("selfspec", f"{DRAFT} --compile")
+    eager, compiled = (run("selfspec", f"{DRAFT} {flags} {more}") for more in ("", "--compile"))
     assert (eager["compile"], compiled["compile"]) == (False, True)
     assert compiled["tokens_sha256"] == eager["tokens_sha256"]
     torch._dynamo.reset()

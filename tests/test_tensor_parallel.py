@@ -14,8 +14,8 @@ from tiny import TINY, tiny_model
 from common.errors import ConfigError
 from engine.parallel.ranks import ALONE, check_draft_ranks, check_rank_group
 from models import load_model
-from models.checkpoints.loading import expected_shapes, save_checkpoint
-from models.tensor_parallel import Shard, shard_config, shard_tensor, spans
+from models.checkpoints.loading import save_checkpoint
+from models.tensor_parallel import Shard, shard_config, spans
 
 
 def torchrun(n_ranks: int, *arguments: object) -> None:
@@ -55,28 +55,6 @@ def test_tokens_and_counts_are_those_of_one_process(n_ranks, every, checkpoints,
         whole = parallel_cases.packed_logits(int(group_size), checkpoints, None)
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(whole), rtol=1e-4, atol=1e-4)
     record_property(f"count: float64 runs on {n_ranks} ranks equal to one process", len(together))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("tie,bias", [(False, True), (True, False)])
-def test_shards_put_together_are_the_model(count, tie, bias):
-    config = replace(TINY, n_head=15, n_kv_head=5, ffn_dim=50, tie_embeddings=tie, qkv_bias=bias)
-    shards = [Shard(index, count) for index in range(count)]
-    configs = [shard_config(config, shard) for shard in shards]
-    assert sum(part.n_kv_head for part in configs) == 5 and all(part.group_size == 3 for part in configs)
-    for name, tensor in tiny_model(config).state_dict().items():
-        parts = [shard_tensor(name, tensor, config, shard) for shard in shards]
-        assert [tuple(part.shape) for part in parts] == [expected_shapes(own)[name] for own in configs]
-        if "norm" in name:
-            together = parts[0]
-        elif "wqkv" in name or "w13" in name:
-            rows = [[own.head_dim * n for n in (own.n_head, own.n_kv_head, own.n_kv_head)] for own in configs]
-            rows = [[own.ffn_dim] * 2 for own in configs] if "w13" in name else rows
-            split = [part.split(sizes) for part, sizes in zip(parts, rows, strict=True)]
-            together = torch.cat([torch.cat(kind) for kind in zip(*split, strict=True)])
-        else:
-            together = torch.cat(parts, dim=1 if "wo" in name or "w2" in name else 0)
-        torch.testing.assert_close(together, tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
