@@ -47,8 +47,9 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         if draft.layers is not None:
             config = replace(config, n_layer=len(draft.layers))
         dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
-        stored = (config, draft.dtype, draft.capacities, draft.quantize, draft.kv_dtype, dequantizes)
         prefills, observed = draft.source is not None, draft.policy.n_observed
+        capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
+        stored = (config, draft.dtype, capacities, draft.quantize, draft.kv_dtype, dequantizes)
         drafting = Footprint(*stored, shares_weights=plan.shares_weights, prefills=prefills, observed=observed)
     return plan_memory(
         target,
