@@ -3,9 +3,9 @@
     python reproduce/pacing_rules.py --seeds 20
 
 The costs are the medians of those that `gamma_cell.py` measured before its runs of `auto budget`, of several budgets at
-five sizes. A scenario decodes a text whose stretches have acceptance rates of their own. The oracle knows them, and
-makes the rounds that have the most expected tokens per ms; a rule's score is its tokens per ms as a share of that.
-A score above 1 is luck.
+five sizes, and those of a draft model that hardly pays. A scenario decodes a text whose stretches have acceptance rates
+of their own. The oracle knows them, and makes the rounds that have the most expected tokens per ms; a rule's score is
+its tokens per ms as a share of that. A score above 1 is luck.
 """
 
 import itertools
@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,15 +33,12 @@ from engine.bench.config import Output
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
 from engine.drafters import Drafter
-from engine.drafters.ngram import NGramConfig
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 
 COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
 GAMMAS = range(7)
 # Draft positions a row that were verified of each drafter while costs were measured: most are of the first one.
 VERIFIED, VERIFIED_OTHERS = 8, 8
-# Stands for a drafter: nothing is drafted.
-NO_DRAFTER = NGramConfig(gamma=3)
 RULES: dict[str, Callable[[Sequence[Drafter], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
@@ -53,7 +52,7 @@ class Scenario:
     """size: the (rows, context) whose costs a round has. rows: those that decode. stretches: (new tokens a row,
     acceptance rate of each drafter). measured: the rates seen beforehand, where not those of the first stretch; None
     where nothing was. spread: a row's block has a rate that is so much higher or lower. draft_share: of the recorded
-    ms of a draft step.
+    ms of a draft step. A draft model that missed rounds runs their tokens; others catch up in the time of a draft step.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Scenario:
         return max(0.0, alphas[drafter] - self.spread), min(1.0, alphas[drafter] + self.spread)
 
 
-B8, B8S, B4, B1, B1S = (8, 4000), (8, 1000), (4, 2000), (1, 4000), (1, 1000)
+B8, B8S, B4, B1, B1S, PAIR = (8, 4000), (8, 1000), (4, 2000), (1, 4000), (1, 1000), (4, 1500)
 FIVE = (0.95, 0.94, 0.9, 0.84, 0.7)
 SCENARIOS = (
     Scenario("8 rows, easy", B8, 8, ((600, (0.93,)),)),
@@ -103,6 +102,10 @@ SCENARIOS = (
     Scenario("1 row, 5 budgets, all hard", B1, 1, ((300, (0.5,) * 5),)),
     Scenario("1 row, 5 budgets, turns easy", B1, 1, ((100, (0.3,) * 5), (200, FIVE))),
     Scenario("8 rows, 2 budgets change places", B8, 8, ((200, (0.6, 0.9)), (300, (0.97, 0.6))), measured=(0.6, 0.9)),
+    Scenario("a draft model that hardly pays, 64 tokens", PAIR, 4, ((64, (0.74,)),), measured=(0.53,)),
+    Scenario("a draft model, hard", PAIR, 4, ((300, (0.4,)),)),
+    Scenario("a draft model, 200 hard tokens, then easy", PAIR, 4, ((200, (0.3,)), (400, (0.95,)))),
+    Scenario("a cheap draft model, the same", PAIR, 4, ((200, (0.3,)), (400, (0.95,))), draft_share=0.3),
 )
 
 
@@ -114,13 +117,16 @@ def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
         whole = ([one for one in run if one.get("rows", record["B"]) == record["B"]] for run in measured)
         return [_median(runs) for runs in zip(*whole, strict=True)]
 
-    return {
+    found = {
         (record["B"], record["prefix_len"]): of_all_rows(record, row["measured_costs"])
         for record in records
         if record["benchmark"] == "gamma_cell"
         for row in record["rows"]
         if row["way"] == "auto budget"
     }
+    pairs = (json.loads(line) for line in COSTS.with_name("old_new_pairs.jsonl").read_text().splitlines())
+    runs = [run["measured_costs"][0] for run in pairs if run["draft_model"] and run["measured_costs"]]
+    return found | {PAIR: [_median([run for run in runs if run["gammas"][-1] == GAMMAS[-1]])]}
 
 
 def _median(runs: Sequence[dict]) -> Costs:
@@ -130,12 +136,13 @@ def _median(runs: Sequence[dict]) -> Costs:
 
 
 def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) -> float:
-    """Tokens per ms as a share of the oracle's. A drafter that missed rounds catches up in the time of a draft step."""
-    rng = random.Random(seed)
+    """Tokens per ms as a share of the oracle's."""
+    rng, copies = random.Random(seed), scenario.size != PAIR
+    stand_in: Any = SimpleNamespace(gamma=3, verification_cache=copies or None)
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
     given = [replace(one, acceptance=_measured(scenario, index, rng)) for index, one in enumerate(costs)]
-    pacing = RULES[rule]([NO_DRAFTER] * n_drafters, {scenario.rows: given}, GAMMAS)  # type: ignore[list-item]
+    pacing = RULES[rule]([stand_in] * n_drafters, {scenario.rows: given}, GAMMAS)
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
@@ -144,8 +151,9 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
         round_ms = costs[0].plain_ms
         n_rounds += 1
         if (index := choice.drafter) is not None:
-            behind, followed[index] = n_rounds - followed[index] > 1, n_rounds
-            round_ms = costs[index].round_ms(choice.gamma) + costs[index].draft_ms * behind
+            missed, followed[index] = n_rounds - followed[index] - 1, n_rounds
+            catch_up_ms = costs[index].catch_up_ms(0 if copies else missed) if missed else 0.0
+            round_ms = costs[index].round_ms(choice.gamma) + catch_up_ms
         pacing.observe(choice, accepted)
         emitted = 1 + fmean(accepted)
         ms += round_ms * min(1.0, (length - position) / emitted)
