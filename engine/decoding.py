@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters import Drafter
+from engine.drafters import Drafter, Shown
 from engine.modes import Drafts, resolve_mode, verification_in
 from engine.pacing import Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
@@ -198,21 +198,22 @@ class Decoder:
     def _introduce(self, index: int) -> float:
         """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
         started = time.perf_counter()
-        if shown := [len(of.prompt) for row, of in self._busy() if self._show(index, row, of, len(of.prompt))]:
-            self._progress.prefilled(sum(shown))
+        if n_shown := self._show(index, lambda request: len(request.prompt)):
+            self._progress.prefilled(n_shown)
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
         return time.perf_counter() - started
 
-    def _show(self, index: int, row: int, request: Request, length: int) -> bool:
-        """Let a drafter follow a row up to `length`; whether it had not yet."""
-        known = request.followed.get(index, 0)
-        if known >= length:
-            return False
-        text = [*request.prompt, *request.tokens][:length]
-        self._pacing.drafters[index].follow(row, request.id, text, known)
-        request.followed[index] = length
-        return True
+    def _show(self, index: int, length_of: Callable[[Request], int]) -> int:
+        """Let a drafter follow the rows up to those lengths; returns how many tokens it had not."""
+        shown = []
+        for row, request in self._busy():
+            known, length = request.followed.get(index, 0), length_of(request)
+            if known < length:
+                shown.append(Shown(row, request.id, [*request.prompt, *request.tokens][:length], known))
+                request.followed[index] = length
+        self._pacing.drafters[index].follow(shown)
+        return sum(len(one.text) - one.known for one in shown)
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         """One round, which began at that time."""
@@ -220,8 +221,7 @@ class Decoder:
         round_ = self._round_of(choice, batch)
         with self._phase("resume"):
             if choice.drafter is not None:
-                for row, request in busy:
-                    self._show(choice.drafter, row, request, request.length)
+                self._show(choice.drafter, lambda request: request.length)
         with self._phase("draft"):
             if choice.drafter is not None:
                 round_.propose()

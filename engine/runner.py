@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -16,7 +16,7 @@ from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import largest
 from models import ModelConfig, Transformer
-from models.attention import ObservingAttention
+from models.attention import MAX_BLOCK, ObservingAttention
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
@@ -135,32 +135,39 @@ class ModelRunner:
     def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> tuple[Tensor, Tensor]:
         """Run `prompt` into one row, in chunks; what the row held is forgotten. Returns the last token's hidden state
         `[dim]`, and which positions have finite ones, `[n]` bool."""
-        own = self.cache
-        if not own.n_observed or len(prompt) <= own.capacity:
-            own.reset_row(row)
-            return self.extend_row(row, prompt, 0, on_tokens)
-        # It selects by attention: the prompt runs over a whole cache of its own first.
-        whole = FullKVCache(self.model.config, 1, len(prompt), own.device, own.keys.dtype)
-        runner = self.over(whole)
-        result = runner.fill_row(0, prompt, on_tokens)
-        own.fill_row(row, whole, len(prompt), queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
-        return result
-
-    def extend_row(
-        self, row: int, text: Sequence[int], known: int, on_tokens: OnTokens = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run what of `text` lies behind its first `known` tokens, which the row holds; returns as `fill_row`."""
-        tokens = torch.tensor(text, device=self.device)[None]
-        positions = torch.arange(len(text), device=self.device)[None]
+        own, n_token = self.cache, len(prompt)
+        if own.n_observed and n_token > own.capacity:
+            # It selects by attention: the prompt runs over a whole cache of its own first.
+            whole = FullKVCache(self.model.config, 1, n_token, own.device, own.keys.dtype)
+            runner = self.over(whole)
+            result = runner.fill_row(0, prompt, on_tokens)
+            own.fill_row(row, whole, n_token, queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
+            return result
+        own.reset_row(row)
+        tokens = torch.tensor(prompt, device=self.device)[None]
+        positions = torch.arange(n_token, device=self.device)[None]
         finite = []
-        for start in range(known, len(text), self.prefill_chunk):
-            end = min(start + self.prefill_chunk, len(text))
-            view = self.cache.view(slice(row, row + 1), end, block_at_end=True)
+        for start in range(0, n_token, self.prefill_chunk):
+            end = min(start + self.prefill_chunk, n_token)
+            view = own.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
             finite.append(finite_rows(hidden[0]))
             if on_tokens is not None:
                 on_tokens(end - start)
         return hidden[0, -1], torch.cat(finite)
+
+    def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
+        """Of each row's text, run what lies behind its first tokens, of which the row holds so many: of all rows at
+        once, in blocks as of a round, of no more tokens than a prompt's. A row that lacks fewer than another runs the
+        first of them until the other is as far."""
+        most = max(len(text) - held for text, held in behind.values())
+        places = [[max(held, len(text) - most + i) for i in range(most)] for text, held in behind.values()]
+        run = [[text[place] for place in row] for (text, _), row in zip(behind.values(), places, strict=True)]
+        rows, tokens, positions = (torch.tensor(x, device=self.device) for x in ([*behind], run, places))
+        view = self.cache.view(rows, max(len(text) for text, _ in behind.values()))
+        chunk = max(1, min(self.prefill_chunk, MAX_BLOCK, prefill_chunk_of(self.device) // len(behind)))
+        for start in range(0, most, chunk):
+            self.model.hidden(tokens[:, start : start + chunk], positions[:, start : start + chunk], view)
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer.
@@ -173,10 +180,6 @@ class ModelRunner:
         view = self.cache.view(slice(row, row + 1), len(text), block_at_end=True)
         observer.hidden(tokens, positions, ReadOnlyKVCache(view))
         return [queries[0].transpose(0, 1) for queries in observing.queries]
-
-    def rollback(self, lengths: Tensor) -> None:
-        """Forget every token at a position >= `lengths [B]` int64."""
-        self.cache.rollback(lengths)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and
@@ -207,7 +210,7 @@ class RemoteRunner:
     def _leave_out(self, *given: object) -> None:
         """What only those do that hold the model."""
 
-    fill_row = extend_row = _leave_out
+    fill_row = extend_rows = _leave_out
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""

@@ -3,9 +3,9 @@
     python reproduce/pacing_rules.py --seeds 20
 
 The costs are the medians of those that `gamma_cell.py` measured before its runs of `auto budget`, of several budgets at
-five sizes. A scenario decodes a text whose stretches have acceptance rates of their own. The oracle knows them, and
-makes the rounds that have the most expected tokens per ms; a rule's score is its tokens per ms as a share of that.
-A score above 1 is luck.
+five sizes, and those of a draft model that hardly pays. A scenario decodes a text whose stretches have acceptance rates
+of their own. The oracle knows them, and makes the rounds that have the most expected tokens per ms; a rule's score is
+its tokens per ms as a share of that. A score above 1 is luck.
 """
 
 import itertools
@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,7 +33,6 @@ from engine.bench.config import Output
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
 from engine.drafters import Drafter
-from engine.drafters.ngram import NGramConfig
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from reproduce.paper.auto_against_fixed import AUTO_BUDGET, runs_of
 
@@ -40,8 +41,8 @@ SCENARIOS = Path(__file__).with_suffix(".json")
 GAMMAS = range(7)
 # Draft positions a row that were verified of each drafter while costs were measured.
 VERIFIED = 8
-# Stands for a drafter: nothing is drafted.
-NO_DRAFTER = NGramConfig(gamma=3)
+# The draft model's size among those of COSTS.
+PAIR = (4, 1500)
 RULES: dict[str, Callable[[Sequence[Drafter], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
@@ -55,7 +56,7 @@ class Scenario:
     """size: the (rows, context) whose costs a round has. rows: those that decode. stretches: (new tokens a row,
     acceptance rate of each drafter). measured: the rates seen beforehand, where not those of the first stretch; None
     where nothing was. spread: a row's block has a rate that is so much higher or lower. draft_share: of the recorded
-    ms of a draft step.
+    ms of a draft step. A draft model that missed rounds runs their tokens; others catch up in the time of a draft step.
     """
 
     name: str
@@ -82,7 +83,9 @@ def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
             each = by_way[AUTO_BUDGET]["measured_costs"]
             of_all_rows = ([one for one in costs if one.get("rows", n_rows) == n_rows] for costs in each)
             found[n_rows, run["prefix_len"]] = [_median(runs) for runs in zip(*of_all_rows, strict=True)]
-    return found
+    pairs = (line for _, line in read_lines(COSTS.with_name("old_new_pairs.jsonl")))
+    runs = [run["measured_costs"][0] for run in pairs if run["draft_model"] and run["measured_costs"]]
+    return found | {PAIR: [_median([run for run in runs if run["gammas"][-1] == GAMMAS[-1]])]}
 
 
 def _median(runs: Sequence[dict]) -> Costs:
@@ -92,12 +95,13 @@ def _median(runs: Sequence[dict]) -> Costs:
 
 
 def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) -> float:
-    """Tokens per ms as a share of the oracle's. A drafter that missed rounds catches up in the time of a draft step."""
-    rng = random.Random(seed)
+    """Tokens per ms as a share of the oracle's."""
+    rng, copies = random.Random(seed), tuple(scenario.size) != PAIR
+    stand_in: Any = SimpleNamespace(gamma=3, verification_cache=copies or None)
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
     given = [replace(one, acceptance=_measured(scenario, index, rng)) for index, one in enumerate(costs)]
-    pacing = RULES[rule]([NO_DRAFTER] * n_drafters, {scenario.rows: given}, GAMMAS)  # type: ignore[list-item]
+    pacing = RULES[rule]([stand_in] * n_drafters, {scenario.rows: given}, GAMMAS)
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
@@ -106,8 +110,9 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
         round_ms = costs[0].plain_ms
         n_rounds += 1
         if (index := choice.drafter) is not None:
-            behind, followed[index] = n_rounds - followed[index] > 1, n_rounds
-            round_ms = costs[index].round_ms(choice.gamma) + costs[index].draft_ms * behind
+            missed, followed[index] = n_rounds - followed[index] - 1, n_rounds
+            catch_up_ms = costs[index].catch_up_ms(0 if copies else missed) if missed else 0.0
+            round_ms = costs[index].round_ms(choice.gamma) + catch_up_ms
         pacing.observe(choice, accepted)
         emitted = 1 + fmean(accepted)
         ms += round_ms * min(1.0, (length - position) / emitted)

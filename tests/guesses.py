@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.drafters import SavedText
+from engine.drafters import SavedText, Shown
 from engine.noise import Stream, uniform
 
 KINDS = ("oracle", "reject", "upto", "ragged", "random")
@@ -27,9 +27,10 @@ class Guesses(SavedText):
         self.seed = torch.tensor(seed)
         self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
 
-    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        super().follow(row, request, text, known)
-        self.requests[row] = request
+    def follow(self, rows: Sequence[Shown]) -> None:
+        super().follow(rows)
+        for row, request, *_ in rows:
+            self.requests[row] = request
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         (tokens, n_tokens), of = super().guess(batch, gamma), (self.requests[batch.rows], batch.lengths)

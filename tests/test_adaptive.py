@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, Standalo
 from engine.acceptance import AcceptanceRate
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
+from engine.drafters import Shown
 from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache
@@ -78,11 +80,36 @@ def test_speculation_that_loses_gives_way_and_is_tried_again_now_and_then(n_draf
     choices, speedup = simulate(each, lambda n: [0.2] * n_drafters, 800)
     tried = [choice for choice in choices if choice != PLAIN]
     assert choices[0] != PLAIN and {choice.drafter for choice in tried} == {0}
-    assert 4 <= len(tried) <= 12 and speedup > 0.97
+    assert 3 <= len(tried) <= 12 and speedup > 0.97
 
 
 def test_what_cannot_pay_is_never_tried():
     assert adaptive(costs(100, 90, (300, 600))).choose(8) == PLAIN
+
+
+def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
+    """In a third of the rounds that it missed. A draft model runs what it missed, which takes longer the more that is,
+    and never pays where a verification grows so much with every token; what copies the target's entries does not mind.
+    """
+    runs, copies = (SimpleNamespace(verification_cache=cache) for cache in (None, "the target's and its own"))
+
+    def rounds_without(drafter: Any, verify: tuple[float, float]) -> list[int]:
+        """How many plain ones come in between, twice; it drafts at first, and in the round behind one that it drafted.
+
+        Expected are 1.95 tokens of gamma 1 and so on, since nothing is observed.
+        """
+        pacing, missed = Adaptive([drafter], {8: [costs(100, 40, verify)]}, GAMMAS), []
+        for _ in range(2):
+            assert pacing.choose(8) != PLAIN
+            missed.append(0)
+            while missed[-1] < 300 and (not missed[-1] or pacing.choose(8) == PLAIN):
+                pacing.observe(PLAIN, [0] * 8)
+                missed[-1] += 1
+            pacing.observe(Choice(0, 1), [])
+        return missed
+
+    assert rounds_without(copies, (115, 190)) == [5, 5] and rounds_without(runs, (115, 190)) == [11, 11]
+    assert rounds_without(copies, (120, 300)) == [7, 7] and rounds_without(runs, (120, 300)) == [300, 300]
 
 
 @pytest.mark.parametrize("n_rows", [1, 8])
@@ -213,10 +240,9 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2), ranks=ranks), gamma=3)
     follow = own.follow
 
-    def watched(*args: Any) -> None:
-        if args[3] == 0:  # a prompt
-            admitted.append(now[0])
-        follow(*args)
+    def watched(rows: Sequence[Shown]) -> None:
+        admitted.extend(now[0] for one in rows if one.known == 0)  # a prompt
+        follow(rows)
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:

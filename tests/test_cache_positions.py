@@ -61,7 +61,7 @@ class Both:
             self._compare(logits[i], row.run(blocks[i]), i)
 
     def rollback(self, lengths: list[int]) -> None:
-        self.runner.rollback(torch.tensor(lengths))
+        self.runner.cache.rollback(torch.tensor(lengths))
         for row, length in enumerate(lengths):
             self.rows[row].forget(length)
             self._compare_held(row)

@@ -9,7 +9,11 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, reco
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.batch import Batch
+from engine.drafters import Shown
+from engine.modes import Greedy
 from engine.parallel.ranks import Ranks
+from engine.sampling import Filters
 from kv_cache import EMPTY, StreamingKVCache
 from models import ModelConfig
 from models.llama import select_layers
@@ -116,6 +120,92 @@ def test_a_draft_whose_logits_are_not_finite_costs_no_token():
         runner = ModelRunner(target, full_cache(target, 4))
         out = generate(runner, prompts, max_new_tokens=6, drafter=drafter, sampling=sampling, verification=mode)
         assert out.tokens == recomputed(target, prompts, 6, sampling)
+
+
+# Of each row: how long its prompt is, and how many tokens of its text it is behind; the third one is not.
+PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 15]
+
+
+def followed(policy: str, chunk: int) -> StandaloneDraft:
+    """It knows the prompts of four rows."""
+    size = Size(n_rows=4, longest=60, n_kept=3, window=12, dtype=torch.float64)
+    runner = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size), prefill_chunk=chunk)
+    drafter = StandaloneDraft(runner, 3)
+    drafter.follow([Shown(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(PROMPTS))])
+    return drafter
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 512])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk):
+    """What is held and drafted is that of rows which ran token by token as the text went on. More tokens at once evict
+    before they attend, so where entries are evicted it is so with one at a time."""
+    late, steady = followed(policy, chunk), followed(policy, 1)
+    before = late._runner.cache.entries.clone()
+    texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts([9, 2, 4, 15], seed=9), strict=True)]
+    lengths = [n + lag for n, lag in zip(PROMPTS, LAGS, strict=True)]
+    for row in range(4):
+        for known in range(PROMPTS[row], lengths[row]):
+            steady.follow([Shown(row, row, texts[row][: known + 1], known)])
+    shown = [Shown(row, row, texts[row][: lengths[row]], PROMPTS[row]) for row in (3, 0, 1)]
+    late.follow(shown)
+    late.follow([])
+    batch = Batch(4, Filters())
+    batch.set_state(lengths, [text[n - 1] for text, n in zip(texts, lengths, strict=True)], [5, 6, 7, 8])
+    caches = [drafter._runner.cache for drafter in (late, steady)]
+    assert torch.equal(before[:, :, 2], caches[0].entries[:, :, 2])
+    if chunk == 1 or policy == "full":
+        assert torch.equal(caches[0].positions, caches[1].positions)
+        held = caches[0].positions[None, None, :, None, :, None] != EMPTY
+        torch.testing.assert_close(caches[0].entries * held, caches[1].entries * held, rtol=0, atol=1e-12)
+        drafts = [drafter.propose(batch, Greedy(), 3).tokens for drafter in (late, steady)]
+        assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
+    else:
+        assert [set(row.tolist()) for row in caches[0].positions] == [set(row.tolist()) for row in caches[1].positions]
+
+
+@pytest.mark.parametrize("chunk,n_forwards", [(512, 1), (5, 4)])
+def test_rows_catch_up_in_forwards_of_all_of_them(monkeypatch, chunk, n_forwards):
+    """One where their tokens fit into a block, however many rows there are; no more tokens at once than of a prompt."""
+    drafter, blocks = followed("full", chunk), []
+    model = drafter._runner.model
+    run = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda tokens, *others: blocks.append(tokens.shape) or run(tokens, *others))
+    texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts(LAGS, seed=9), strict=True)]
+    drafter.follow([Shown(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
+    # The last known token is run once more.
+    assert (
+        sum(n for _, n in blocks) == max(LAGS) + 1 and {rows for rows, _ in blocks} == {3} and len(blocks) == n_forwards
+    )
+    monkeypatch.setattr("engine.runner.CPU_PREFILL_CHUNK", 7)
+    blocks.clear()
+    drafter.follow([Shown(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
+    assert {n for _, n in blocks} <= {2, 1} and sum(n for _, n in blocks) == max(LAGS) + 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
+    """Behind a decode that evicted what the prompt had left; another prompt in its place runs."""
+    size = Size(n_rows=2, longest=90, n_kept=3, window=12, dtype=torch.float64)
+    runner, fills = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size)), []
+    drafter, fill_row, prompts = (
+        StandaloneDraft(runner, 3, keeps_prompts=True),
+        runner.fill_row,
+        random_prompts([40, 9, 7]),
+    )
+    runner.fill_row = lambda row, prompt: fills.append(row) or fill_row(row, prompt)
+    target = ModelRunner(tiny_model(), full_cache(tiny_model(), 2))
+    drafter.follow([Shown(row, row, prompts[row], 0) for row in range(2)])
+    left = runner.cache.entries.clone(), runner.cache.positions.clone()
+    for _ in range(2):
+        generate(target, prompts[:2], max_new_tokens=40, drafter=drafter)
+        assert not torch.equal(runner.cache.positions, left[1])
+    drafter.follow([Shown(row, row + 7, prompts[row], 0) for row in range(2)])
+    assert fills == [0, 1] and torch.equal(runner.cache.positions, left[1])
+    held = left[1][None, None, :, None, :, None] != EMPTY
+    assert torch.equal(runner.cache.entries * held, left[0] * held)
+    drafter.follow([Shown(1, 5, prompts[2], 0), Shown(0, 6, prompts[1], 0)])
+    assert fills == [0, 1, 1, 0] and runner.cache.positions.amax(dim=1).tolist() == [8, 6]
 
 
 def test_what_cannot_work_is_refused():

@@ -25,6 +25,7 @@ from engine.cost_model.measure import (
 )
 from engine.cost_model.rehearsal import Rehearsal
 from engine.decoding import Decoder
+from engine.drafters import Shown
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
 
@@ -153,9 +154,9 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, 
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2)), gamma=3)
     follow = own.follow
 
-    def slow(row: int, request: int, text: Sequence[int], known: int) -> None:
-        time.sleep(0 if known else 0.4)
-        follow(row, request, text, known)
+    def slow(rows: Sequence[Shown]) -> None:
+        time.sleep(0.4 * sum(one.known == 0 for one in rows))
+        follow(rows)
 
     own.follow = slow  # type: ignore[method-assign]
     measure_costs(runner, [own], random_prompts([30, 30]), gammas=[1, 3], max_new_tokens=90, seconds=seconds)
@@ -229,8 +230,9 @@ def test_what_there_is_time_for():
 def test_measuring_counts_what_it_took(decodes, monkeypatch):
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    for seconds, n_kinds in ((1e9, 3), (0.0, 3 + 5 + 3)):
+    for seconds, spent, n_kinds in ((1e9, 0.0, 3), (0.0, 0.0, 3 + 5 + 3), (0.0, 1e9, 3)):
         decodes.clear()
         monkeypatch.setattr(Rehearsal, "seconds", property(lambda self, s=seconds: s, lambda *_: None), raising=False)
-        measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=10**9, max_new_tokens=30)
+        how: dict[str, Any] = {"n_steps": 10**9, "max_new_tokens": 30, "spent_seconds": spent}
+        measure_for_decode(runner, drafters, prompts, gammas=gammas, **how)
         assert len(kinds(decodes)) == n_kinds

@@ -7,6 +7,7 @@ from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Shown
 from kv_cache import EMPTY
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
@@ -49,7 +50,7 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
     for row, prompt in zip([0, 1, 2] * 2, prompts, strict=True):
         runner.prefill_row(row, prompt)
         before = cache.keys.clone(), cache.positions.clone()
-        drafter.follow(row, row, prompt, 0)
+        drafter.follow([Shown(row, row, prompt, 0)])
         others = [i for i in range(3) if i != row]
         assert torch.equal(cache.keys[:, others], before[0][:, others])
         assert torch.equal(cache.positions[others], before[1][others])

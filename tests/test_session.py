@@ -8,11 +8,15 @@ import torch
 
 from common.errors import ConfigError
 from engine import generate
+from engine.bench.auto_costs import costs_of
 from engine.bench.config import RunConfig, Sampling, Sizes, Target
+from engine.bench.memory import memory_plan
 from engine.bench.session import Session
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.standalone import StandaloneConfig
 from engine.modes import MODES
+from engine.runner import ModelRunner
 from kv_cache import StreamingKVCache
 from kv_cache.full import Full
 from kv_cache.snapkv import SnapKV
@@ -43,6 +47,23 @@ def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None
     assert drafted.stats.drafted > sum(accepted) > 0 and len(set(accepted)) > 1
     assert plain.tokens == generate(session.runner, session.prompts, max_new_tokens=12).tokens
     assert session.draft_model is None and not session.models and session.plan.shares_weights
+
+
+def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:
+    """And there is room for what it keeps of them."""
+    draft = StandaloneConfig(gamma="auto", draft_model=config.target.model, policy=Streaming(16), draft_dtype="same")
+    sessions = [Session.open(replace(config, draft=one), TEXTS[:2]) for one in (draft, replace(draft, gamma=6))]
+    rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)
+    assert rehearsed == 2 * fixed > 0
+    filled: list[ModelRunner] = []
+    fill_row = ModelRunner.fill_row
+    monkeypatch.setattr(ModelRunner, "fill_row", lambda own, *args: filled.append(own) or fill_row(own, *args))
+    for session, n_runs in zip(sessions, (1, 2), strict=True):
+        (drafter,) = session.drafters()
+        assert costs_of(session, [drafter], whole=True) if session.plan.chooses else session.generate(drafter)
+        session.generate(drafter)
+        assert [runner is session.runner for runner in filled].count(False) == 2 * n_runs
+        filled.clear()
 
 
 def test_a_variant_shares_weights_and_cache(session: Session) -> None:

@@ -1,6 +1,7 @@
 """Costs of an earlier run: kept by what they depend on, used again after a check, and only where they still hold."""
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -156,6 +157,20 @@ def test_a_longer_decode_measures_what_a_short_one_had_no_time_for(call, measure
     second = [call(SELFSPEC, SIZES).record["measured_costs"] for _ in range(2)][-1]
     assert len(measured) == (1 if n_steps == 30 else 2)
     assert (first[0]["gammas"], second[0]["gammas"]) == ([3], [3] if n_steps == 30 else [1, 2, 3, 4, 5, 6])
+
+
+def test_a_check_that_failed_is_a_part_of_the_measuring(call, monkeypatch):
+    spent: list[float] = []
+
+    def watched(*args: Any, spent_seconds: float, **kwargs: Any) -> Any:
+        spent.append(spent_seconds)
+        return measure_for_decode(*args, spent_seconds=spent_seconds, **kwargs)
+
+    monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", watched)
+    monkeypatch.setattr("engine.bench.auto_costs.still_hold", lambda *args, **how: time.sleep(0.2))
+    for _ in range(2):
+        call(SELFSPEC, SIZES)
+    assert spent[0] < 0.2 <= spent[1]
 
 
 def test_costs_that_do_not_hold_are_measured_anew_and_kept(call, measured, monkeypatch):

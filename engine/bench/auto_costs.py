@@ -12,7 +12,7 @@ from engine.bench.progress import BarProgress, progress_bar
 from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.cost_model.costs import Costs
-from engine.cost_model.measure import measure_costs, measure_for_decode, scope, still_hold
+from engine.cost_model.measure import MEASURING_SECONDS, measure_costs, measure_for_decode, scope, still_hold
 from engine.cost_model.stored import load_costs, store_costs
 from engine.drafters import Drafter
 from engine.pacing import Choice
@@ -66,14 +66,15 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
         return None if is_less else found
 
     kept = ranks.shared(known)
-    with progress_bar("costs", None) as bar:
+    with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
         how = {**session.how, "progress": BarProgress(bar)}
         if kept and (checked := still_hold(kept, *given, **how)):
             return RunCosts(checked, time.perf_counter() - started, kept=True)
         if whole:
             costs = {n_rows: measure_costs(*given, gammas=gammas, **how)}
         else:
-            costs = measure_for_decode(*given, gammas=gammas, n_steps=n_steps, **how)
+            checking = time.perf_counter() - started
+            costs = measure_for_decode(*given, gammas=gammas, n_steps=n_steps, spent_seconds=checking, **how)
     costs = ranks.shared(lambda: costs)
     if ranks.leads and not whole:
         store_costs(_key(session), costs)

@@ -128,9 +128,10 @@ def footprints(plan: Plan) -> list[Footprint]:
     if draft.layers is not None:
         config = replace(config, n_layer=len(draft.layers))
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
-    stored = draft.quantize, draft.kv_dtype, dequantizes
-    as_draft = plan.shares_weights, draft.source is not None, draft.policy.n_observed
-    return [target, Footprint(config, draft.dtype, draft.capacities, *stored, *as_draft)]
+    prefills, stored = draft.source is not None, (draft.quantize, draft.kv_dtype, dequantizes)
+    capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
+    as_draft = plan.shares_weights, prefills, draft.policy.n_observed
+    return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft)]
 
 
 def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -> MemoryPlan:

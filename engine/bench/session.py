@@ -220,7 +220,8 @@ class Session:
             assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
-        return draft.config.build(Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts))
+        parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.plan.chooses)
+        return draft.config.build(parts)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""

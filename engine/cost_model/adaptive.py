@@ -16,6 +16,8 @@ PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
 MOST_MEASURED = 4.0
 # What is left of all evidence one round later: texts change.
 MEMORY = 0.96
+# A drafter that comes back has to pay for catching up within this share of the rounds that it missed.
+PAID_WITHIN = 1 / 3
 # Another drafter has to promise this much more: a change costs something.
 WORTH_A_CHANGE = 1.03
 
@@ -30,8 +32,8 @@ class Adaptive:
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one with a larger budget, since the best of several small
     counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again once the
-    evidence against it has faded, if it would pay then (optimistic initial values: Sutton and Barto, Reinforcement
-    Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
+    evidence against it has faded, if it would pay then, catching up included (optimistic initial values: Sutton and
+    Barto, Reinforcement Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Adaptive:
         self._verified = [MOST_MEASURED if rate.n is None else min(rate.n, MOST_MEASURED) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         self._last_drafter = 0
+        self._of_all_rows, self._missed = of_all_rows, [0] * len(drafters)
 
     def choose(self, n_busy: int) -> Choice:
         own = (
@@ -64,14 +67,23 @@ class Adaptive:
             assert choice.drafter is not None
             plain_steps = float(np.interp(n_busy, self._rows, self._plain_steps[choice]))
             speedup = tokens_per_round(alphas[choice.drafter], choice.gamma) / plain_steps
+            speedup *= 1 - self._catch_up(choice.drafter)
             return speedup if choice.drafter == self._last_drafter else speedup / WORTH_A_CHANGE
 
         best = max(self._plain_steps, key=promise)
         return best if promise(best) > 1 else PLAIN
 
+    def _catch_up(self, drafter: int) -> float:
+        """Catching up, as a share of the time in which it has to pay. A drafter that fills its cache from the target's
+        takes about a draft step for it, whatever it missed."""
+        missed, costs = self._missed[drafter], self._of_all_rows[drafter]
+        n_run = missed if self.drafters[drafter].verification_cache is None else 0
+        return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
+
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         for counts in (self._verified, self._accepted):
             counts[:] = [MEMORY * count for count in counts]
+        self._missed = [0 if index == choice.drafter else n + 1 for index, n in enumerate(self._missed)]
         if choice.drafter is not None:
             self._last_drafter = choice.drafter
             self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))

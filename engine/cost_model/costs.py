@@ -46,6 +46,11 @@ class Costs:
             verify = np.interp(gamma, at, ms)
         return gamma * self.draft_ms + float(verify) + self.other_ms
 
+    def catch_up_ms(self, n_missed: int) -> float:
+        """Of a draft model, with tokens of every row: to a draft step as a verification of them is to a plain step."""
+        per_token = (self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
+        return self.draft_ms * (1 + n_missed * per_token)
+
     def slower(self, times: float) -> Self:
         """Where everything takes so many times as long."""
         verify_ms = tuple(times * ms for ms in self.verify_ms)

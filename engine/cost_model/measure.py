@@ -93,13 +93,14 @@ def measure_for_decode(
     *,
     gammas: Sequence[int],
     n_steps: int,
+    spent_seconds: float = 0.0,
     **how: Any,
 ) -> dict[int, list[Costs]]:
     """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps.
 
     First come plain rounds and those of each drafter at the middle gamma, the fewest of each. What else there is time
-    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. What first
-    compiles or captures has to have run before, with every number of rows.
+    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. `spent_seconds`
+    of that time are gone already. What first compiles or captures has to have run before, with every number of rows.
     """
     rehearsal, middle = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how), _middle(gammas)
     n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(drafters, [middle])
@@ -108,7 +109,7 @@ def measure_for_decode(
 
     def affordable() -> Scope:
         costs = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
-        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * rehearsal.seconds)
+        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * (spent_seconds + rehearsal.seconds))
 
     more = runner.ranks.shared(affordable)
     others = [Choice(0, gamma) for gamma in more.gammas]

@@ -1,6 +1,6 @@
 """Drafters: what proposes the tokens that the target verifies. One protocol, one file each."""
 
-from engine.drafters.base import Drafter, check_gamma
+from engine.drafters.base import Drafter, Shown, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.ngram import NGram, NGramConfig
 from engine.drafters.saved_text import OracleConfig, SavedText

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 VerificationCache: TypeAlias = KVCache | WriteThroughKVCache | None
 
 
+class Shown(NamedTuple):
+    """The target's row holds `text`, of which a drafter has followed the first `known` tokens: with 0 it is the prompt
+    of another request, the one with that id; with more, rounds went by without the drafter."""
+
+    row: int
+    request: int
+    text: Sequence[int]
+    known: int
+
+
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
@@ -35,9 +45,8 @@ class Drafter(Protocol):
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
 
-    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        """The target's row holds `text`, of which this drafter has followed the first `known` tokens: with 0 it is the
-        prompt of another request, the one with that id; with more, rounds went by without it."""
+    def follow(self, rows: Sequence[Shown]) -> None:
+        """Come to know what those rows hold; outside of what is captured."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row

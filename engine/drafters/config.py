@@ -26,6 +26,7 @@ class Parts:
 
     gamma: the most that a round drafts. model: what drafts, of which this rank may hold nothing. new_cache: an empty
     cache of the draft's policy. remote: stands for a model that other ranks hold. texts: what plain decoding emitted.
+    rehearses: whether prompts are decoded before, to measure what that costs.
     """
 
     runner: ModelRunner
@@ -34,6 +35,7 @@ class Parts:
     new_cache: Callable[[ModelConfig], KVCache]
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
+    rehearses: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import require_at_least
 from engine.batch import Batch
-from engine.drafters.base import TextDrafter
+from engine.drafters.base import Shown, TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class NGram(TextDrafter):
         self.max_ngram = max_ngram
         self._text = torch.zeros_like(runner.cache.positions)
 
-    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
+    def follow(self, rows: Sequence[Shown]) -> None:
+        for row, _, text, known in rows:
+            self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         rows, lengths = batch.rows[:, None], batch.lengths

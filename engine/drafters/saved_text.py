@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from engine.batch import Batch
-from engine.drafters.base import TextDrafter
+from engine.drafters.base import Shown, TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ class SavedText(TextDrafter):
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
         self._end = torch.zeros_like(self._start)
 
-    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        if known == 0:
-            saved = self._texts.get(request, ())
-            self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)
-            self._start[row], self._end[row] = len(text), len(saved)
+    def follow(self, rows: Sequence[Shown]) -> None:
+        for row, request, text, known in rows:
+            if known == 0:
+                saved = self._texts.get(request, ())
+                self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)
+                self._start[row], self._end[row] = len(text), len(saved)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = batch.rows

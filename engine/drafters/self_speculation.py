@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, check_target
+from engine.drafters.base import ModelDrafter, Shown, check_target
 from engine.drafters.config import ModelDrafterConfig, Parts
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from models.names import parse_layers
@@ -52,11 +52,12 @@ class SelfSpeculation(ModelDrafter):
         check_target(self, self._target.cache, target.cache)
         super().check(target, length)
 
-    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        queries = None
-        if self.cache.n_observed and len(text) > self.cache.capacity:
-            queries = self._target.last_queries(row, text, self.cache.n_observed)
-        self.cache.fill_row(row, self._target.cache, len(text), self._layers, queries)
+    def follow(self, rows: Sequence[Shown]) -> None:
+        for row, _, text, _ in rows:
+            queries = None
+            if self.cache.n_observed and len(text) > self.cache.capacity:
+                queries = self._target.last_queries(row, text, self.cache.n_observed)
+            self.cache.fill_row(row, self._target.cache, len(text), self._layers, queries)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter
+from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import ModelDrafterConfig, Parts
 from kv_cache import KVCache
 
@@ -29,12 +29,14 @@ class StandaloneDraft(ModelDrafter):
 
     The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are never
     proposed; one that only the target has is shown to the draft as its last id, which costs a draft its quality, and
-    no emitted token anything. Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
+    no emitted token anything. keeps_prompts: of each row, in a copy, what its last prompt left, which is run once then
+    however often the row begins with it. Errors: ConfigError if gamma is negative or a round does not fit the window.
     """
 
-    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, keeps_prompts: bool = False) -> None:
         super().__init__(runner, gamma)
-        self._vocab_size = runner.vocab_size
+        self._vocab_size, self._keeps_prompts = runner.vocab_size, keeps_prompts
+        self._kept: dict[int, tuple[list[int], list[Tensor]]] = {}
 
     def check(self, target: ModelRunner, length: int) -> None:
         super().check(target, length)
@@ -43,12 +45,29 @@ class StandaloneDraft(ModelDrafter):
             raise ConfigError("draft and target run on other ranks", where, self._runner.ranks, target.ranks, fix)
         self._vocab_size = target.vocab_size
 
-    def follow(self, row: int, request: int, text: Sequence[int], known: int) -> None:
-        own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
-        if known == 0:
-            self._runner.fill_row(row, own_ids)
-        else:  # the last known token once more: it may never have been run (see `logits`)
-            self._runner.extend_row(row, own_ids, known - 1)
+    def follow(self, rows: Sequence[Shown]) -> None:
+        behind = {}
+        for row, _, text, known in rows:
+            own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
+            if known == 0:
+                self._fill(row, own_ids)
+            else:  # the last known token once more: it may never have been run (see `logits`)
+                behind[row] = own_ids, known - 1
+        if behind:
+            self._runner.extend_rows(behind)
+
+    def _fill(self, row: int, prompt: list[int]) -> None:
+        """Run the prompt, or put back what running it has left in that row."""
+        own = self._runner.cache and self._runner.cache.view(slice(row, row + 1))
+        held = [x for x in (own.entries, own.scales, own.positions) if x is not None] if own else []
+        kept, copies = self._kept.get(row, ([], []))
+        if kept == prompt:
+            for x, copy in zip(held, copies, strict=True):
+                x.copy_(copy)
+        else:
+            self._runner.fill_row(row, prompt)
+            if self._keeps_prompts:
+                self._kept[row] = prompt, [x.clone() for x in held]
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         last, position = tokens[:, None], batch.lengths[:, None] + i
@@ -76,4 +95,4 @@ class StandaloneConfig(ModelDrafterConfig):
         if parts.model is None:
             return StandaloneDraft(parts.remote(), parts.gamma)
         cache = parts.new_cache(parts.model.config)
-        return StandaloneDraft(ModelRunner(parts.model, cache, ranks=parts.runner.ranks), parts.gamma)
+        return StandaloneDraft(ModelRunner(parts.model, cache, ranks=parts.runner.ranks), parts.gamma, parts.rehearses)

@@ -207,7 +207,7 @@ def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tupl
 
 def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: int) -> Iterator[Tensor]:
     """The logits `[B, V]` after each token of `text [B, n]` behind the prompts, by forwards of `width` tokens."""
-    runner.rollback(lengths)
+    runner.cache.rollback(lengths)
     longest = int(lengths.max())
     for start in range(0, text.shape[1], width):
         positions = lengths[:, None] + start + torch.arange(width, device=runner.device)

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters import Drafter
+from engine.drafters import Drafter, Shown
 from engine.modes import resolve_mode
 from engine.requests import check_prompt
 from engine.round import Round
@@ -50,7 +50,7 @@ def forced_acceptance(
     for row, prompt in enumerate(prompts):
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
-        drafter.follow(row, row, prompt, 0)
+        drafter.follow([Shown(row, row, prompt, 0)])
     batch = Batch(n_rows, Filters.of(params), runner.device, runner.noise_source)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
@@ -68,7 +68,6 @@ def forced_acceptance(
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
         if drafter.verification_cache is None:
-            for row, (text, n) in enumerate(known):
-                drafter.follow(row, row, text[: n + gamma + 1], n)
-    runner.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
+            drafter.follow([Shown(row, row, text[: n + gamma + 1], n) for row, (text, n) in enumerate(known)])
+    runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts
