@@ -3,9 +3,10 @@
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -47,7 +48,8 @@ def load_prompts(name: str) -> list[Prompt]:
     Sets by name: `spec-bench`; `speed-bench` with `/qualitative` or `/throughput_1k` and the like; `longbench`, or one
     of its tasks, `longbench/hotpotqa`. Placeholders are left out, and that is said. Errors: DataError.
     """
-    found = [prompt for file in _files(name) for prompt in READERS[Path(file.name).suffix.lower()](file)]
+    each = ((file, READERS[Path(file.name).suffix.lower()](file)) for file in _files(name))
+    found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
     where = f"{flag('prompts')} {name}"
     if not found:
         raise unreadable(Path(name), "an empty file", "at least one prompt", "prompts")
@@ -123,7 +125,7 @@ def _spec_bench(what: str, fix: str) -> Path:
     try:
         with urlopen(url, timeout=60) as answer:
             content = answer.read()
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise DataError(what, url, error, required, fix) from None
     if (seen := hashlib.sha256(content).hexdigest()) != SPEC_BENCH_SHA256:
         raise DataError(what, url, f"sha256 {seen}", required, fix)
@@ -132,7 +134,7 @@ def _spec_bench(what: str, fix: str) -> Path:
     return SPEC_BENCH_FILE
 
 
-def _prompt(row: object, path: Path, number: int) -> Prompt:
+def _prompt(row: object, path: Any, number: int) -> Prompt:
     own: dict[str, Any] = row if isinstance(row, dict) else {}
     said = own.get("prompt", own.get("turns"))
     if said is None and "context" in own:
@@ -146,17 +148,8 @@ def _prompt(row: object, path: Path, number: int) -> Prompt:
     return Prompt(str(id_ or number), str(category or UNCATEGORISED), tuple(turns))
 
 
-def _of_text(path: Path) -> Iterator[Prompt]:
-    yield from (Prompt(path.stem, UNCATEGORISED, (text,)) for text in read_text(path))
-
-
-def _of_jsonl(path: Path) -> Iterator[Prompt]:
-    yield from (_prompt(row, path, number) for number, row in json_rows(path))
-
-
-def _of_parquet(path: Path) -> Iterator[Prompt]:
-    rows = parquet_rows(path, KEYS, REQUIRED, "prompts")
-    yield from (_prompt(row, path, number) for number, row in rows)
-
-
-READERS: dict[str, Callable[[Any], Iterator[Prompt]]] = {".txt": _of_text, ".jsonl": _of_jsonl, ".parquet": _of_parquet}
+READERS: dict[str, Callable[[Any], Iterable[tuple[int, object]]]] = {
+    ".txt": lambda path: enumerate(({"id": path.stem, "prompt": text} for text in read_text(path)), start=1),
+    ".jsonl": json_rows,
+    ".parquet": lambda path: parquet_rows(path, KEYS, REQUIRED, "prompts"),
+}
