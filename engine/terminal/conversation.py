@@ -17,7 +17,6 @@ from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
 from engine.stats import RoundStats
-from engine.terminal.chat import Chat
 from engine.terminal.texts import printable, text_target
 from models.checkpoints.text_stream import TextStream
 
@@ -25,14 +24,13 @@ RESET, EXIT = "/reset", "/exit"
 Message = dict[str, str]
 
 
-def converse(flags: Chat) -> None:
-    """Answer what is typed, or each line of what is piped. Errors: UserError."""
-    require_at_least("gen_len", flags.gen_len, 1)
-    config = flags.config()
+def converse(config: RunConfig, system: str | None, gen_len: int, context: int, colour_drafts: bool) -> None:
+    """Answer what is typed, or each line of what is piped, by at most `gen_len` tokens. Errors: UserError."""
+    require_at_least("gen_len", gen_len, 1)
     template = text_target(config).chat_template()
-    session = Session.of_plan(_plan(config, flags.context))
-    drafter, style = session.drafter(), "cyan" if flags.colour_drafts else None
-    begin: list[Message] = [{"role": "system", "content": flags.system}] if flags.system else []
+    session = Session.of_plan(_plan(config, context))
+    drafter, style = session.drafter(), "cyan" if colour_drafts else None
+    begin: list[Message] = [{"role": "system", "content": system}] if system else []
     said = begin
     for line in _lines():
         if line == EXIT:
@@ -47,7 +45,7 @@ def converse(flags: Chat) -> None:
                 say(f"  there is no room for that in {session.plan.capacity} tokens; {RESET} begins anew")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
-            request = Request(prompt, min(flags.gen_len, room), ends, params, id=len(asked))
+            request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
             answer = _answer(session, drafter, request, style)
             said = [*asked, {"role": "assistant", "content": answer}]
 
