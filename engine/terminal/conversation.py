@@ -1,5 +1,6 @@
 """A conversation: each answer is decoded behind all that was said before it, and written as it grows."""
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -98,16 +99,17 @@ def _answer(session: Session, drafter: Drafter, request: Request, style: str | N
 def _figures(request: Request, rounds: Sequence[RoundStats]) -> str:
     counts, seconds = request.counts, sum(one.seconds for one in rounds)
     why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
-    if counts.acceptance_rate is None:
-        return f"nothing was drafted{why}"
-    return (
-        f"acceptance rate {counts.acceptance_rate:.3f}, {counts.mean_accepted_length:.2f} tokens per round, "
-        f"{1e3 * seconds / counts.emitted:.1f} ms per token{why}"
-    )
+    if not counts.emitted:
+        return f"no round was needed{why}"
+    rate = "nothing was drafted" if counts.acceptance_rate is None else f"acceptance rate {counts.acceptance_rate:.3f}"
+    ms, per_round = 1e3 * seconds / counts.emitted, counts.emitted / counts.rounds
+    return f"{rate}, {per_round:.2f} tokens per round, {ms:.1f} ms per token{why}"
 
 
 def _lines() -> Iterator[str]:
     """Those that are typed, until Ctrl-D, or piped."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     prompt = "> " if sys.stdin.isatty() else ""
     with suppress(ImportError):
         import readline  # noqa: F401  # what is typed can be edited
