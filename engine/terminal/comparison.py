@@ -89,14 +89,12 @@ def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> 
 
 def verdict(record: dict[str, Any]) -> list[str]:
     """How fast each was while all rows were busy, and whether they emitted the same."""
-    same, n_rows, differs = record["identical_sequences"], record["sequences"], record["first_difference"]
+    same, differs = record["identical_sequences"], record["first_difference"]
+    identity = f"identical: {same} of {record['sequences']} rows"
     if same is None:
         identity = "rows are samples, which are not meant to be the same (those of --verification coupled are)"
-    elif differs is None:
-        identity = f"all {n_rows} rows are the same tokens"
-    else:
-        where = f"row {differs['row']} differs from its token {differs['token']} on"
-        identity = f"{same} of {n_rows} rows are the same tokens; {where} (docs/lossless.md says why)"
+    elif differs is not None:
+        identity += f"; row {differs['row']} differs from its token {differs['token']} on (docs/lossless.md says why)"
     if record["speedup"] is None:
         return [identity]
     plain, drafted = (record[f"{name}_tokens_per_second"] for name in ("baseline", "decode"))
