@@ -54,7 +54,7 @@ def compare(config: RunConfig, save: str | None) -> None:
     on_screen = console.is_terminal and sys.stdout.isatty()
     publish(config.output.output, record, *([] if on_screen else said))
     if console.is_terminal:
-        room = console.height - sum(2 + len(line) // console.width for line in said)
+        room = console.height - 2 - sum(1 + len(line) // console.width for line in said)
         shown = panes.segments(console.width, max(LEAST_HEIGHT, room), is_running=False)
         console.print(Segments(shown), *(said if on_screen else []), sep="\n", markup=False)
 
