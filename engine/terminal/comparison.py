@@ -17,10 +17,11 @@ from common.say import say
 from engine.bench.config import AUTO, RunConfig
 from engine.bench.finish import PROMPT_END, headline
 from engine.bench.passes import speculation_passes
+from engine.bench.prompt_sets import load_prompts
 from engine.bench.record import make_record
 from engine.bench.session import Session
 from engine.bench.table import notes
-from engine.bench.text import PromptText, read_prompts
+from engine.bench.text import PromptText
 from engine.terminal.page import page_of
 from engine.terminal.panes import Panes
 from engine.terminal.texts import printable, text_target
@@ -68,7 +69,7 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
         session = Session.open(config)
         assert session.tokenizer is not None
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
-    texts = [*QUESTIONS] if own is None else read_prompts(own)
+    texts = [*QUESTIONS] if own is None else [prompt.turns[0] for prompt in load_prompts(own)]
     prompts: list[PromptText] = [*texts]
     try:
         template = source.chat_template()
