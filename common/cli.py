@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import tyro
 from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
@@ -29,10 +29,12 @@ STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "us
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it. `kind.FLAGS`, if any: what it calls fields of a run
-    that have another name elsewhere. `end`: what turns a user's errors into exit codes, as `exit_on_user_error`.
+    """Read a `kind` from the command line and run `main` with it; each class of a union is a subcommand. `kind.FLAGS`,
+    if any: what it calls fields of a run that have another name elsewhere. `end`: what turns a user's errors into exit
+    codes, as `exit_on_user_error`.
     """
-    end(lambda: main(read(kind)), getattr(kind, "FLAGS", {}))
+    flags = {name: own for one in get_args(kind) or [kind] for name, own in getattr(one, "FLAGS", {}).items()}
+    end(lambda: main(read(kind)), flags)
 
 
 def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
@@ -53,7 +55,7 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
             raise
         raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
     if unknown:
-        raise _unknown(kind, prog, [word.partition("=")[0] for word in unknown])
+        raise _unknown(type(config), prog, [word.partition("=")[0] for word in unknown])
     if empty := list(_emptied(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config

@@ -87,7 +87,7 @@ def draft_flags(
         of_all = {owner, *others} >= set(chosen.values()) or (others and issubclass(owner, BudgetedPolicy))
         hint, default = get_type_hints(owner)[name], getattr(owner, name, None)
         says = arg(
-            help=("" if of_all else f"{owner.name}: ") + _documented(owner, name),
+            help=("" if of_all else f"{', '.join(one.name for one in (owner, *others))}: ") + _documented(owner, name),
             name=(flags or {}).get(name),
             aliases=ALIASES.get(name),
             help_behavior_hint="" if default is None else f"(default: {default})",

@@ -1,0 +1,127 @@
+"""A conversation: each answer is decoded behind all that was said before it, and written as it grows."""
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from rich.console import Console
+
+from common.errors import ConfigError, flag, require_at_least
+from common.say import say
+from engine.bench.config import RunConfig, Sizes
+from engine.bench.plan import Plan, resolve, with_draft
+from engine.bench.session import Session
+from engine.decoding import Decoder
+from engine.drafters import Drafter
+from engine.requests import Request
+from engine.runner import not_finite
+from engine.stats import RoundStats
+from engine.terminal.texts import printable, text_target
+from models.checkpoints.text_stream import TextStream
+
+RESET, EXIT = "/reset", "/exit"
+Message = dict[str, str]
+
+
+def converse(config: RunConfig, system: str | None, gen_len: int, context: int, colour_drafts: bool) -> None:
+    """Answer what is typed, or each line of what is piped, by at most `gen_len` tokens. Errors: UserError."""
+    require_at_least("gen_len", gen_len, 1)
+    template = text_target(config).chat_template()
+    session = Session.of_plan(_plan(config, context))
+    drafter, style = session.drafter(), "cyan" if colour_drafts else None
+    begin: list[Message] = [{"role": "system", "content": system}] if system else []
+    said = begin
+    for line in _lines():
+        if line == EXIT:
+            return
+        if line == RESET:
+            said = begin
+        elif line:
+            asked = [*said, {"role": "user", "content": line}]
+            prompt = template.encode(asked)
+            room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
+            if room < 1:
+                say(f"  there is no room for that in {session.plan.capacity} tokens; {RESET} begins anew")
+                continue
+            ends, params = session.target.config.eos_tokens, session.sampling.params
+            request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
+            answer = _answer(session, drafter, request, style)
+            said = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _plan(config: RunConfig, context: int) -> Plan:
+    """With room for a conversation of so many tokens, none of which is known yet. Errors: UserError."""
+    plan = resolve(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
+    assert plan.draft is not None
+    if plan.draft.automatic or plan.draft.config.needs_baseline:
+        needs = "plain decoding" if plan.draft.config.needs_baseline else "costs, for auto to choose by,"
+        what, where, required = "an answer cannot be drafted so", flag("draft"), "a draft of one gamma and one budget"
+        seen = f"{plan.draft.kind}, which needs {needs} before it"
+        raise ConfigError(what, where, seen, required, f"use {where} self, and numbers in place of auto")
+    room = min(context, plan.target.config.max_context)
+    require_at_least("context", room, plan.gamma + 3)
+    plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)
+    return replace(plan, capacity=plan.length)
+
+
+def _answer(session: Session, drafter: Drafter, request: Request, style: str | None) -> str:
+    """Write the answer as it grows, until Ctrl-C if that comes, then what speculation did; returns the answer. Errors:
+    UserError if logits are not finite."""
+    assert session.tokenizer is not None
+    console, stream, text, rounds = Console(highlight=False), TextStream(session.tokenizer), "", list[RoundStats]()
+
+    def write(piece: str, style: str | None = None) -> str:
+        console.out(printable(piece), end="", style=style)
+        return piece
+
+    # A decoder of its own: one that was interrupted in a round is of no use any more.
+    decoder = Decoder(session.runner, drafter=drafter, verification=session.sampling.mode)
+    decoder.submit(request)
+    with suppress(KeyboardInterrupt):
+        while True:
+            n_shown, accepted, stats = len(request.tokens), request.counts.accepted, decoder.step()
+            first = len(request.tokens) - (stats.emitted if stats else 0)
+            drafted = range(first, first + request.counts.accepted - accepted)
+            for place, token in enumerate(request.tokens[n_shown:], n_shown):
+                text += write(stream.add(token), style if place in drafted else None)
+            if stats is None:
+                break
+            rounds.append(stats)
+    text += write(stream.rest())
+    print(flush=True)
+    if request.error:
+        raise not_finite("the answer", request.error)
+    say(f"  {_figures(request, rounds)}")
+    return text
+
+
+def _figures(request: Request, rounds: Sequence[RoundStats]) -> str:
+    counts, seconds = request.counts, sum(one.seconds for one in rounds)
+    why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
+    if not counts.emitted:
+        return f"no round was needed{why}"
+    rate = "nothing was drafted" if counts.acceptance_rate is None else f"acceptance rate {counts.acceptance_rate:.3f}"
+    ms, per_round = 1e3 * seconds / counts.emitted, counts.emitted / counts.rounds
+    return f"{rate}, {per_round:.2f} tokens per round, {ms:.1f} ms per token{why}"
+
+
+def _lines() -> Iterator[str]:
+    """Those that are typed, until Ctrl-D, or piped."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    prompt = "> " if sys.stdin.isatty() else ""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # what is typed can be edited
+    while True:
+        try:
+            yield input(prompt).strip()
+        except EOFError:
+            if prompt:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not prompt:
+                raise
+            say(f"\n  {EXIT} or Ctrl-D ends")
