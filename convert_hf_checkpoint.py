@@ -45,7 +45,7 @@ def convert(
     dtype: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Write model.pth, config.json, the tokenizer and manifest.json to `out_dir`; return the model.pth.
+    """Write model.pth, config.json, tokenizer, chat template and manifest.json to `out_dir`; return the model.pth.
 
     `dtype` None keeps the source's (float32 for GGUF). Everything is checked before anything is written: raises
     CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which also takes
@@ -81,6 +81,9 @@ def convert(
         "dropped_layers": list(layers_to_drop),
     }
     if not force and _is_converted(out_dir, recipe):
+        if source.chat_template is not None and not (out_dir / files.CHAT_TEMPLATE).is_file():
+            files.write_text(out_dir / files.CHAT_TEMPLATE, source.chat_template)
+            _list(out_dir, [], [files.CHAT_TEMPLATE])
         print(f"{weights} is up to date (--force converts again)")
         return weights
     target = getattr(torch, dtype) if dtype else None
@@ -91,12 +94,17 @@ def convert(
     save_checkpoint(weights, config, state_dict)
     generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
     written = [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
-    entries = files.describe(out_dir, written)
-    for name in generated:
-        entries[name]["generated"] = True
-    files.update_manifest(out_dir, entries, converted_from=recipe)
+    _list(out_dir, written, generated, converted_from=recipe)
     print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return weights
+
+
+def _list(out_dir: Path, written: list[str], generated: list[str], **extra: Any) -> None:
+    """Put files into the manifest; `generated`: those that were made from a GGUF's metadata."""
+    entries = files.describe(out_dir, {*written, *generated})
+    for name in generated:
+        entries[name]["generated"] = True
+    files.update_manifest(out_dir, entries, **extra)
 
 
 def _require_no_source(out_dir: Path) -> None:
@@ -119,7 +127,7 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Whether `out_dir` holds this very conversion, undamaged."""
     try:
         manifest = files.read_manifest(out_dir)
-        files.check_files(out_dir, (files.WEIGHTS, files.CONFIG, *TOKENIZER_FILES))
+        files.check_files(out_dir, (files.WEIGHTS, files.CONFIG, files.CHAT_TEMPLATE, *TOKENIZER_FILES))
     except CheckpointError:
         return False
     whole = {files.WEIGHTS, files.CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
@@ -137,7 +145,8 @@ def _require_space(out_dir: Path, n_bytes: int) -> None:
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
-    texts = {files.CONFIG: config} | ({"tokenizer.json": source.tokenizer_json} if source.tokenizer_json else {})
+    made_of = {"tokenizer.json": source.tokenizer_json, files.CHAT_TEMPLATE: source.chat_template}
+    texts = {files.CONFIG: config} | {name: text for name, text in made_of.items() if text is not None}
     made = [name for name in texts if name not in source.side_files]
     written = {*files.read_manifest(out_dir)["files"], files.CONFIG, *TOKENIZER_FILES}
     for name in written.intersection(files.SIDE_FILES).difference(source.side_files):

@@ -234,7 +234,8 @@ class Decoder:
         for row, request in busy:
             if self._rows[row] is not request:  # cancelled meanwhile, by one that was notified of another's end
                 continue
-            n_emitted += request.commit(outcomes[row])
+            n_emitted += (n_kept := request.commit(outcomes[row]))
+            self._progress.decoded(request, outcomes[row], n_kept)
             if choice.drafter is not None:
                 request.followed[choice.drafter] = request.length
             if request.finish_reason is not None:

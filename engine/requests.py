@@ -61,7 +61,7 @@ class Request:
         block, start = outcome.block, self.length
         bad = next((i for i, ok in enumerate(outcome.finite[: len(block)]) if not ok), None)
         kept = self.emit(block[:bad])
-        self.counts.add_round(outcome.drafted, len(block) - 1, kept)
+        self.counts.add_round(len(outcome.drafts), len(block) - 1, kept)
         if bad is not None and self.finish_reason is None:
             self.fail(start + bad)
         return kept
@@ -73,9 +73,11 @@ class Request:
 
 
 class Progress:
-    """Notified of tokens as they are prefilled and emitted, and of every request that ends by itself; does nothing."""
+    """Notified of tokens as they are prefilled, and emitted by all rows; before that of what a round did to a request,
+    and how many of its tokens were kept; and of every request that ends by itself. Does nothing."""
 
     def prefilled(self, n_tokens: int) -> None: ...
+    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...
     def finished(self, request: Request) -> None: ...
 

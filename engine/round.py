@@ -19,9 +19,9 @@ from engine.sampling import Filters
 
 
 class Outcome(NamedTuple):
-    """A row's round: how many tokens were drafted; the accepted ones and the target's own; which logits are finite."""
+    """A row's round: what was drafted; the accepted ones and the target's own token; which logits are finite."""
 
-    drafted: int
+    drafts: list[int]
     block: list[int]
     finite: list[int]
 
@@ -118,7 +118,7 @@ class Round:
             lambda: (batch.rows, batch.lengths, batch.current, self.drafts.tokens, self.decided),
         )
         return [
-            Outcome(drafted, [*rest[:accepted], next_token], rest[self.gamma :])
+            Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.gamma :])
             for drafted, accepted, next_token, *rest in packed
         ]
 

@@ -57,10 +57,12 @@ def python(*words: object, cwd: Path = ROOT, **environment: str) -> Ended:
 
 
 def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
-    """Run a program in this process and the working directory, as if there were so many GPUs."""
+    """Run a program in this process and the working directory, as if there were so many GPUs. Words may follow its
+    name, such as a subcommand."""
     out, err, code = io.StringIO(), io.StringIO(), 0
+    path, *words = [program] if program == COST_MODEL else program.split()
     with (
-        mock.patch.object(sys, "argv", [program, *arguments]),
+        mock.patch.object(sys, "argv", [path, *words, *arguments]),
         mock.patch.object(sys, "path", list(sys.path)),
         mock.patch("torch.cuda.is_available", lambda: n_gpus > 0),
         mock.patch("torch.cuda.device_count", lambda: n_gpus),
@@ -72,7 +74,7 @@ def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
             if program == COST_MODEL:
                 runpy.run_module("engine.cost_model", run_name="__main__")
             else:
-                runpy.run_path(str(ROOT / program), run_name="__main__")
+                runpy.run_path(str(ROOT / path), run_name="__main__")
         except SystemExit as ending:
             code = ending.code or 0
         except Exception as error:  # a bug, whose traceback would be printed

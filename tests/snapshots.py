@@ -33,9 +33,12 @@ from programs import COST_MODEL, ROOT, Ended, run
 from tyro.conf import Positional
 from workspace import make_workspace
 
+from foretoken import SUBCOMMANDS
+
 KEPT = Path(__file__).resolve().parent / "snapshots"
+TERMINAL = {f"foretoken.py {kind.__name__.lower()}": kind for kind in get_args(SUBCOMMANDS)}
 PROGRAMS = (
-    *("download.py", "convert_hf_checkpoint.py", COST_MODEL),
+    *("download.py", "convert_hf_checkpoint.py", COST_MODEL, *TERMINAL),
     *(f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec")),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "reproduce").glob("*.py")),
 )
@@ -56,7 +59,7 @@ def flags_of(program: str) -> dict[str, Any]:
     """Its flags by their first name: all names, what they take, whether they are required, default, choices."""
 
     def stop(main: object, kind: type, *end: object) -> NoReturn:
-        raise _FlagsSeen(dict(sorted(_flags_in(kind))))
+        raise _FlagsSeen(dict(sorted(_flags_in(TERMINAL.get(program, kind)))))
 
     try:
         with mock.patch("common.cli.run", stop):

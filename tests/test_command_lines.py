@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 from programs import COST_MODEL, ROOT, Ended, python, run
-from snapshots import PROGRAMS, kept_of
+from snapshots import PROGRAMS, TERMINAL, kept_of
 
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
@@ -93,7 +93,7 @@ def test_every_command_line_is_kept():
         for file in (*ROOT.glob("*.py"), *inside)
         if re.search(r"^ +cli\.run(_alone)?\(", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    kept = {"engine/cost_model/__main__.py" if name == COST_MODEL else name for name in PROGRAMS}
+    kept = {"engine/cost_model/__main__.py" if name == COST_MODEL else name.split()[0] for name in PROGRAMS}
     assert reading - UNKEPT == kept
 
 
@@ -125,14 +125,16 @@ def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
         assert python(ROOT / program, PYTHONPATH=str(tmp_path)) == Ended(130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("program", BENCHMARKS)
+@pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL])
 def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
     """Of processor time, in the best of three; without torch, which takes seconds."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
-    own, seconds = (ROOT / program).read_text().splitlines()[0].strip('"'), []
+    path, *words = program.split()
+    about = TERMINAL[program].__doc__ if words else (ROOT / path).read_text().splitlines()[0].strip('"')
+    own, seconds = str(about), []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ended = python(ROOT / program, "--help", PYTHONPATH=str(tmp_path))
+        ended = python(ROOT / path, *words, "--help", PYTHONPATH=str(tmp_path))
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert ended.code == 0 and ended.out.startswith("usage:") and own[:50] in ended.out, ended.err
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

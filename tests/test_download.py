@@ -20,7 +20,7 @@ from models.checkpoints import download_default as default
 from models.checkpoints.download_hub import download_repo, select_files
 from models.checkpoints.manifest import check_files, read_manifest
 
-SIDE = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+SIDE = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
 
 

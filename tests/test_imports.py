@@ -10,7 +10,7 @@ from kv_cache import FullKVCache, StreamingKVCache
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, SamplingParams, generate
 """
 SCRIPTS = [f"tests/{name}_benchmark.py" for name in ("selfspec", "baseline", "longspec")]
-SCRIPTS += ["download.py", "convert_hf_checkpoint.py"]
+SCRIPTS += ["download.py", "convert_hf_checkpoint.py", "foretoken.py"]
 
 
 @pytest.fixture(scope="module")

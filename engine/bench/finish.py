@@ -27,8 +27,8 @@ def finish(benchmark: str, session: Session, passes: Passes) -> None:
     if not session.processes.leads:
         return
     said = [table(record), *(f"  {note}" for note in notes(record, session.draft)), ""]
-    headline = f"\n  {_headline(session, record, lengths)}\n"
-    texts = [*_texts(session, ends, passes.last.tokens), headline, "\n".join(said)]
+    line = f"\n  {headline(session, record, lengths)}\n"
+    texts = [*_texts(session, ends, passes.last.tokens), line, "\n".join(said)]
     publish(session.config.output.output, record, *texts, put_off=put_off)
 
 
@@ -46,7 +46,7 @@ def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -
     return lines
 
 
-def _headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
+def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
     """Model, storage and ranks of target and draft, sizes, and sampling, in one line."""
     target, plan = session.config.target, session.plan
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)

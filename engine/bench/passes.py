@@ -1,7 +1,8 @@
 """The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.bench.auto_costs import RunCosts, costs_of, how_measured
-from engine.bench.progress import DecodeProgress, progress_bar
+from engine.bench.progress import bar_of_pass, progress_bar
 from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.cost_model.adaptive import Adaptive
@@ -17,10 +18,13 @@ from engine.cost_model.rehearsal import Rehearsal
 from engine.decoding import GenerateOutput, Phase
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
+from engine.requests import Progress
 from engine.runner import captured_sizes
 from engine.stats import Stats
 from engine.timing import PhaseTimer, synchronize
 
+# What is shown of a pass, by its name, while it runs.
+Watch = Callable[[Session, str], AbstractContextManager[Progress]]
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
 WARM_UP_ROUNDS = 3
 
@@ -55,23 +59,23 @@ class Passes:
         return self.by_name["speculation" if self.speculative else "baseline"]
 
 
-def plain_passes(session: Session) -> Passes:
+def plain_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
     """Prefill, then plain decoding."""
     prefill_seconds = prefill(session)
     warm_up(session)
-    return Passes(prefill_seconds, decode(session, "baseline"))
+    return Passes(prefill_seconds, decode(session, "baseline", watch=watch))
 
 
-def speculation_passes(session: Session) -> Passes:
+def speculation_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
     """Prefill, plain decoding unless --no_baseline, speculation, and with --benchmark phase times."""
     which = session.config.passes
-    plain = Passes(prefill(session)) if which.no_baseline else plain_passes(session)
+    plain = Passes(prefill(session)) if which.no_baseline else plain_passes(session, watch)
     drafters = session.drafters(plain.baseline.tokens if plain.baseline else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
 
     def speculate(name: str, timer: PhaseTimer | None = None) -> Decoded:
-        return decode(session, name, phase=timer, pacing=make_pacing(session, drafters, costs))
+        return decode(session, name, phase=timer, pacing=make_pacing(session, drafters, costs), watch=watch)
 
     speculative, timed = speculate("speculation"), None
     if which.benchmark:
@@ -124,16 +128,17 @@ def decode(
     drafter: Drafter | None = None,
     phase: Phase | None = None,
     pacing: Pacing | None = None,
+    watch: Watch = bar_of_pass,
 ) -> Decoded:
-    """One pass over the prompts from the prefilled state, with a progress bar; the processors are watched.
+    """One pass over the prompts from the prefilled state, shown by `watch`; the processors are watched.
 
     Replicas start together, and every process has what all of them decoded. Errors: UserError naming row and position
     if any row's logits were not finite.
     """
     session.processes.gathered(None)
     before = usage_so_far()
-    with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
-        output = session.generate(drafter, pacing=pacing, progress=DecodeProgress(bar, session, name), phase=phase)
+    with watch(session, name) as progress:
+        output = session.generate(drafter, pacing=pacing, progress=progress, phase=phase)
     usage, each = usage_so_far().since(before), session.of_replicas(output)
 
     def rows(of: str) -> list[Any]:

@@ -84,8 +84,8 @@ class Plan:
         return select_backend(self.config.target.attention, self.device, attention_spec(config, dtype), entries)
 
 
-def resolve(config: RunConfig, texts: Sequence[str | list[int]] | None = None) -> Plan:
-    """Check options, files, contexts and ranks. `texts`: prompts, or their token ids, in place of what `config` says.
+def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
+    """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them.
 
     Errors: UserError, the same on every rank.
     """

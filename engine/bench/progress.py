@@ -1,6 +1,8 @@
 """Progress bars, on the leader's standard error."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -11,10 +13,10 @@ from engine.bench.session import Session
 from engine.requests import Progress, Request
 
 
-def progress_bar(name: str, total: int | None, unit: str = "tok") -> tqdm:
+def progress_bar(name: str, total: int | None, shown: bool = True, unit: str = "tok") -> tqdm:
     """Of tokens; without a total it shows how many there were."""
     named = {"desc": f"{name:<12}", "unit": unit}
-    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not is_leader(), **named)
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (shown and is_leader()), **named)
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,10 @@ class DecodeProgress(BarProgress):
             text = tokenizer.decode(request.tokens) if tokenizer else None
             row |= {"finish_reason": request.finish_reason, "tokens": request.tokens, "text": text}
             append_or_put_off(path, row, self.session.put_off)
+
+
+@contextmanager
+def bar_of_pass(session: Session, name: str, shown: bool = True) -> Iterator[Progress]:
+    """How a benchmark watches a pass."""
+    with progress_bar(name, len(session.prompts) * session.plan.gen_len, shown) as bar:
+        yield DecodeProgress(bar, session, name)

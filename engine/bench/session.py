@@ -63,11 +63,10 @@ class Session:
     put_off: list[UserError] = field(default_factory=list)
 
     @classmethod
-    def open(cls, config: RunConfig, prompts: Sequence[str | list[int]] | None = None) -> Session:
+    def open(cls, config: RunConfig, prompts: Sequence[str] | None = None) -> Session:
         """Check everything that can be wrong, cheapest first; then load the models and allocate the target's cache.
 
-        prompts: texts to continue, whole, or their token ids, in place of what the configuration says of them. Errors:
-        UserError.
+        prompts: texts to continue, whole, in place of what the configuration says of them. Errors: UserError.
         """
         return cls.of_plan(resolve(config, prompts))
 

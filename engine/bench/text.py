@@ -27,10 +27,8 @@ def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
     return None
 
 
-def own_prompts(
-    config: RunConfig, target: ModelSource, texts: Sequence[str | list[int]] | None
-) -> list[list[int]] | None:
-    """One's own prompts as token ids: `texts`, of which some may be ids already, or what `--prompts` names."""
+def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[str] | None) -> list[list[int]] | None:
+    """One's own prompts as token ids: `texts`, or what `--prompts` names."""
     named = config.rows.prompts
     if texts is None and named is None:
         return None
@@ -43,8 +41,8 @@ def own_prompts(
         seen = repr(texts)[:80] + ("" if target.has_text else ", with random weights")
         required = "a list of texts, none of them empty, and a trained model"
         raise ConfigError(what, where, seen, required, "give [text, text, ...]")
-    tokenizer, given = target.tokenizer(), read_prompts(str(named)) if texts is None else texts
-    prompts = [tokenizer.encode(text, add_bos=True) if isinstance(text, str) else text for text in given]
+    tokenizer = target.tokenizer()
+    prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(named)) if texts is None else texts)]
     target.check_tokens(prompts)
     return prompts
 

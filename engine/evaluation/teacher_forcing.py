@@ -64,7 +64,7 @@ def forced_acceptance(
         round_.verify()
         round_.accept()
         for count, outcome in zip(counts, round_.outcomes(), strict=True):
-            count.add_round(outcome.drafted, len(outcome.block) - 1, len(outcome.block))
+            count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
         if drafter.verification_cache is None:

@@ -19,6 +19,6 @@ class Chat(ModelFlags):
     """colour the tokens that were drafted"""
 
     def run(self) -> None:
-        from engine.terminal.conversation import Conversation
+        from engine.terminal.conversation import converse
 
-        Conversation.open(self.config(), self.system, self.gen_len, self.context, self.colour_drafts).run()
+        converse(self)

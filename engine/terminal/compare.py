@@ -1,6 +1,9 @@
 """foretoken.py compare: the same prompts decoded plainly and speculatively, live and side by side."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from tyro.conf import arg
 
 from engine.bench.config import Output, Rows, Sizes, Text
 from engine.terminal.models import ModelFlags
@@ -11,14 +14,13 @@ class Compare(ModelFlags):
     """the same prompts decoded plainly and speculatively, live and side by side"""
 
     text: Text = field(default_factory=Text)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
     rows: Rows = field(default_factory=Rows)
     output: Output = field(default_factory=Output)
+    save: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """write both texts of every row to this file, as a page for a browser"""
 
     def run(self) -> None:
-        from engine.bench import passes
-        from engine.bench.finish import finish
-        from engine.bench.session import Session
+        from engine.terminal.comparison import compare
 
-        session = Session.open(self.config())
-        finish("compare", session, passes.speculation_passes(session))
+        compare(self)

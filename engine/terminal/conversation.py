@@ -1,140 +1,124 @@
-"""A conversation: each answer is decoded behind all that was said before, and written as it grows."""
+"""A conversation: each answer is decoded behind all that was said before it, and written as it grows."""
 
-from __future__ import annotations
-
-import io
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from rich.console import Console
 
 from common.errors import ConfigError, flag, require_at_least
+from common.say import say
 from engine.bench.config import RunConfig, Sizes
-from engine.bench.plan import resolve, with_draft
+from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.session import Session
 from engine.decoding import Decoder
+from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
 from engine.stats import RoundStats
-from engine.terminal.texts import chat_prompt, printable, text_target
+from engine.terminal.chat import Chat
+from engine.terminal.texts import printable, text_target
 from models.checkpoints.text_stream import TextStream
 
 RESET, EXIT = "/reset", "/exit"
+Message = dict[str, str]
 
 
-class Conversation:
-    """system: what it begins with. gen_len: the most new tokens of an answer."""
+def converse(flags: Chat) -> None:
+    """Answer what is typed, or each line of what is piped. Errors: UserError."""
+    require_at_least("gen_len", flags.gen_len, 1)
+    config = flags.config()
+    template = text_target(config).chat_template()
+    session = Session.of_plan(_plan(config, flags.context))
+    drafter, style = session.drafter(), "cyan" if flags.colour_drafts else None
+    begin: list[Message] = [{"role": "system", "content": flags.system}] if flags.system else []
+    said = begin
+    for line in _lines():
+        if line == EXIT:
+            return
+        if line == RESET:
+            said = begin
+        elif line:
+            asked = [*said, {"role": "user", "content": line}]
+            prompt = template.encode(asked)
+            room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
+            if room < 1:
+                say(f"  there is no room for that in {session.plan.capacity} tokens; {RESET} begins anew")
+                continue
+            ends, params = session.target.config.eos_tokens, session.sampling.params
+            request = Request(prompt, min(flags.gen_len, room), ends, params, id=len(asked))
+            answer = _answer(session, drafter, request, style)
+            said = [*asked, {"role": "assistant", "content": answer}]
 
-    def __init__(self, session: Session, system: str | None, gen_len: int, colour_drafts: bool) -> None:
-        self._session, self._gen_len, self._style = session, gen_len, "cyan" if colour_drafts else None
-        self._decoder = Decoder(session.runner, drafter=session.drafter(), verification=session.sampling.mode)
-        self._begin = [{"role": "system", "content": system}] if system else []
-        self._messages, self._console = self._begin, Console(highlight=False)
 
-    @classmethod
-    def open(
-        cls, config: RunConfig, system: str | None, gen_len: int, context: int, colour_drafts: bool
-    ) -> Conversation:
-        """Load the models, with room for a conversation of `context` tokens. Errors: UserError."""
-        require_at_least("gen_len", gen_len, 1)
-        source = text_target(config)
-        chat_prompt(source, source.tokenizer(), [{"role": "user", "content": "?"}])  # refused now, without a template
-        plan = resolve(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
-        assert plan.draft is not None
-        if plan.draft.automatic or plan.draft.config.needs_baseline:
-            what, where = "an answer has nothing to choose by, and no plain decoding before it", flag("draft")
-            seen, required = f"{plan.draft.kind} that chooses, or needs it", "one gamma, one budget, and no oracle"
-            raise ConfigError(what, where, seen, required, f"use {where} self and a number for {flag('gamma')}")
-        room = min(context, source.config.max_context)
-        require_at_least("context", room, plan.gamma + 3)
-        plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)
-        return cls(Session.of_plan(replace(plan, capacity=plan.length)), system, gen_len, colour_drafts)
+def _plan(config: RunConfig, context: int) -> Plan:
+    """With room for a conversation of so many tokens, none of which is known yet. Errors: UserError."""
+    plan = resolve(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
+    assert plan.draft is not None
+    if plan.draft.automatic or plan.draft.config.needs_baseline:
+        what, where = "an answer has nothing to choose by, and no plain decoding before it", flag("draft")
+        seen, required = f"{plan.draft.kind} that chooses, or needs it", "one gamma, one budget, and no oracle"
+        raise ConfigError(what, where, seen, required, f"use {where} self and a number for {flag('gamma')}")
+    room = min(context, plan.target.config.max_context)
+    require_at_least("context", room, plan.gamma + 3)
+    plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)
+    return replace(plan, capacity=plan.length)
 
-    def run(self) -> None:
-        """Answer what is typed, or each line of what is piped. Errors: UserError if logits are not finite."""
-        for message in _messages():
-            if message == EXIT:
-                return
-            if message == RESET:
-                self._messages = self._begin
-            elif message:
-                print(f"  {self._answer(message)}", file=sys.stderr, flush=True)
 
-    def _answer(self, message: str) -> str:
-        """Write the answer as it grows; returns what there is to say of it."""
-        session, said = self._session, [*self._messages, {"role": "user", "content": message}]
-        assert session.tokenizer is not None
-        prompt = chat_prompt(session.target, session.tokenizer, said)
-        room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
-        if room < 1:
-            return f"no room for that in a conversation of {session.plan.capacity} tokens; {RESET} begins another"
-        limit, stop_tokens = min(self._gen_len, room), session.target.config.eos_tokens
-        request = Request(prompt, limit, stop_tokens, session.sampling.params, id=len(said))
-        stream, rounds, text = TextStream(session.tokenizer), list[RoundStats](), ""
-        self._decoder.submit(request)
-        with _interrupts() as interrupts:
-            while True:
-                shown, accepted, stats = len(request.tokens), request.counts.accepted, self._decoder.step()
-                first = len(request.tokens) - (stats.emitted if stats else 0)
-                drafted = range(first, first + request.counts.accepted - accepted)
-                for place, token in enumerate(request.tokens[shown:], shown):
-                    text += self._write(stream.add(token), self._style if place in drafted else None)
-                if stats is None or interrupts:
-                    break
-                rounds.append(stats)
-        self._decoder.cancel(request)
-        text += self._write(stream.rest())
-        print(flush=True)
-        if request.error:
-            raise not_finite("the answer", request.error)
-        self._messages = [*said, {"role": "assistant", "content": text}]
-        return _figures(request, rounds)
+def _answer(session: Session, drafter: Drafter, request: Request, style: str | None) -> str:
+    """Write the answer as it grows, until Ctrl-C if that comes, then what speculation did; returns the answer. Errors:
+    UserError if logits are not finite."""
+    assert session.tokenizer is not None
+    console, stream, text, rounds = Console(highlight=False), TextStream(session.tokenizer), "", list[RoundStats]()
 
-    def _write(self, piece: str, style: str | None = None) -> str:
-        self._console.out(printable(piece), end="", style=style)
+    def write(piece: str, style: str | None = None) -> str:
+        console.out(printable(piece), end="", style=style)
         return piece
+
+    # A decoder of its own: one that was interrupted in a round is of no use any more.
+    decoder = Decoder(session.runner, drafter=drafter, verification=session.sampling.mode)
+    decoder.submit(request)
+    with suppress(KeyboardInterrupt):
+        while True:
+            n_shown, accepted, stats = len(request.tokens), request.counts.accepted, decoder.step()
+            first = len(request.tokens) - (stats.emitted if stats else 0)
+            drafted = range(first, first + request.counts.accepted - accepted)
+            for place, token in enumerate(request.tokens[n_shown:], n_shown):
+                text += write(stream.add(token), style if place in drafted else None)
+            if stats is None:
+                break
+            rounds.append(stats)
+    text += write(stream.rest())
+    print(flush=True)
+    if request.error:
+        raise not_finite("the answer", request.error)
+    say(f"  {_figures(request, rounds)}")
+    return text
 
 
 def _figures(request: Request, rounds: Sequence[RoundStats]) -> str:
-    counts, ended = request.counts, {"length": f", cut at {request.limit} tokens", "cancelled": ", cancelled"}
-    why = ended.get(str(request.finish_reason), "")
-    if counts.acceptance_rate is None or counts.mean_accepted_length is None:
+    counts, seconds = request.counts, sum(one.seconds for one in rounds)
+    why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
+    if counts.acceptance_rate is None:
         return f"nothing was drafted{why}"
-    ms = 1e3 * sum(one.seconds for one in rounds) / counts.emitted
     return (
         f"acceptance rate {counts.acceptance_rate:.3f}, {counts.mean_accepted_length:.2f} tokens per round, "
-        f"{ms:.1f} ms per token{why}"
+        f"{1e3 * seconds / counts.emitted:.1f} ms per token{why}"
     )
 
 
-def _messages() -> Iterator[str]:
-    """What is typed until Ctrl-D, or the lines of what is piped."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    if not sys.stdin.isatty():
-        yield from map(str.strip, sys.stdin)
-        return
+def _lines() -> Iterator[str]:
+    """Those that are typed, until Ctrl-D, or piped."""
+    prompt = "> " if sys.stdin.isatty() else ""
     with suppress(ImportError):
         import readline  # noqa: F401  # what is typed can be edited
     while True:
         try:
-            yield input("> ").strip()
+            yield input(prompt).strip()
         except EOFError:
-            print()
             return
         except KeyboardInterrupt:
-            print(f"  {EXIT} or Ctrl-D ends", file=sys.stderr)
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C, which is only noted meanwhile: a round is never left half done."""
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
+            if not prompt:
+                raise
+            say(f"\n  {EXIT} or Ctrl-D ends")

@@ -42,7 +42,7 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[Both]:
     n_rows, drafters = session.plan.n_rows, session.drafters()
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
-    with progress_bar(session.name, len(session.prompts), "prompt") as bar:
+    with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):
             own, outputs = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first), {}
             for way in ("plain", "speculative")[:: -1 if first // n_rows % 2 else 1]:

@@ -32,7 +32,7 @@ class Source:
     """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config.
 
     `side_files`: the config.json, tokenizer and the like that the folder has for these weights. What is not among them
-    is made from a GGUF's metadata: `hf_config` and `tokenizer_json`.
+    is made from a GGUF's metadata: `hf_config`, `tokenizer_json` and `chat_template`.
     """
 
     files: tuple[Path, ...]
@@ -41,6 +41,7 @@ class Source:
     config: ModelConfig
     side_files: tuple[str, ...]
     tokenizer_json: str | None = None
+    chat_template: str | None = None
 
 
 def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:

@@ -13,7 +13,7 @@ from common.errors import CheckpointError
 from models.checkpoints.manifest import describe, read_manifest, update_manifest
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 
-SIDE_PATTERNS = ("config.json", "generation_config.json", "tokenizer.*", "tokenizer_config.json")
+SIDE_PATTERNS = ("config.json", "generation_config.json", "tokenizer.*", "tokenizer_config.json", "chat_template.jinja")
 WEIGHT_PATTERNS = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),

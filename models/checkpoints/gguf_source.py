@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import CheckpointError
 from models.checkpoints.convert import Source, SourceTensor
 from models.checkpoints.gguf_tokenizer import tokenizer_json
-from models.checkpoints.manifest import CONFIG
+from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig, read_config
 
@@ -39,7 +39,7 @@ Tensors = dict[str, SourceTensor]
 
 
 def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
-    """Open a GGUF file; a config.json or a tokenizer among `side_files` takes the place of the one in its metadata.
+    """Open a GGUF file; among `side_files` a config.json, tokenizer or chat template takes the place of its metadata's.
 
     Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling.
     """
@@ -57,7 +57,8 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
         if name != ROPE_FACTORS:
             tensors[_hf_name(name)] = tensor
     tokenizer = tokenizer_json(path, metadata) if set(TOKENIZER_FILES).isdisjoint(side_files) else None
-    return Source((path,), tensors, hf_config, config, side_files, tokenizer)
+    chat = None if {CHAT_TEMPLATE, TOKENIZER_CONFIG} & set(side_files) else metadata.get("tokenizer.chat_template")
+    return Source((path,), tensors, hf_config, config, side_files, tokenizer, chat if isinstance(chat, str) else None)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:

@@ -15,7 +15,9 @@ from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.cpp_build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
-SIDE_FILES = (CONFIG, *TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
+SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
 REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
 # Two changes within one tick of a file system's clock leave the same times.
 SETTLED_NS = 20_000_000

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.errors import CheckpointError, ConfigError
+from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
 from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files, read_manifest
@@ -49,6 +50,9 @@ class ModelSource:
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))
+
+    def chat_template(self) -> ChatTemplate:
+        return load_chat_template(_folder(self.path), self.tokenizer())
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
         """Errors: CheckpointError if its tokenizer made ids that the model does not have. It may have some unused."""

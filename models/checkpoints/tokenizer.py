@@ -1,6 +1,7 @@
 """Text to token ids and back, from a checkpoint's own tokenizer.json or tokenizer.model."""
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,11 +13,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """`encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves control
     tokens out. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an id without a token.
+    `encode_chat`: without BOS; with `control` the text of a control token is that token, without it plain text.
     """
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def pieces(self) -> list[str | None]: ...
+    def control_tokens(self) -> Mapping[str, int]: ...
+    def encode_chat(self, text: str, control: bool) -> list[int]: ...
 
 
 class JsonTokenizer:
@@ -43,6 +47,17 @@ class JsonTokenizer:
             pieces[index] = token
         return pieces
 
+    def control_tokens(self) -> dict[str, int]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: index for index, token in added if token.special}
+
+    def encode_chat(self, text: str, control: bool) -> list[int]:
+        self._backend.encode_special_tokens = not control
+        try:
+            return self.encode(text, add_bos=False)
+        finally:
+            self._backend.encode_special_tokens = False
+
 
 class SentencePieceTokenizer:
     """A SentencePiece tokenizer.model (Llama 2, Mistral); BOS is added where the model defines one."""
@@ -60,6 +75,16 @@ class SentencePieceTokenizer:
 
     def pieces(self) -> list[str | None]:
         return [self._backend.id_to_piece(index) for index in range(self._backend.vocab_size())]
+
+    def control_tokens(self) -> dict[str, int]:
+        ids = range(self._backend.vocab_size())
+        return {self._backend.id_to_piece(index): index for index in ids if self._backend.is_control(index)}
+
+    def encode_chat(self, text: str, control: bool) -> list[int]:
+        ids = self.control_tokens() if control else {}
+        parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+        each = ([ids[part]] if part in ids else self.encode(part, add_bos=False) for part in parts if part)
+        return [index for own in each for index in own]
 
 
 def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:

@@ -1,0 +1,124 @@
+"""Plain decoding, then speculation, over the same prompts: shown while they run, then in figures and as a page."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segments
+
+from common.errors import CheckpointError, ConfigError, flag
+from common.jsonl import publish
+from common.say import say
+from engine.bench.config import AUTO
+from engine.bench.finish import PROMPT_END, headline
+from engine.bench.passes import speculation_passes
+from engine.bench.prompt_sets import load_prompts
+from engine.bench.record import make_record
+from engine.bench.session import Session
+from engine.bench.table import notes
+from engine.terminal.compare import Compare
+from engine.terminal.page import page_of
+from engine.terminal.panes import Panes
+from engine.terminal.texts import printable, text_target
+
+QUESTIONS = (
+    "Why is the sky blue, and why is it red in the evening?",
+    "Write a short poem about a train that is always late.",
+    "Name the planets of the solar system in order, with one sentence about each of them.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain it line by line.",
+)
+# What two columns need of a terminal, in characters and lines.
+LEAST_WIDTH, LEAST_HEIGHT = 60, 12
+
+
+def compare(flags: Compare) -> None:
+    """Errors: UserError, before anything is loaded if it can be known then."""
+    console = Console(stderr=True, highlight=False)
+    _check(flags.save, console)
+    session, names = _open(flags)
+    panes = Panes(names, console)
+    done = speculation_passes(session, panes.watch)
+    assert done.baseline is not None and done.speculative is not None
+    record = make_record("compare", session, done) | {"prompts": flags.rows.prompts}
+    differs = first_difference(done.baseline.tokens, done.speculative.tokens) if session.sampling.reproducible else None
+    record["first_difference"] = differs and dict(zip(("row", "token"), differs, strict=True))
+    head = headline(session, record, [len(prompt) for prompt in session.prompts])
+    said = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.draft))]
+    if flags.save is not None:
+        Path(flags.save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
+    # On a screen that also shows the record, what people read is to stand below it.
+    on_screen = console.is_terminal and sys.stdout.isatty()
+    publish(flags.output.output, record, *([] if on_screen else said))
+    if console.is_terminal:
+        room = console.height - sum(2 + len(line) // console.width for line in said)
+        shown = panes.segments(console.width, max(LEAST_HEIGHT, room), is_running=False)
+        console.print(Segments(shown), *(said if on_screen else []), sep="\n", markup=False)
+
+
+def _open(flags: Compare) -> tuple[Session, list[str]]:
+    """With questions in the model's chat template, or stretches of a data set if that or their length is given; and how
+    its rows are called. Errors: UserError.
+    """
+    config = flags.config()
+    source = text_target(config)
+    if flags.rows.prompts is None and (flags.sizes.prefix_len is not None or flags.text.dataset != AUTO):
+        session = Session.open(config)
+        assert session.tokenizer is not None
+        return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
+    own = flags.rows.prompts
+    texts = [*QUESTIONS] if own is None else [prompt.turns[0] for prompt in load_prompts(own)]
+    prompts: list[str | list[int]] = [*texts]
+    try:
+        template = source.chat_template()
+        prompts = [template.encode([{"role": "user", "content": text}]) for text in texts]
+    except CheckpointError:
+        say(f"note: {source.name} has no chat template, so questions are continued as they are")
+    return Session.open(replace(config, rows=replace(config.rows, prompts=None)), prompts), [*map(printable, texts)]
+
+
+def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """The first row that is not the same in both, and its first token that is not; from 0."""
+    for row, pair in enumerate(zip(a, b, strict=True)):
+        for place, (mine, its) in enumerate(zip_longest(*pair)):
+            if mine != its:
+                return row, place
+    return None
+
+
+def verdict(record: dict[str, Any]) -> list[str]:
+    """How fast each was while all rows were busy, and whether they emitted the same."""
+    same, n_rows, differs = record["identical_sequences"], record["sequences"], record["first_difference"]
+    if same is None:
+        identity = "rows are samples, which are not meant to be the same (those of --verification coupled are)"
+    elif differs is None:
+        identity = f"all {n_rows} rows are the same tokens"
+    else:
+        where = f"row {differs['row']} differs from its token {differs['token']} on"
+        identity = f"{same} of {n_rows} rows are the same tokens; {where} (docs/lossless.md says why)"
+    if record["speedup"] is None:
+        return [identity]
+    plain, drafted = (record[f"{name}_tokens_per_second"] for name in ("baseline", "decode"))
+    return [
+        f"plain decoding: {plain:.1f} tokens/s, {1e3 * record['B'] / plain:.1f} ms per token",
+        f"speculation:    {drafted:.1f} tokens/s, {1e3 * record['B'] / drafted:.1f} ms per token: "
+        f"{record['speedup']:.2f} times as fast, acceptance rate {record['acceptance_rate'] or 0:.3f}, "
+        f"{record['mean_accepted_length']:.2f} tokens per round",
+        identity,
+    ]
+
+
+def _check(save: str | None, console: Console) -> None:
+    if save is not None:
+        folder = Path(save).resolve().parent
+        if os.path.isdir(save) or not os.access(save if os.path.exists(save) else folder, os.W_OK):
+            required, fix = "a file in an existing, writable folder", f"create {folder}, or choose another file"
+            raise ConfigError("a page cannot be written", flag("save"), save[:80], required, fix)
+    if console.is_terminal and (console.width < LEAST_WIDTH or console.height < LEAST_HEIGHT):
+        seen, required = f"{console.width} x {console.height}", f"{LEAST_WIDTH} x {LEAST_HEIGHT} characters or more"
+        fix = "enlarge it, or leave out what is drawn: 2> FILE"
+        raise ConfigError("the terminal is too small for two columns", "the terminal", seen, required, fix)

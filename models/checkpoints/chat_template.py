@@ -1,0 +1,124 @@
+"""A checkpoint's chat template: a conversation as the text and token ids that its model was trained on."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import CheckpointError, ConfigError
+from models.checkpoints.loading import CONVERT
+from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
+from models.checkpoints.tokenizer import Tokenizer
+from models.config import read_config
+
+Message = Mapping[str, str]
+# Of transformers, which collects what the model says between these two; they print nothing.
+GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """path: the file that it stands in. tokens: `bos_token`, `eos_token` and others by the names templates have."""
+
+    path: Path
+    template: jinja2.Template
+    tokens: Mapping[str, str]
+    tokenizer: Tokenizer
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The text of `messages`, each with `role` and `content`, as transformers' `apply_chat_template` writes it.
+
+        add_generation_prompt: end with what opens the model's turn. Errors: ConfigError with what the template raised.
+        """
+        given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **self.tokens}
+        try:
+            return self.template.render(messages=messages, **given)
+        except Exception as error:  # a template is a program
+            required = "messages that this model's template takes"
+            seen = f"{', '.join(str(message.get('role')) for message in messages) or 'no messages'}: {error}"
+            fix = "send the roles that it wants, in its order"
+            raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
+
+    def encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Its token ids, with no BOS but the template's own. A control token that stands in a message is plain text."""
+        controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
+        control = "|".join(map(re.escape, controls)) or "(?!)"
+        said = {char for message in messages for text in message.values() for char in text}
+        begin, end = islice((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in said), 2)
+        marked = [
+            {key: re.sub(control, rf"{begin}\g<0>{end}", text) for key, text in message.items()} for message in messages
+        ]
+        parts = re.split(f"{begin}({control}){end}", self.render(marked, add_generation_prompt))
+        texts = (re.sub(f"[{begin}{end}]", "", part) for part in parts)
+        return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
+
+
+def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """That of a checkpoint's folder: `chat_template.jinja`, or else `chat_template` in tokenizer_config.json.
+
+    Errors: CheckpointError if there is none, or for one that does not compile.
+    """
+    own, where = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
+    try:
+        settings = json.loads(where.read_text(encoding="utf-8")) if where.is_file() else {}
+        named = settings.get("chat_template")
+        if isinstance(named, list):
+            named = {one["name"]: one["template"] for one in named}.get("default")
+        special = {name: value for name, value in settings.items() if name.endswith("_token")}
+        tokens = {name: _content(value) for name, value in special.items() if isinstance(value, str | dict)}
+        if own.is_file():
+            where, named = own, own.read_text(encoding="utf-8")
+        template = None if named is None else _environment().from_string(GENERATION.sub(_block, named))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, jinja2.TemplateError) as error:
+        seen = f"line {error.lineno}: {error}" if isinstance(error, jinja2.TemplateSyntaxError) else error
+        required, fix = "a Jinja template, as transformers renders it", "download the checkpoint again (download.py)"
+        raise CheckpointError("the chat template cannot be read", where, seen, required, fix) from None
+    if template is None:
+        seen, required = f"no such file, and no chat_template in {TOKENIZER_CONFIG}", "the model's own template"
+        fix = f"copy the original model's {CHAT_TEMPLATE} there, or convert a GGUF that has one again ({CONVERT})"
+        raise CheckpointError("the checkpoint has no chat template", own, seen, required, fix)
+    return ChatTemplate(where, template, _special_ids(folder, tokenizer, tokens) | tokens, tokenizer)
+
+
+def _special_ids(folder: Path, tokenizer: Tokenizer, known: Mapping[str, str]) -> dict[str, str]:
+    """BOS and EOS by their ids in config.json, where no tokenizer_config.json says them."""
+    missing = {"bos_token", "eos_token"} - known.keys()
+    found: dict[str, str | None] = {}
+    pieces: dict[Any, str | None]
+    config, pieces = (read_config(folder / CONFIG), dict(enumerate(tokenizer.pieces()))) if missing else ({}, {})
+    for name in missing:
+        ids = config.get(f"{name}_id")
+        found[name] = pieces.get(ids[0] if isinstance(ids, list) and ids else ids)
+    return {name: piece for name, piece in found.items() if piece}
+
+
+def _content(token: Any) -> str:
+    """A token as tokenizer_config.json writes it: a text, or an object that has it."""
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _block(match: re.Match[str]) -> str:
+    return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    made.filters["tojson"] = _tojson
+    made.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own escapes what is special in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -1,0 +1,92 @@
+"""foretoken.py chat: answers behind all that was said, piped and interrupted."""
+
+import io
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from programs import Ended, run
+
+from engine import RunConfig, Session
+from engine.bench.config import Rows, Sizes, Target
+from engine.decoding import Decoder
+from engine.terminal.texts import printable
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+FLAGS = "--dtype float64 --device cpu --draft_budget 16 --gen_len 24"
+Chat = Callable[..., Ended]
+
+
+@pytest.fixture
+def talker(checkpoint: Path, tmp_path: Path) -> Path:
+    """The checkpoint with a chat template."""
+    folder = tmp_path / "talker"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def chat(talker: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """Pipes those lines into the program."""
+
+    def piped(*lines: str, flags: str = FLAGS) -> Ended:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        return run("foretoken.py chat", [str(talker), *flags.split()])
+
+    return piped
+
+
+def continued(talker: Path, *messages: tuple[str, str]) -> str:
+    """What plain decoding says behind a conversation."""
+    config = RunConfig(
+        target=Target(model=str(talker), device="cpu", dtype="float64"),
+        sizes=Sizes(gen_len=24),
+        rows=Rows(stop_at_eos=True),
+    )
+    text = "".join(f"[{role}] {content}\n" for role, content in messages) + "[assistant] "
+    session = Session.open(config, [Session.open(config, [text]).prompts[0][1:]])  # without BOS
+    assert session.tokenizer is not None
+    return session.tokenizer.decode(session.generate().tokens[0])
+
+
+def test_every_line_is_answered_behind_all_that_was_said(chat: Chat, talker: Path) -> None:
+    ended = chat("Hello", "", "And then?", "/reset", "Hello", "/exit", "never")
+    first = continued(talker, ("user", "Hello"))
+    second = continued(talker, ("user", "Hello"), ("assistant", first), ("user", "And then?"))
+    assert ended.code == 0, ended.err
+    assert ended.out == "".join(printable(f"{answer}\n") for answer in (first, second, first))
+    said = [line for line in ended.err.splitlines() if "ms per token" in line]
+    assert len(said) == 3 and all("acceptance rate 0." in line and "tokens per round" in line for line in said)
+    assert first != second
+
+
+def test_a_conversation_begins_with_the_system_message(chat: Chat, talker: Path) -> None:
+    ended = chat("Hello", "/reset", "Hello", flags=f"{FLAGS} --system Brief.")
+    answer = printable(continued(talker, ("system", "Brief."), ("user", "Hello")))
+    assert ended.out == f"{answer}\n{answer}\n" and answer != printable(continued(talker, ("user", "Hello")))
+
+
+def test_an_interrupted_answer_ends_alone(chat: Chat, talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is of it has been said; the next one is decoded behind it."""
+    step, steps = Decoder.step, iter(range(1000))
+
+    def interrupted(decoder: Decoder) -> object:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return step(decoder)
+
+    monkeypatch.setattr(Decoder, "step", interrupted)
+    ended = chat("Hello", "/reset", "Hello")
+    whole = printable(continued(talker, ("user", "Hello")))
+    cut = ended.out.removesuffix(f"\n{whole}\n")
+    assert ended.code == 0 and "cancelled" in ended.err
+    assert whole.startswith(cut) and 0 < len(cut) < len(whole)
+
+
+def test_a_full_conversation_is_told(chat: Chat, talker: Path) -> None:
+    ended = chat("Hello", "x" * 60, "/reset", "Hello", flags=f"{FLAGS} --context 80")
+    whole = printable(continued(talker, ("user", "Hello")))
+    assert ended.code == 0 and ended.err.count("no room") == 1 and ended.out == f"{whole}\n{whole}\n"

@@ -1,0 +1,261 @@
+"""foretoken.py compare: where tokens came from, what is drawn of two passes, what is said of them, and the page."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from byte_tokenizer import ALPHABET, save_tokenizer
+from programs import ROOT, run
+from rich.console import Console
+from rich.style import Style
+
+from engine import RunConfig, Session
+from engine.bench.config import Sizes, Target
+from engine.drafters.self_speculation import SelfConfig
+from engine.requests import Progress, Request
+from engine.round import Outcome
+from engine.terminal import comparison
+from engine.terminal.comparison import first_difference
+from engine.terminal.panes import Line, Panes, add_text
+from engine.terminal.texts import printable
+from engine.terminal.track import Token, Track
+from kv_cache.streaming import Streaming
+from models.checkpoints.text_stream import TextStream
+from models.checkpoints.tokenizer import load_tokenizer
+
+COMPARE = "foretoken.py compare"
+TEXTS = ["Call me <b>Ishmael</b> & co.", "It was the best of times, it was the worst of times", "No"]
+SIZES = "--gen_len 24 --dtype float64 --device cpu --draft_budget 16"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS))
+    return path
+
+
+class Recorder(Progress):
+    """What the rounds of each row decided, and how many of its tokens were kept."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, list[tuple[Outcome, int]]] = {}
+
+    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
+        self.rounds.setdefault(request.index, []).append((outcome, n_kept))
+
+
+def test_origins_are_those_of_the_rounds(checkpoint: Path) -> None:
+    """Three prompts in two rows, each of which some token or the limit ends; rows that accept different numbers."""
+    draft = SelfConfig(gamma=3, policy=Streaming(16), draft_dtype="same")
+    target = Target(model=str(checkpoint), device="cpu", dtype="float64")
+    session = Session.open(RunConfig(target=target, sizes=Sizes(B=2, gen_len=40), draft=draft), TEXTS)
+    assert session.tokenizer is not None
+    recorder, drawn = Recorder(), list[float]()
+    track = Track(recorder, session.tokenizer, 3, lambda: drawn.append(track.seconds))
+    out = session.generate(session.drafter(), progress=track)
+    for index, (row, tokens) in enumerate(zip(track.rows, out.tokens, strict=True)):
+        expected = [(False, 0)]
+        for number, (outcome, n_kept) in enumerate(recorder.rounds[index], 1):
+            assert len(outcome.drafts) == 3
+            block = [place < len(outcome.block) - 1 for place in range(len(outcome.block))]
+            expected += [(drafted, number) for drafted in block[:n_kept]]
+        assert [(token.drafted, token.round) for token in row] == expected
+        assert "".join(token.text for token in row) == printable(session.tokenizer.decode(tokens))
+        assert [token.seconds for token in row] == sorted(token.seconds for token in row)
+    accepted = [sum(token.drafted for token in row) for row in track.rows]
+    assert accepted == [row.accepted for row in out.stats.rows] and len(set(accepted)) > 1 and min(accepted) > 0
+    assert track.seconds >= sum(one.seconds for one in out.stats.rounds) * 0.9 and drawn == sorted(drawn)
+
+
+def test_a_row_that_its_first_token_ends_is_shown(checkpoint: Path) -> None:
+    target = Target(model=str(checkpoint), device="cpu", dtype="float64")
+    session = Session.open(RunConfig(target=target, sizes=Sizes(B=2, gen_len=1)), TEXTS)
+    assert session.tokenizer is not None
+    track = Track(Progress(), session.tokenizer, 3)
+    out = session.generate(progress=track)
+    assert [len(row) for row in track.rows] == [len(tokens) for tokens in out.tokens] == [1, 1, 1]
+
+
+def test_text_comes_in_whole_characters(tmp_path: Path) -> None:
+    """Each byte is a token; what is cut off at the end is said at last, as what it is."""
+    save_tokenizer(tmp_path, ALPHABET)
+    tokenizer, text = load_tokenizer(tmp_path), "naïve 日本語 🙂!"
+    tokens, stream = tokenizer.encode(text), TextStream(tokenizer)
+    pieces = [stream.add(token) for token in tokens]
+    assert [piece for piece in pieces if piece] == list(text) and len(tokens) == len(text.encode())
+    assert not stream.rest() and not any(map(stream.add, tokens[-5:-2]))
+    assert set(stream.rest()) == {"\ufffd"}
+
+
+def test_lines_are_wrapped_at_spaces_and_nothing_is_lost() -> None:
+    """Pieces of words stay together; a wide character takes two places."""
+    lines: list[Line] = [[]]
+    for piece in ("The", " vil", "lage", " of", " Long", "bour", "n", "\n\n", " 日本", "語", " was", " only"):
+        add_text(lines, piece, Style(), 12)
+    shown = ["".join(segment.text for segment in line) for line in lines]
+    assert shown == ["The village", "of Longbourn", "", " 日本語 was", "only"]
+
+
+def frame(rows: list[list[Token]], seconds: float, n_plain: int = 3, **how: Any) -> list[tuple[str, str]]:
+    """Lines of both columns, of a terminal of 80 x 24 characters, while the second pass runs."""
+    panes = Panes(["prompt"] * len(rows), Console())
+    panes._n_together, tokenizer = 2, SimpleNamespace(decode=lambda ids: "")
+    for name, own in (("baseline", [row[:n_plain] for row in rows]), ("speculation", rows)):
+        panes.tracks[name] = Track(Progress(), tokenizer, len(rows))
+        panes.tracks[name].rows, panes.tracks[name].seconds = own, seconds
+    panes.tracks["speculation"].rejected = ["nope" for _ in rows]
+    lines = "".join(segment.text for segment in panes.segments(80, 24, **how)).splitlines()
+    return [(left.strip(), right.strip()) for left, _, right in (line.partition("│") for line in lines)]
+
+
+def test_the_first_pass_is_shown_again_at_its_own_pace() -> None:
+    rows = [[Token(f" {name}{i}", i % 2 == 1, i, float(i)) for i in range(6)] for name in "ab"]
+    lines = frame(rows, 2.5)
+    assert ("a0 a1 a2", "a0 a1 a2nope") in lines and ("b0 b1 b2", "b0 b1 b2nope") in lines
+    assert lines[0] == ("plain decoding", "speculation")
+    # Four tokens behind the prompts' own, two rows at a time: of a pass that took 2 s, and of one that goes on.
+    assert lines[1] == ("4 tokens  2.0/s  1000.0 ms per token", "4 tokens  1.6/s  1250.0 ms per token")
+    assert ("a0", "a0nope") in frame(rows, 0.5)
+    assert ("a0 a1 a2", "a0 a1 a2 a3 a4 a5") in frame(rows, 2.5, is_running=False)
+
+
+def test_rows_without_room_are_counted() -> None:
+    rows = [[Token(f" row{index}", False, 0, 0.0)] for index in range(9)]
+    lines = frame(rows, 1.0)
+    text = "\n".join(map(" ".join, lines))
+    assert len(lines) <= 24 and "row3" in text and "row4" not in text and "and 5 more rows" in text
+
+
+def test_the_first_difference_is_found() -> None:
+    assert first_difference([[1, 2], [3]], [[1, 2], [3]]) is None
+    assert first_difference([[1, 2], [3, 4, 5], [0]], [[1, 2], [3, 4, 6], [1]]) == (1, 2)
+    assert first_difference([[1, 2]], [[1]]) == (0, 1)
+
+
+def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    ended = run(COMPARE, f"{checkpoint} --prompts {prompts} {SIZES} --output {tmp_path / 'out.jsonl'}".split())
+    record = ended.record
+    assert "\x1b" not in ended.out + ended.err and "has no chat template" in ended.err
+    assert "  all 3 rows are the same tokens" in ended.lines
+    [plain, drafted] = [line for line in ended.lines if "ms per token" in line]
+    assert plain.startswith("  plain decoding: ") and f"acceptance rate {record['acceptance_rate']:.3f}" in drafted
+    asked = {"benchmark": "compare", "identical_sequences": 3, "first_difference": None, "prompts": str(prompts)}
+    assert {name: record[name] for name in asked} == asked and record["prefix_len"] == 1 + max(map(len, TEXTS))
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == record
+
+
+def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = comparison.speculation_passes
+
+    def differing(*given: Any) -> Any:
+        done = passes(*given)
+        tokens = [list(row) for row in done.speculative.tokens]
+        tokens[1][5] += 1
+        return replace(done, speculative=replace(done.speculative, tokens=tokens))
+
+    monkeypatch.setattr(comparison, "speculation_passes", differing)
+    flags = f"{checkpoint} --prompts {prompts} {SIZES}"
+    ended = run(COMPARE, flags.split())
+    assert any(
+        line.startswith("  2 of 3 rows are the same tokens; row 1 differs from its token 5") for line in ended.lines
+    )
+    assert ended.record["first_difference"] == {"row": 1, "token": 5}
+    sampled = run(COMPARE, f"{flags} --temperature 1".split())
+    assert sampled.record["first_difference"] is None and any(
+        "not meant to be the same" in line for line in sampled.lines
+    )
+
+
+class Page(HTMLParser):
+    """Elements by name, and the texts, kinds and titles of tokens by paragraph."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements, self.texts = list[tuple[str, dict[str, str | None]]](), list[list[tuple[str, Any, Any]]]()
+        self._token: tuple[Any, Any] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        self.elements.append((tag, own))
+        if own.get("class") == "text":
+            self.texts.append([])
+        if tag == "span" and "title" in own:
+            self._token = own.get("class"), own["title"]
+            self.texts[-1].append(("", *self._token))
+
+    def handle_data(self, data: str) -> None:
+        if self._token:
+            self.texts[-1][-1] = data, *self._token
+
+    def handle_endtag(self, tag: str) -> None:
+        self._token = None
+
+
+def test_the_page_is_whole_and_escaped(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """Every token is there, plain and speculative, and nothing of a text is taken for HTML, or loaded."""
+    page, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
+    ended = run(COMPARE, f"{checkpoint} --prompts {prompts} {SIZES} --save {page} --save_rows {rows}".split())
+    text = page.read_text(encoding="utf-8")
+    read = Page(text)
+    assert not re.search(r"https?:|//|@import|url\(", text) and "&lt;b&gt;Ishmael&lt;/b&gt; &amp; co." in text
+    assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "img", "b", "iframe"})
+    assert not any({"src", "href", "onclick"} & own.keys() for _, own in read.elements)
+    saved = {(one["pass"], one["row"]): one["text"] for one in map(json.loads, rows.read_text().splitlines())}
+    expected = [printable(saved[name, row]) for row in range(3) for name in ("baseline", "speculation")]
+    assert ["".join(data for data, *_ in tokens) for tokens in read.texts] == expected
+    kinds = [{kind for tokens in read.texts[first::2] for _, kind, _ in tokens} for first in (0, 1)]
+    assert kinds == [{None}, {"draft", "own"}]
+    assert read.texts[0][5][2] == "token 5, round 5" and read.texts[1][0][1:] == ("own", "token 0, round 0")
+    n_drafted = sum(kind == "draft" for tokens in read.texts for _, kind, _ in tokens)
+    assert n_drafted == ended.record["accepted"] > 0
+
+
+def in_terminal(words: list[str], width: int, height: int, **environment: str) -> tuple[int, str]:
+    """Run in a terminal of that size: the exit code, and all that it is sent."""
+    terminal, own_end = pty.openpty()
+    fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    outside = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    outside |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"} | environment
+    ends: dict[str, Any] = {"stdin": own_end, "stdout": own_end, "stderr": own_end}
+    with subprocess.Popen([sys.executable, ROOT / "foretoken.py", *words], env=outside, **ends) as started:
+        os.close(own_end)
+        sent = b""
+        try:
+            while part := os.read(terminal, 1 << 16):
+                sent += part
+        except OSError:  # how Linux says that nobody is left who could write
+            pass
+    os.close(terminal)
+    return started.returncode, sent.decode(errors="replace").replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, colours: bool) -> None:
+    words = f"compare {checkpoint} --prompts {prompts} --gen_len 150 --device cpu --draft_budget 16".split()
+    code, sent = in_terminal(words, 100, 30, **({} if colours else {"NO_COLOR": "1"}))
+    assert code == 0, sent
+    figures = re.findall(r"\d+ tokens\b", sent)
+    assert len({*figures}) > 4 and "comes next" in sent and "\x1b[1A" in sent
+    assert ("\x1b[32m" in sent) == colours and "\x1b[1m" in sent
+    record, shown = re.search(r'\{"benchmark": "compare".*\}$', sent, re.MULTILINE), sent.rindex("plain decoding:")
+    assert record and json.loads(record[0])["sequences"] == 3 and record.end() < shown
+    assert "baseline    :" not in sent
+
+
+def test_a_terminal_that_is_too_small_is_refused(checkpoint: Path) -> None:
+    code, sent = in_terminal(["compare", str(checkpoint)], 50, 30)
+    assert code == 2 and "error: the terminal is too small" in sent and "50 x 30" in sent and "loading" not in sent
