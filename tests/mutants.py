@@ -63,7 +63,7 @@ def copy_sources(to: Path) -> Path:
             shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
             shutil.copy(source, to / name)
-    for name in ("convert_hf_checkpoint.py", "download.py"):
+    for name in ("convert_hf_checkpoint.py", "download.py", "foretoken.py"):
         shutil.copy(ROOT / name, to / name)
     return to
 

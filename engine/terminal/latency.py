@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.bench.session import Session
     from engine.decoding import GenerateOutput
 
+SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
 # Prompt tokens.
 LENGTHS = {"short": 48, "long": 3000}
 COLUMNS = [
@@ -41,13 +42,13 @@ COLUMNS = [
 class Targets(Target):
     """The target models, how they are stored, and what they run on."""
 
-    model: Positional[Annotated[tuple[str, ...], arg(metavar="[TARGET ...]")]] = (DEFAULT_MODEL,)  # type: ignore
-    """converted checkpoints, one after another"""
-    quantize: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()  # type: ignore
+    model: Positional[Annotated[tuple[str, ...], SEVERAL]] = ()  # type: ignore[assignment]
+    """converted checkpoints, one after another: each a model.pth, or its folder"""
+    quantize: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()  # type: ignore[assignment]
     """measure each model in these, too"""
 
     def each(self) -> Iterator[Target]:
-        for model in self.model:
+        for model in self.model or (DEFAULT_MODEL,):
             for scheme in dict.fromkeys((None, *self.quantize)):
                 yield Target(**vars(self) | {"model": model, "quantize": scheme})
 
@@ -63,21 +64,28 @@ class DraftByFlag(Draft):
 class Latency:
     """ms per generated token of models and their quantised forms, plain and speculative"""
 
-    FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft_model": "--draft"}
+    FLAGS: ClassVar[dict[str, str]] = {
+        **{"model": "TARGET", "draft_model": "--draft"},
+        **{"prefix_len": "--length", "num_prompts": "--nb_prompts"},
+    }
 
     target: Targets = field(default_factory=Targets)
     draft: DraftByFlag = field(default_factory=DraftByFlag)
     text: Text = field(default_factory=Text)
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
-    length: Literal["short", "long"] = "short"
-    """of the prompts, which are stretches of the data set: 48 or 3000 tokens"""
+    length: Literal["short", "long"] | int = "short"
+    """tokens of a prompt, which is a stretch of the data set; short: 48, long: 3000"""
     nb_prompts: int = 15
     """how many are measured, behind one that warms up"""
     B: int = 1
     """rows decoded together, each with a prompt of its own: so many times more prompts"""
     gen_len: int = 64
     """new tokens per row"""
+
+    @property
+    def prefix_len(self) -> int:
+        return LENGTHS[self.length] if isinstance(self.length, str) else self.length
 
     def plans(self) -> list[Plan]:
         """One of every row of models, all checked before any is loaded."""
@@ -87,7 +95,7 @@ class Latency:
 
         config = RunConfig(
             text=self.text,
-            sizes=Sizes(self.B, LENGTHS[self.length], self.gen_len),
+            sizes=Sizes(self.B, self.prefix_len, self.gen_len),
             rows=Rows(num_prompts=self.B * (self.nb_prompts + 1)),
             sampling=self.sampling,
             output=self.output,
@@ -108,14 +116,9 @@ class Latency:
             rows += rounded(_measured(plan))
             gc.collect()  # before the next model is loaded
             torch.cuda.empty_cache()
-        sizes: dict[str, Any] = {
-            "length": self.length,
-            "prefix_len": LENGTHS[self.length],
-            "nb_prompts": self.nb_prompts,
-        }
-        sizes |= {"B": self.B, "gen_len": self.gen_len}
+        sizes = {name: getattr(self, name) for name in ("prefix_len", "nb_prompts", "B", "gen_len")}
         record = {"benchmark": "latency", **sizes, "rows": rows, **provenance()}
-        said = f"ms per generated token, behind {self.nb_prompts} {self.length} prompts ({LENGTHS[self.length]} tokens)"
+        said = f"ms per generated token, behind {self.nb_prompts} prompts of {self.prefix_len} tokens"
         publish(self.output.output, record, f"\n  {said}\n", "\n".join([console(rows, COLUMNS), *_notes(rows), ""]))
 
 
