@@ -83,10 +83,11 @@ def test_the_interval_of_a_difference_is_a_published_one() -> None:
 def test_what_is_compared_is_paired() -> None:
     plain = [True] * 30 + [False] * 70
     record = compared(plain, [not right if place < 20 else right for place, right in enumerate(plain)])
-    assert (record["plain_right"], record["speculative_right"], record["difference"]) == (30, 10, -0.2)
+    assert (record["plain"]["right"], record["speculative"]["right"], record["difference"]) == (30, 10, -0.2)
     assert (record["only_plain_right"], record["only_speculative_right"]) == (20, 0)
     assert record["significant"] and record["difference_interval"][1] < -0.1
-    assert record["plain_interval"] == wilson(30, 100) and record["speculative_interval"] == wilson(10, 100)
+    assert record["plain"] == {"right": 30, "success": 0.3, "interval": wilson(30, 100)}
+    assert record["speculative"]["interval"] == wilson(10, 100)
     assert not compared(plain, plain[::-1][:70] + [True] * 30)["significant"]
 
 
@@ -188,17 +189,18 @@ def saved(path: str | Path) -> list[dict[str, Any]]:
 
 def test_every_answer_is_saved_and_counted(calculate: Evaluate) -> None:
     ended = calculate("--nb_prompts 50 --B 16 --seed 3")
-    record, (asked, rows) = ended.record, (problems(3, 50), saved(next(Path("eval").iterdir())))
+    record, (asked, rows) = ended.record, (problems(3, 50), saved("eval/generations.jsonl"))
     assert [row["prompt"] for row in rows] == [prompt(one) for one in asked]
     for way in ("plain", "speculative"):
         right = [is_right(one, row[way]) for one, row in zip(asked, rows, strict=True)]
-        assert [row[f"{way}_right"] for row in rows] == right and sum(right) == record[f"{way}_right"]
-        assert 0.6 < record[f"{way}_success"] < 0.95 and not any("\n" in row[way][:-1] for row in rows)
+        assert [row[f"{way}_right"] for row in rows] == right and sum(right) == record[way]["right"]
+        assert 0.6 < record[way]["success"] < 0.95 and not any("\n" in row[way][:-1] for row in rows)
     same = [row["plain"] == row["speculative"] for row in rows]
     assert [row["identical"] for row in rows] == same and 0 < sum(same) == record["identical_answers"] < 50
-    assert record["generations"] == f"eval/{next(Path('eval').iterdir()).name}" and 0 < record["acceptance_rate"] < 0.5
+    assert {row["run"] for row in rows} == {record["run"]} and record["generations"] == "eval/generations.jsonl"
+    assert 0 < record["speculative"]["acceptance_rate"] < 0.5
     shown = [line.split() for line in ended.lines]
-    assert ["plain", "decoding", str(record["plain_right"])] in [line[:3] for line in shown]
+    assert ["plain", "decoding", str(record["plain"]["right"])] in [line[:3] for line in shown]
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -220,13 +222,13 @@ def test_answers_do_not_depend_on_how_many_are_decoded_together(calculate: Evalu
 
 
 @pytest.mark.parametrize("mode", ["--temperature 0", "--verification coupled"])
-@pytest.mark.parametrize("draft", ["self", "ngram", "DRAFT"])
+@pytest.mark.parametrize("draft", ["self", "ngram", "DRAFT", "self --gamma auto"])
 def test_reproducible_modes_give_identical_answers(mode: str, draft: str, evaluate: Evaluate, characters: Path) -> None:
     """Also of a model that never is right, which is no error."""
     draft = draft.replace("DRAFT", str(characters)) + (" --draft_budget 24" if draft != "ngram" else "")
     record = evaluate(f"{draft} --nb_prompts 6 --B 4 {mode}").record
-    assert (record["identical_answers"], record["plain_right"], record["mcnemar_p"]) == (6, 0, 1)
-    assert record["plain_interval"][0] == 0 < record["plain_interval"][1] and not record["significant"]
+    assert (record["identical_answers"], record["plain"]["right"], record["mcnemar_p"]) == (6, 0, 1)
+    assert record["plain"]["interval"][0] == 0 < record["plain"]["interval"][1] and not record["significant"]
 
 
 def test_what_was_answered_survives_an_interruption(calculate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 Z = NormalDist().inv_cdf(0.975)
 SIGNIFICANT = 0.05
 
-Interval = tuple[float, float]
 
-
-def wilson(right: int, n: int) -> Interval:
+def wilson(right: int, n: int) -> tuple[float, float]:
     """The 95% score interval of a rate of which `right` of `n >= 1` were seen: the rates r with
     |right / n - r| <= Z sqrt(r (1 - r) / n) (Wilson 1927, "Probable inference", JASA 22, 209-212).
     """
@@ -28,7 +26,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n)
 
 
-def paired_difference(only_first: int, only_second: int, n: int) -> Interval:
+def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float, float]:
     """The 95% interval of the second rate less the first, of `n >= 1` problems: Wald's, with one problem more in each
     of the two cells (Bonett and Price 2012, J. Educational and Behavioral Statistics 37, 479-488).
     """
@@ -38,21 +36,11 @@ def paired_difference(only_first: int, only_second: int, n: int) -> Interval:
 
 
 def compared(plain: Sequence[bool], speculative: Sequence[bool]) -> dict[str, Any]:
-    """Of the same problems, solved or not in plain decoding and in speculation: each rate with its interval, then the
-    difference of the rates, and whether it is significant.
-    """
-    n, found = len(plain), dict[str, Any]()
-    for name, solved in (("plain", plain), ("speculative", speculative)):
-        found |= {f"{name}_right": sum(solved), f"{name}_success": sum(solved) / n}
-        found |= {f"{name}_interval": wilson(sum(solved), n)}
-    pairs = [*zip(plain, speculative, strict=True)]
-    only_plain, only_speculative = pairs.count((True, False)), pairs.count((False, True))
-    p_value = mcnemar(only_plain, only_speculative)
-    return found | {
-        "only_plain_right": only_plain,
-        "only_speculative_right": only_speculative,
-        "difference": (only_speculative - only_plain) / n,
-        "difference_interval": paired_difference(only_plain, only_speculative, n),
-        "mcnemar_p": p_value,
-        "significant": p_value < SIGNIFICANT,
-    }
+    """Of the same problems, right or not in plain decoding and in speculation: each rate, and their difference."""
+    n, pairs, found = len(plain), [*zip(plain, speculative, strict=True)], dict[str, Any]()
+    for way, right in (("plain", sum(plain)), ("speculative", sum(speculative))):
+        found |= {way: {"right": right, "success": right / n, "interval": wilson(right, n)}}
+    lost, won = pairs.count((True, False)), pairs.count((False, True))
+    found |= {"only_plain_right": lost, "only_speculative_right": won, "difference": (won - lost) / n}
+    found |= {"difference_interval": paired_difference(lost, won, n), "mcnemar_p": mcnemar(lost, won)}
+    return found | {"significant": found["mcnemar_p"] < SIGNIFICANT}

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-from tyro.conf import arg
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.errors import require_at_least
 from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
-from engine.bench.config import Output, Rows, RunConfig, Sampling, Sizes
+from engine.bench.config import Output, Rows, Sampling, Sizes
 from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
 from engine.evaluation.success import compared
 from engine.terminal.models import ModelFlags
 
 if TYPE_CHECKING:
     from engine.stats import Counts
-
-FOLDER = "eval"  # which git does not look at
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Eval(ModelFlags):
     """problems"""
     B: int = 64
     """problems decoded together"""
-    save: Annotated[str | None, arg(help_behavior_hint=f"(default: a new file in {FOLDER}/)")] = None
+    save: str = "eval/generations.jsonl"
     """append every problem to this file, with what both ways answered"""
 
     def run(self) -> None:
@@ -58,43 +53,36 @@ class Eval(ModelFlags):
 
         require_at_least("nb_prompts", self.nb_prompts, 1)
         asked = problems(self.sampling.seed, self.nb_prompts)
-        session = Session.of_plan(plan_of(self._run(), [prompt(one) for one in asked]))
+        if self.save == Eval.save:
+            with suppress(OSError):  # said of the file that is to be in it
+                os.makedirs(os.path.dirname(self.save), exist_ok=True)
+        # A seed has no effect on greedy decoding.
+        sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
+        sizes, rows_kept = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
+        config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
+        session = Session.of_plan(plan_of(config, [prompt(one) for one in asked]))
         assert session.tokenizer and session.draft
-        path, stops = session.config.rows.save_rows, {*session.target.config.eos_tokens, *line_ends(session.tokenizer)}
-        say(f"every generation goes to {path}")
+        say(f"every generation goes to {self.save}")
+        stops = [*session.target.config.eos_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
-        for both in decode_in_turn(session, stop_tokens=[*stops]):
-            counts += both.speculative.stats.rows
-            for index, ids in enumerate(zip(both.plain.tokens, both.speculative.tokens, strict=True), both.first):
-                plain, speculative = map(session.tokenizer.decode, ids)
-                row = {"run": session.run, "problem": index, "prompt": prompt(asked[index])}
-                row |= {"plain": plain, "plain_right": is_right(asked[index], plain)}
-                row |= {"speculative": speculative, "speculative_right": is_right(asked[index], speculative)}
+        for plainly, speculatively in decode_in_turn(session, stop_tokens=stops):
+            counts += speculatively.stats.rows
+            for ids in zip(plainly.tokens, speculatively.tokens, strict=True):
+                problem, (plain, speculative) = asked[len(rows)], map(session.tokenizer.decode, ids)
+                row = {"run": session.run, "problem": len(rows), "prompt": prompt(problem)}
+                row |= {"plain": plain, "plain_right": is_right(problem, plain)}
+                row |= {"speculative": speculative, "speculative_right": is_right(problem, speculative)}
                 rows.append(row | {"identical": ids[0] == ids[1]})
-                append_or_put_off(path, rows[-1], session.put_off)
-        drafted = total(counts)
-        measured = {
-            "draft": session.draft.kind,
-            "problems": len(rows),
-            "problem_seed": self.sampling.seed,
-            **compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right"))),
-            "identical_answers": sum(row["identical"] for row in rows),
-            "acceptance_rate": drafted.acceptance_rate,
-            "mean_accepted_length": drafted.mean_accepted_length,
-            "generations": path,
-        }
+                append_or_put_off(self.save, rows[-1], session.put_off)
+        found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
+        drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
+        found["speculative"] |= {"acceptance_rate": drafted.acceptance_rate}
+        found["speculative"] |= {"mean_accepted_length": drafted.mean_accepted_length}
+        measured = {"run": session.run, "draft": session.draft.kind, "problem_seed": self.sampling.seed}
+        measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
         record = record_of("eval", session, measured)
         publish(self.output.output, record, _said(record), put_off=session.put_off)
-
-    def _run(self) -> RunConfig:
-        """With a seed only where something is drawn by it."""
-        if self.save is None:
-            with suppress(OSError):  # said of the file that is to be in it
-                os.makedirs(FOLDER, exist_ok=True)
-        path = f"{FOLDER}/{time.strftime('%Y%m%d-%H%M%S')}.jsonl" if self.save is None else self.save
-        sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
-        return self.config(sizes=Sizes(self.B, None, LONGEST_ANSWER), rows=Rows(save_rows=path), sampling=sampling)
 
 
 COLUMNS = [
@@ -111,9 +99,7 @@ def _said(record: dict[str, Any]) -> str:
     """The table, and what it says."""
     from engine.bench.finish import sampling_text
 
-    keys, ways = ("right", "success", "interval"), {"plain": "plain decoding", "speculative": "speculation"}
-    rows = [{"way": name, **{key: record[f"{way}_{key}"] for key in keys}} for way, name in ways.items()]
-    rows[1] |= {key: record[key] for key in ("acceptance_rate", "mean_accepted_length")}
+    rows = [{"way": "plain decoding", **record["plain"]}, {"way": "speculation", **record["speculative"]}]
     low, high = (f"{100 * end:+.1f}" for end in record["difference_interval"])
     found = f"p = {record['mcnemar_p']:.2g}, {'' if record['significant'] else 'not '}significant"
     draft, n, only = record["draft_model"] or record["draft"], record["problems"], "right in one of the two only"

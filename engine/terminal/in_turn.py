@@ -1,8 +1,12 @@
-"""Plain decoding and speculation of the same prompts in turn, so that a busy machine hits both."""
+"""Plain decoding and speculation of the same prompts in turn, so that a busy machine hits both; what tokens take."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import torch
 
 from common.errors import ConfigError, flag
 from engine.bench.auto_costs import costs_of
@@ -10,17 +14,13 @@ from engine.bench.config import RunConfig
 from engine.bench.passes import make_pacing, warm_up
 from engine.bench.plan import Plan, resolve
 from engine.bench.progress import progress_bar
+from engine.bench.record import rounded
 from engine.bench.session import Session
+from engine.bench.settings import settings_record
+from engine.contention import contention, usage_so_far
 from engine.decoding import GenerateOutput
+from engine.stats import total
 from engine.terminal.texts import text_target
-
-
-class Both(NamedTuple):
-    """What the two ways made of the same prompts, the first of which has that number."""
-
-    first: int
-    plain: GenerateOutput
-    speculative: GenerateOutput
 
 
 def plan_of(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
@@ -33,11 +33,10 @@ def plan_of(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
     return resolve(config, texts)
 
 
-def decode_in_turn(session: Session, **how: Any) -> Iterator[Both]:
-    """As many prompts at a time as there are rows, plainly and speculatively, in the other order every other time; the
-    second starts from the state that the first prefilled. `how`: as of `generate`.
-
-    Errors: UserError where logits are not finite.
+def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
+    """What plain decoding and speculation make of as many prompts at a time as there are rows, in the other order every
+    other time; the second starts from the state that the first prefilled. `how`: as of `generate`. Errors: UserError
+    for logits that are not finite.
     """
     n_rows, drafters = session.plan.n_rows, session.drafters()
     warm_up(session, drafters)
@@ -45,9 +44,36 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[Both]:
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):
             own, outputs = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first), {}
-            for way in ("plain", "speculative")[:: -1 if first // n_rows % 2 else 1]:
-                pacing = make_pacing(own, drafters, costs) if way == "speculative" else None
-                outputs[way] = own.generate(pacing=pacing, **how)
-                outputs[way].require_finite(f"{way} decoding")
+            for drafts in (False, True)[:: -1 if first // n_rows % 2 else 1]:
+                pacing = make_pacing(own, drafters, costs) if drafts else None
+                outputs[drafts] = own.generate(pacing=pacing, **how)
+                outputs[drafts].require_finite("speculation" if drafts else "plain decoding")
             bar.update(len(own.prompts))
-            yield Both(first, **outputs)
+            yield outputs[False], outputs[True]
+
+
+def latencies(plan: Plan) -> list[dict[str, Any]]:
+    """A record of each way, plain decoding first, behind a first few prompts that warm up. The model is loaded for it,
+    when that of an earlier call is gone. Errors: UserError."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    session, before = Session.of_plan(plan), usage_so_far()
+    _, *counted = decode_in_turn(session)
+    contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
+    for own, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
+        named = {"model": own.name, "dataset": plan.dataset, "draft": own.draft and own.draft.kind}
+        rows.append({**named, **figures(outputs), "contended": contended, **settings_record(own)})
+    return rounded([row | {"speedup": rows[0]["median_ms"] / row["median_ms"]} for row in rows])
+
+
+def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
+    """What a row waits for a token, in ms: one value an output, the time of each round counted once for every row that
+    it decoded. Percentiles between two values are interpolated; tokens per second are of all rows. No prefill counts.
+    """
+    rounds = [one.stats.rounds for one in outputs]
+    ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
+    p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
+    counts = total([row for one in outputs for row in one.stats.rows])
+    rate = counts.emitted / sum(one.stats.decode_seconds for one in outputs)
+    found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
+    return found | {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
