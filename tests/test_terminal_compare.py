@@ -28,7 +28,8 @@ from engine.requests import Progress, Request
 from engine.round import Outcome
 from engine.terminal import comparison
 from engine.terminal.comparison import first_difference
-from engine.terminal.panes import Line, Panes, add_text
+from engine.terminal.page import page_of
+from engine.terminal.panes import TITLES, Line, Panes, add_text
 from engine.terminal.texts import printable
 from engine.terminal.track import Token, Track
 from kv_cache.streaming import Streaming
@@ -222,6 +223,14 @@ def test_the_page_is_whole_and_escaped(checkpoint: Path, prompts: Path, tmp_path
     assert read.texts[0][5][2] == "token 5, round 5" and read.texts[1][0][1:] == ("own", "token 0, round 0")
     n_drafted = sum(kind == "draft" for tokens in read.texts for _, kind, _ in tokens)
     assert n_drafted == ended.record["accepted"] > 0
+
+
+def test_nothing_that_is_shown_becomes_a_part_of_the_page() -> None:
+    text = '</span><script src="//x">alert("&lt;")</script>'
+    tracks: Any = {name: SimpleNamespace(rows=[[Token(text, True, 1, 0.0)]]) for name in TITLES}
+    read = Page(page_of([text], tracks, [text]))
+    assert [tokens[0][0] for tokens in read.texts] == [text, text]
+    assert "script" not in {tag for tag, _ in read.elements}
 
 
 def in_terminal(words: list[str], width: int, height: int, **environment: str) -> tuple[int, str]:

@@ -9,13 +9,23 @@ from engine.bench.config import Output, Rows, Sizes, Text
 from engine.terminal.models import ModelFlags
 
 
+@dataclass(frozen=True)
+class Questions(Rows):
+    """Which prompts, and where rows end."""
+
+    prompts: Annotated[
+        str | None, arg(help_behavior_hint="(default: a few; with --prefix_len or --dataset stretches of a text)")
+    ] = None
+    """one's own, asked in the model's chat template if it has one: a file or folder as the benchmarks take"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compare(ModelFlags):
     """the same prompts decoded plainly and speculatively, live and side by side"""
 
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
-    rows: Rows = field(default_factory=Rows)
+    rows: Questions = field(default_factory=Questions)
     output: Output = field(default_factory=Output)
     save: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """write both texts of every row to this file, as a page for a browser"""

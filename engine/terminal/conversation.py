@@ -117,6 +117,8 @@ def _lines() -> Iterator[str]:
         try:
             yield input(prompt).strip()
         except EOFError:
+            if prompt:
+                print()
             return
         except KeyboardInterrupt:
             if not prompt:

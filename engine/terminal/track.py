@@ -11,11 +11,11 @@ from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 
 # Seconds between two drawings.
-DRAW_EVERY = 0.1
+DRAW_EVERY = 0.08
 
 
 class Token(NamedTuple):
-    """round: of its row, from 1; 0 for the one that prefilling gave. seconds: since the pass began, without drawing."""
+    """round: of its row, from 1; 0 for the one that prefilling gave. seconds: of the pass's rounds until then."""
 
     text: str
     drafted: bool
@@ -26,8 +26,8 @@ class Token(NamedTuple):
 class Track(Progress):
     """Follows a pass, whose rounds it leaves alone: what they emitted is looked at, and drawn, between them.
 
-    inner: is notified of the same. draw: called at most every `DRAW_EVERY` seconds. rejected: of each row, the text of
-    those drafts of the last round that were not accepted.
+    inner: is notified of the same. draw: called at most every `DRAW_EVERY` seconds. seconds: of the rounds so far.
+    rejected: of each row, the text of those drafts of the last round that were not accepted.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Track(Progress):
         self._inner, self._tokenizer, self._draw = inner, tokenizer, draw
         self._streams = [TextStream(tokenizer) for _ in self.rows]
         self._news: list[tuple[Request, Sequence[int], int, int]] = []
-        self._began = self._drawn = time.perf_counter()
+        self._since = self._drawn = time.perf_counter()
 
     def prefilled(self, n_tokens: int) -> None:
         self._inner.prefilled(n_tokens)
-        self._wait_for_rounds()
+        self._since = time.perf_counter()
 
     def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
         self._inner.decoded(request, outcome, n_kept)
@@ -56,22 +56,16 @@ class Track(Progress):
 
     def emitted(self, n_tokens: int) -> None:
         self._inner.emitted(n_tokens)
-        if not self._news:  # a prompt's first token, which no round emitted
-            self._wait_for_rounds()
-            return
         now = time.perf_counter()
-        self.seconds = now - self._began
+        if self._news:  # else it is a prompt's first token, which no round emitted
+            self.seconds += now - self._since
         for news in self._news:
             self._take(*news)
         self._news.clear()
         if self._draw and now - self._drawn >= DRAW_EVERY:
             self._drawn = now
             self._draw()
-        self._began += time.perf_counter() - now
-
-    def _wait_for_rounds(self) -> None:
-        if not self.seconds:
-            self._began = time.perf_counter()
+        self._since = time.perf_counter()
 
     def _take(self, request: Request, rejected: Sequence[int], accepted: int, n_kept: int) -> None:
         row, stream, tokens = self.rows[request.index], self._streams[request.index], request.tokens
