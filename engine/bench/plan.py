@@ -13,7 +13,7 @@ from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.devices import KV_DTYPES, resolve_device, resolve_dtype
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling
-from engine.bench.text import own_prompts, resolve_dataset
+from engine.bench.text import PromptText, own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
@@ -84,8 +84,8 @@ class Plan:
         return select_backend(self.config.target.attention, self.device, attention_spec(config, dtype), entries)
 
 
-def resolve(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
-    """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them.
+def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
+    """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them, or their ids.
 
     Errors: UserError, the same on every rank.
     """

@@ -20,6 +20,7 @@ from engine.bench.memory import used_bytes
 from engine.bench.plan import Plan, remarks, resolve, with_draft
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_sampling
 from engine.bench.room import require_room
+from engine.bench.text import PromptText
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, Parts
@@ -63,10 +64,11 @@ class Session:
     put_off: list[UserError] = field(default_factory=list)
 
     @classmethod
-    def open(cls, config: RunConfig, prompts: Sequence[str] | None = None) -> Session:
+    def open(cls, config: RunConfig, prompts: Sequence[PromptText] | None = None) -> Session:
         """Check everything that can be wrong, cheapest first; then load the models and allocate the target's cache.
 
-        prompts: texts to continue, whole, in place of what the configuration says of them. Errors: UserError.
+        prompts: texts to continue, whole, or their token ids, in place of what the configuration says of them.
+        Errors: UserError.
         """
         return cls.of_plan(resolve(config, prompts))
 

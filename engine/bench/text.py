@@ -11,6 +11,9 @@ from engine.bench.config import AUTO, RunConfig
 from engine.bench.data import BUILT_IN, PG19, files_of, json_rows, read_text, unreadable
 from models.checkpoints.model_source import ModelSource
 
+# A prompt: a text, or its token ids.
+PromptText = str | Sequence[int]
+
 
 def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
     """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text.
@@ -27,7 +30,7 @@ def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
     return None
 
 
-def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[str] | None) -> list[list[int]] | None:
+def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptText] | None) -> list[list[int]] | None:
     """One's own prompts as token ids: `texts`, or what `--prompts` names."""
     named = config.rows.prompts
     if texts is None and named is None:
@@ -42,7 +45,8 @@ def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[str] | N
         required = "a list of texts, none of them empty, and a trained model"
         raise ConfigError(what, where, seen, required, "give [text, text, ...]")
     tokenizer = target.tokenizer()
-    prompts = [tokenizer.encode(text, add_bos=True) for text in (read_prompts(str(named)) if texts is None else texts)]
+    given_texts: Sequence[PromptText] = read_prompts(str(named)) if texts is None else texts
+    prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in given_texts]
     target.check_tokens(prompts)
     return prompts
 

@@ -21,4 +21,4 @@ class Chat(ModelFlags):
     def run(self) -> None:
         from engine.terminal.conversation import converse
 
-        converse(self)
+        converse(self.config(), self.system, self.gen_len, self.context, self.colour_drafts)

@@ -33,4 +33,4 @@ class Compare(ModelFlags):
     def run(self) -> None:
         from engine.terminal.comparison import compare
 
-        compare(self)
+        compare(self.config(), self.save)

@@ -14,14 +14,13 @@ from rich.segment import Segments
 from common.errors import CheckpointError, ConfigError, flag
 from common.jsonl import publish
 from common.say import say
-from engine.bench.config import AUTO
+from engine.bench.config import AUTO, RunConfig
 from engine.bench.finish import PROMPT_END, headline
 from engine.bench.passes import speculation_passes
-from engine.bench.prompt_sets import load_prompts
 from engine.bench.record import make_record
 from engine.bench.session import Session
 from engine.bench.table import notes
-from engine.terminal.compare import Compare
+from engine.bench.text import PromptText, read_prompts
 from engine.terminal.page import page_of
 from engine.terminal.panes import Panes
 from engine.terminal.texts import printable, text_target
@@ -36,43 +35,41 @@ QUESTIONS = (
 LEAST_WIDTH, LEAST_HEIGHT = 60, 12
 
 
-def compare(flags: Compare) -> None:
+def compare(config: RunConfig, save: str | None) -> None:
     """Errors: UserError, before anything is loaded if it can be known then."""
     console = Console(stderr=True, highlight=False)
-    _check(flags.save, console)
-    session, names = _open(flags)
+    _check(save, console)
+    session, names = _open(config)
     panes = Panes(names, console)
     done = speculation_passes(session, panes.watch)
     assert done.baseline is not None and done.speculative is not None
-    record = make_record("compare", session, done) | {"prompts": flags.rows.prompts}
+    record = make_record("compare", session, done) | {"prompts": config.rows.prompts}
     differs = first_difference(done.baseline.tokens, done.speculative.tokens) if session.sampling.reproducible else None
     record["first_difference"] = differs and dict(zip(("row", "token"), differs, strict=True))
     head = headline(session, record, [len(prompt) for prompt in session.prompts])
     said = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.draft))]
-    if flags.save is not None:
-        Path(flags.save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
+    if save is not None:
+        Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
     # On a screen that also shows the record, what people read is to stand below it.
     on_screen = console.is_terminal and sys.stdout.isatty()
-    publish(flags.output.output, record, *([] if on_screen else said))
+    publish(config.output.output, record, *([] if on_screen else said))
     if console.is_terminal:
         room = console.height - sum(2 + len(line) // console.width for line in said)
         shown = panes.segments(console.width, max(LEAST_HEIGHT, room), is_running=False)
         console.print(Segments(shown), *(said if on_screen else []), sep="\n", markup=False)
 
 
-def _open(flags: Compare) -> tuple[Session, list[str]]:
+def _open(config: RunConfig) -> tuple[Session, list[str]]:
     """With questions in the model's chat template, or stretches of a data set if that or their length is given; and how
     its rows are called. Errors: UserError.
     """
-    config = flags.config()
-    source = text_target(config)
-    if flags.rows.prompts is None and (flags.sizes.prefix_len is not None or flags.text.dataset != AUTO):
+    source, own = text_target(config), config.rows.prompts
+    if own is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
         session = Session.open(config)
         assert session.tokenizer is not None
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
-    own = flags.rows.prompts
-    texts = [*QUESTIONS] if own is None else [prompt.turns[0] for prompt in load_prompts(own)]
-    prompts: list[str | list[int]] = [*texts]
+    texts = [*QUESTIONS] if own is None else read_prompts(own)
+    prompts: list[PromptText] = [*texts]
     try:
         template = source.chat_template()
         prompts = [template.encode([{"role": "user", "content": text}]) for text in texts]
@@ -115,9 +112,9 @@ def verdict(record: dict[str, Any]) -> list[str]:
 def _check(save: str | None, console: Console) -> None:
     if save is not None:
         folder = Path(save).resolve().parent
-        if os.path.isdir(save) or not os.access(save if os.path.exists(save) else folder, os.W_OK):
-            required, fix = "a file in an existing, writable folder", f"create {folder}, or choose another file"
-            raise ConfigError("a page cannot be written", flag("save"), save[:80], required, fix)
+        if os.path.isdir(Path(save)) or not os.access(save if os.path.exists(save) else folder, os.W_OK):
+            required, seen = "a file in an existing, writable folder", save[:80] or "an empty name"
+            raise ConfigError("a page cannot be written", flag("save"), seen, required, "choose another file")
     if console.is_terminal and (console.width < LEAST_WIDTH or console.height < LEAST_HEIGHT):
         seen, required = f"{console.width} x {console.height}", f"{LEAST_WIDTH} x {LEAST_HEIGHT} characters or more"
         fix = "enlarge it, or leave out what is drawn: 2> FILE"

@@ -1,5 +1,6 @@
 """A conversation: each answer is decoded behind all that was said before it, and written as it grows."""
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,6 @@ from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
 from engine.stats import RoundStats
-from engine.terminal.chat import Chat
 from engine.terminal.texts import printable, text_target
 from models.checkpoints.text_stream import TextStream
 
@@ -25,14 +25,13 @@ RESET, EXIT = "/reset", "/exit"
 Message = dict[str, str]
 
 
-def converse(flags: Chat) -> None:
-    """Answer what is typed, or each line of what is piped. Errors: UserError."""
-    require_at_least("gen_len", flags.gen_len, 1)
-    config = flags.config()
+def converse(config: RunConfig, system: str | None, gen_len: int, context: int, colour_drafts: bool) -> None:
+    """Answer what is typed, or each line of what is piped, by at most `gen_len` tokens. Errors: UserError."""
+    require_at_least("gen_len", gen_len, 1)
     template = text_target(config).chat_template()
-    session = Session.of_plan(_plan(config, flags.context))
-    drafter, style = session.drafter(), "cyan" if flags.colour_drafts else None
-    begin: list[Message] = [{"role": "system", "content": flags.system}] if flags.system else []
+    session = Session.of_plan(_plan(config, context))
+    drafter, style = session.drafter(), "cyan" if colour_drafts else None
+    begin: list[Message] = [{"role": "system", "content": system}] if system else []
     said = begin
     for line in _lines():
         if line == EXIT:
@@ -47,7 +46,7 @@ def converse(flags: Chat) -> None:
                 say(f"  there is no room for that in {session.plan.capacity} tokens; {RESET} begins anew")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
-            request = Request(prompt, min(flags.gen_len, room), ends, params, id=len(asked))
+            request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
             answer = _answer(session, drafter, request, style)
             said = [*asked, {"role": "assistant", "content": answer}]
 
@@ -100,16 +99,17 @@ def _answer(session: Session, drafter: Drafter, request: Request, style: str | N
 def _figures(request: Request, rounds: Sequence[RoundStats]) -> str:
     counts, seconds = request.counts, sum(one.seconds for one in rounds)
     why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
-    if counts.acceptance_rate is None:
-        return f"nothing was drafted{why}"
-    return (
-        f"acceptance rate {counts.acceptance_rate:.3f}, {counts.mean_accepted_length:.2f} tokens per round, "
-        f"{1e3 * seconds / counts.emitted:.1f} ms per token{why}"
-    )
+    if not counts.emitted:
+        return f"no round was needed{why}"
+    rate = "nothing was drafted" if counts.acceptance_rate is None else f"acceptance rate {counts.acceptance_rate:.3f}"
+    ms, per_round = 1e3 * seconds / counts.emitted, counts.emitted / counts.rounds
+    return f"{rate}, {per_round:.2f} tokens per round, {ms:.1f} ms per token{why}"
 
 
 def _lines() -> Iterator[str]:
     """Those that are typed, until Ctrl-D, or piped."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     prompt = "> " if sys.stdin.isatty() else ""
     with suppress(ImportError):
         import readline  # noqa: F401  # what is typed can be edited
