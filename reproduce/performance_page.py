@@ -17,6 +17,7 @@ import common.startup
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
+from reproduce import spec_bench
 from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, read, source, table
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of
 from reproduce.paper.published import Record
@@ -158,8 +159,23 @@ def cpu(folder: Path) -> str:
     )
 
 
+def prompt_sets(folder: Path) -> str:
+    name, what = "spec_bench.jsonl", "Speculation by category of prompts"
+    records = read(folder, name, spec_bench.BENCHMARK)
+    if not records:
+        return absent(what, name)
+    columns = [*of("model", "B"), *spec_bench.COLUMNS]
+    return (
+        "Conversations through the chat template, rows ending at the model's end token; a later turn follows plain "
+        "decoding's answers. Tokens per second are of decoding alone, to the last row. `oracle` drafts plain "
+        "decoding's own text, which costs nothing: it shows what the machinery allows.\n\n"
+        f"{markdown(spec_bench.table_rows(records), columns)}\n\n{source(records)}"
+    )
+
+
 SECTIONS = {
     "CPU": cpu,
+    "Prompt sets": prompt_sets,
     "End to end on a GPU": end_to_end,
     "Costs of 8B and 7B shapes on a GPU": costs,
     "Attention bandwidth on a GPU": bandwidth,

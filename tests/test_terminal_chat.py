@@ -92,7 +92,7 @@ def test_what_is_no_utf8_is_answered(talker: Path, monkeypatch: pytest.MonkeyPat
     assert ended.code == 0 and ended.out == printable(continued(talker, ("user", "caf\ufffd"))) + "\n"
 
 
-@pytest.mark.parametrize("flags,needed", [("oracle", "no oracle"), ("--gamma auto", "one gamma")])
+@pytest.mark.parametrize("flags,needed", [("oracle", "needs plain decoding"), ("--gamma auto", "needs costs")])
 def test_what_an_answer_cannot_draft_by_is_refused(chat: Chat, flags: str, needed: str) -> None:
     assert needed in chat("Hello", flags=f"{flags} --device cpu").refusal
 

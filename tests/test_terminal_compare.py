@@ -150,7 +150,7 @@ def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Pa
     ended = run(COMPARE, f"{checkpoint} --prompts {prompts} {SIZES} --output {tmp_path / 'out.jsonl'}".split())
     record = ended.record
     assert "\x1b" not in ended.out + ended.err and "has no chat template" in ended.err
-    assert "  all 3 rows are the same tokens" in ended.lines
+    assert "  identical: 3 of 3 rows" in ended.lines
     [plain, drafted] = [line for line in ended.lines if "ms per token" in line]
     assert plain.startswith("  plain decoding: ") and f"acceptance rate {record['acceptance_rate']:.3f}" in drafted
     asked = {"benchmark": "compare", "identical_sequences": 3, "first_difference": None, "prompts": str(prompts)}
@@ -170,9 +170,7 @@ def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch:
     monkeypatch.setattr(comparison, "speculation_passes", differing)
     flags = f"{checkpoint} --prompts {prompts} {SIZES}"
     ended = run(COMPARE, flags.split())
-    assert any(
-        line.startswith("  2 of 3 rows are the same tokens; row 1 differs from its token 5") for line in ended.lines
-    )
+    assert any(line.startswith("  identical: 2 of 3 rows; row 1 differs from its token 5 on") for line in ended.lines)
     assert ended.record["first_difference"] == {"row": 1, "token": 5}
     sampled = run(COMPARE, f"{flags} --temperature 1".split())
     assert sampled.record["first_difference"] is None and any(

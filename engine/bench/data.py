@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError, DataError, flag
 from common.say import say
@@ -119,21 +120,26 @@ def _download_pg19(split: str) -> list[Path]:
     """The parquet files of one PG-19 split, from the hub or from its local cache."""
     if split not in PG19_SPLITS:
         raise DataError("unknown PG-19 split", "split", split, f"one of {', '.join(PG19_SPLITS)}", "use the test split")
+    fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in book"
+    fix += "; or download those files on a connected machine and name their folder"
+    what = "PG-19 could not be fetched"
+    return hub_files(PG19_REPOSITORY, PG19_REVISION, f"data/{split}-*.parquet", what, fix)
+
+
+def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str) -> list[Path]:
+    """The files of a Hugging Face data set, from the hub or from its local cache. Errors: DataError."""
     from huggingface_hub import snapshot_download
 
-    pattern, seen = f"data/{split}-*.parquet", "no such files in the downloaded snapshot"
-    say(f"looking for {PG19_REPOSITORY} on the Hugging Face hub, or in its local cache")
+    seen = "no such files in the downloaded snapshot"
+    say(f"looking for {repository} on the Hugging Face hub, or in its local cache")
     try:
-        folder = snapshot_download(PG19_REPOSITORY, repo_type="dataset", revision=PG19_REVISION, allow_patterns=pattern)
+        folder = snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=pattern)
         if files := sorted(Path(folder).glob(pattern)):
             return files
     except Exception as error:  # the hub, its transport and its cache each raise their own families
         seen = f"{type(error).__name__}: {error}"
-    where = f"Hugging Face dataset {PG19_REPOSITORY}"
     required = f"its files {pattern}, from the network or the local hub cache"
-    fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in book"
-    fix += "; or download those files on a connected machine and name their folder"
-    raise DataError("PG-19 could not be fetched", where, seen, required, fix)
+    raise DataError(what, f"Hugging Face dataset {repository}", seen, required, fix)
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -165,20 +171,29 @@ def json_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
-    """Rows in small batches, so that memory holds a few books however many the file has."""
+    for number, row in parquet_rows(path, [TEXT_KEY], f"a column `{TEXT_KEY}`"):
+        yield _text_of(row[TEXT_KEY], path, number)
+
+
+def parquet_rows(
+    path: Path, columns: Collection[str], required: str, what: str = "books"
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a .parquet file from 1 on, with what it has of those columns. Errors: DataError if it has none.
+
+    They are read in small batches, so that memory holds a few books however many the file has.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as table:
-            if TEXT_KEY not in table.schema_arrow.names:
-                raise unreadable(path, f"columns {table.schema_arrow.names}", f"a column `{TEXT_KEY}`")
-            batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=[TEXT_KEY])
-            values = (value for batch in batches for value in batch.column(0).to_pylist())
-            for number, value in enumerate(values, start=1):
-                yield _text_of(value, path, number)
+            there = [name for name in table.schema_arrow.names if name in columns]
+            if not there:
+                raise unreadable(path, f"columns {table.schema_arrow.names}", required, what)
+            batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=there)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (OSError, pa.ArrowException) as error:
-        raise unreadable(path, error, "a parquet file") from None
+        raise unreadable(path, error, "a parquet file", what) from None
 
 
 def _text_of(value: object, path: Path, number: int) -> str:

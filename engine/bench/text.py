@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from common.errors import ConfigError, DataError, flag, without_effect
+from common.errors import ConfigError, flag, without_effect
 from engine.bench.config import AUTO, RunConfig
-from engine.bench.data import BUILT_IN, PG19, files_of, json_rows, read_text, unreadable
+from engine.bench.data import BUILT_IN, PG19
+from engine.bench.prompt_sets import load_prompts
 from models.checkpoints.model_source import ModelSource
 
 # A prompt: a text, or its token ids.
@@ -31,7 +30,7 @@ def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
 
 
 def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptText] | None) -> list[list[int]] | None:
-    """One's own prompts as token ids: `texts`, or what `--prompts` names."""
+    """One's own prompts as token ids: `texts`, or what `--prompts` names; of a conversation, its first turn."""
     named = config.rows.prompts
     if texts is None and named is None:
         return None
@@ -45,7 +44,7 @@ def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptTe
         required = "a list of texts, none of them empty, and a trained model"
         raise ConfigError(what, where, seen, required, "give [text, text, ...]")
     tokenizer = target.tokenizer()
-    given_texts: Sequence[PromptText] = read_prompts(str(named)) if texts is None else texts
+    given_texts: Sequence[PromptText] = [one.turns[0] for one in load_prompts(str(named))] if texts is None else texts
     prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in given_texts]
     target.check_tokens(prompts)
     return prompts
@@ -55,39 +54,3 @@ def _refuse(given: Mapping[str, bool], what: str, *, seen: str, required: str) -
     """Raise ConfigError if any of these fields, which have no effect, was given."""
     if fields := [field for field, is_given in given.items() if is_given]:
         raise without_effect(fields, what, seen=seen, required=required)
-
-
-def read_prompts(name: str) -> list[str]:
-    """The prompts of a .txt file, of a folder of them in the order of their names, or of a .jsonl file.
-
-    Of a conversation's `turns` the first is the prompt. Errors: DataError.
-    """
-    path = Path(name).expanduser()
-    files = files_of(name, [".txt"], READERS)
-    if not files:
-        is_folder = bool(name) and os.path.isdir(path)
-        seen = f"{name[:80]}: a folder without .txt files" if is_folder else name[:80] or "an empty name"
-        required = "a .txt file, a folder of them, or a .jsonl file"
-        fix = "check the spelling and the working directory"
-        raise DataError("there are no prompts", flag("prompts"), seen, required, fix)
-    prompts = [prompt for file in files for prompt in READERS[file.suffix.lower()](file)]
-    if not prompts:
-        raise unreadable(path, "an empty file", "at least one prompt", "prompts")
-    if empty := [number for number, prompt in enumerate(prompts) if not prompt.strip()]:
-        where, seen = f"{flag('prompts')} {name}", f"prompt {empty[0]} of {len(prompts)}"
-        raise DataError("a prompt is empty", where, seen, "text in every prompt", "leave it out")
-    return prompts
-
-
-def _of_jsonl(path: Path) -> Iterator[str]:
-    for number, row in json_rows(path):
-        found = row.get("prompt", row.get("turns")) if isinstance(row, dict) else None
-        prompt = found[0] if isinstance(found, list) and found else found
-        if not isinstance(prompt, str):
-            seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
-            required = "a text under `prompt`, or a list of texts under `turns`, in every line"
-            raise unreadable(path, seen, required, "prompts")
-        yield prompt
-
-
-READERS = {".txt": read_text, ".jsonl": _of_jsonl}

@@ -17,10 +17,11 @@ from common.say import say
 from engine.bench.config import AUTO, RunConfig
 from engine.bench.finish import PROMPT_END, headline
 from engine.bench.passes import speculation_passes
+from engine.bench.prompt_sets import load_prompts
 from engine.bench.record import make_record
 from engine.bench.session import Session
 from engine.bench.table import notes
-from engine.bench.text import PromptText, read_prompts
+from engine.bench.text import PromptText
 from engine.terminal.page import page_of
 from engine.terminal.panes import Panes
 from engine.terminal.texts import printable, text_target
@@ -54,7 +55,7 @@ def compare(config: RunConfig, save: str | None) -> None:
     on_screen = console.is_terminal and sys.stdout.isatty()
     publish(config.output.output, record, *([] if on_screen else said))
     if console.is_terminal:
-        room = console.height - sum(2 + len(line) // console.width for line in said)
+        room = console.height - 2 - sum(1 + len(line) // console.width for line in said)
         shown = panes.segments(console.width, max(LEAST_HEIGHT, room), is_running=False)
         console.print(Segments(shown), *(said if on_screen else []), sep="\n", markup=False)
 
@@ -68,7 +69,7 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
         session = Session.open(config)
         assert session.tokenizer is not None
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
-    texts = [*QUESTIONS] if own is None else read_prompts(own)
+    texts = [*QUESTIONS] if own is None else [prompt.turns[0] for prompt in load_prompts(own)]
     prompts: list[PromptText] = [*texts]
     try:
         template = source.chat_template()
@@ -89,14 +90,12 @@ def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> 
 
 def verdict(record: dict[str, Any]) -> list[str]:
     """How fast each was while all rows were busy, and whether they emitted the same."""
-    same, n_rows, differs = record["identical_sequences"], record["sequences"], record["first_difference"]
+    same, differs = record["identical_sequences"], record["first_difference"]
+    identity = f"identical: {same} of {record['sequences']} rows"
     if same is None:
         identity = "rows are samples, which are not meant to be the same (those of --verification coupled are)"
-    elif differs is None:
-        identity = f"all {n_rows} rows are the same tokens"
-    else:
-        where = f"row {differs['row']} differs from its token {differs['token']} on"
-        identity = f"{same} of {n_rows} rows are the same tokens; {where} (docs/lossless.md says why)"
+    elif differs is not None:
+        identity += f"; row {differs['row']} differs from its token {differs['token']} on (docs/lossless.md says why)"
     if record["speedup"] is None:
         return [identity]
     plain, drafted = (record[f"{name}_tokens_per_second"] for name in ("baseline", "decode"))

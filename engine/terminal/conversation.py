@@ -56,9 +56,10 @@ def _plan(config: RunConfig, context: int) -> Plan:
     plan = resolve(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
     assert plan.draft is not None
     if plan.draft.automatic or plan.draft.config.needs_baseline:
-        what, where = "an answer has nothing to choose by, and no plain decoding before it", flag("draft")
-        seen, required = f"{plan.draft.kind} that chooses, or needs it", "one gamma, one budget, and no oracle"
-        raise ConfigError(what, where, seen, required, f"use {where} self and a number for {flag('gamma')}")
+        needs = "plain decoding" if plan.draft.config.needs_baseline else "costs, for auto to choose by,"
+        what, where, required = "an answer cannot be drafted so", flag("draft"), "a draft of one gamma and one budget"
+        seen = f"{plan.draft.kind}, which needs {needs} before it"
+        raise ConfigError(what, where, seen, required, f"use {where} self, and numbers in place of auto")
     room = min(context, plan.target.config.max_context)
     require_at_least("context", room, plan.gamma + 3)
     plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)

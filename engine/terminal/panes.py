@@ -126,7 +126,11 @@ class Panes:
             tails = (column.tail(index, n_lines, is_running) for column in self._columns)
             yield from _beside(half, *tails, [[]] * (n_lines if is_running else 0))
         more = f"and {n_rows - n_shown} more rows" if n_shown < n_rows else ""
-        yield from _line(width, *(Segment(f"{name}   ", style) for name, style in LEGEND), Segment(more, DIM))
+        yield from _line(
+            width,
+            *(Segment(f"{name}   ", style) for name, style in LEGEND[: None if is_running else 2]),
+            Segment(more, DIM),
+        )
 
 
 def _beside(width: int, *columns: Sequence[Line]) -> Iterator[Segment]:

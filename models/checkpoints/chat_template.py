@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,11 +72,12 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
         named = settings.get("chat_template")
         if isinstance(named, list):
             named = {one["name"]: one["template"] for one in named}.get("default")
-        special = {name: value for name, value in settings.items() if name.endswith("_token")}
-        tokens = {name: _content(value) for name, value in special.items() if isinstance(value, str | dict)}
+        special = [(name, value) for name, value in settings.items() if name.endswith("_token")]
+        tokens = {name: str(value["content"]) for name, value in special if isinstance(value, dict)}
+        tokens |= {name: value for name, value in special if isinstance(value, str)}
         if own.is_file():
             where, named = own, own.read_text(encoding="utf-8")
-        template = None if named is None else _environment().from_string(GENERATION.sub(_block, named))
+        template = None if named is None else _compiled(named)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, jinja2.TemplateError) as error:
         seen = f"line {error.lineno}: {error}" if isinstance(error, jinja2.TemplateSyntaxError) else error
         required, fix = "a Jinja template, as transformers renders it", "download the checkpoint again (download.py)"
@@ -99,26 +101,12 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, known: Mapping[str, str]) -
     return {name: piece for name, piece in found.items() if piece}
 
 
-def _content(token: Any) -> str:
-    """A token as tokenizer_config.json writes it: a text, or an object that has it."""
-    return token if isinstance(token, str) else str(token["content"])
-
-
-def _block(match: re.Match[str]) -> str:
-    return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
+def _compiled(text: str) -> jinja2.Template:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    made.filters["tojson"] = _tojson
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes what is special in HTML
     made.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return made
+    return made.from_string(GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", text))
 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own escapes what is special in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

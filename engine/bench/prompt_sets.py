@@ -1,0 +1,155 @@
+"""Prompt sets: what a user says, turn by turn, with an id and a category, from one's own files or from a known set."""
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from common.checkout import ROOT
+from common.errors import ConfigError, DataError, flag
+from common.say import say
+from engine.bench.data import files_of, hub_files, json_rows, parquet_rows, read_text, unreadable
+from models.checkpoints.manifest import atomic_path, sha256_of
+
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/{revision}/data/spec_bench/question.jsonl"
+SPEC_BENCH_REVISION = "fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
+SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+SPEC_BENCH_FILE = ROOT / "data" / "spec_bench" / "question.jsonl"
+SPEED_BENCH = "nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4"
+LONGBENCH = "zai-org/LongBench", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
+NAMES = "spec-bench, speed-bench/SPLIT or longbench/TASK"
+# What SPEED-Bench's public copy has in place of many texts; NVIDIA's prepare_data.py fetches them from their sources.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+UNCATEGORISED = "uncategorised"
+ID_KEYS, CATEGORY_KEYS = ("question_id", "id", "_id"), ("category", "dataset")
+KEYS = (*ID_KEYS, *CATEGORY_KEYS, "prompt", "turns", "context", "input")
+REQUIRED = "a text under `prompt` or `context`, or a list of texts under `turns`, in every line"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to have: what the user says in each turn."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def load_prompts(name: str) -> list[Prompt]:
+    """Those of a .txt file, of a folder of them in the order of their names, of a .jsonl or .parquet file, or of a set.
+
+    A row's keys say its format: `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench).
+    Sets by name: `spec-bench`; `speed-bench` with `/qualitative` or `/throughput_1k` and the like; `longbench`, or one
+    of its tasks, `longbench/hotpotqa`. Placeholders are left out, and that is said. Errors: DataError.
+    """
+    each = ((file, READERS[Path(file.name).suffix.lower()](file)) for file in _files(name))
+    found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
+    where = f"{flag('prompts')} {name}"
+    if not found:
+        raise unreadable(Path(name), "an empty file", "at least one prompt", "prompts")
+    for number, prompt in enumerate(found):
+        if not all(turn.strip() for turn in prompt.turns):
+            seen = f"prompt {number} of {len(found)}"
+            raise DataError("a prompt is empty", where, seen, "text in every prompt", "leave it out")
+    whole = [prompt for prompt in found if not any(PLACEHOLDER in turn for turn in prompt.turns)]
+    seen = f"{len(found) - len(whole)} of {len(found)} prompts"
+    if not whole:
+        fix = "make a whole copy with the prepare_data.py of NVIDIA's Model-Optimizer, and name its file"
+        raise DataError("the prompts are placeholders", where, seen, "texts", fix)
+    if len(whole) < len(found):
+        say(f"note: {seen} of {name} are placeholders of this public copy, and are left out")
+    return whole
+
+
+def by_category(
+    prompts: Iterable[Prompt], categories: Sequence[str] = (), per_category: int | None = None
+) -> dict[str, list[Prompt]]:
+    """Of each category, or of those, the first so many, in the order of the file. Errors: ConfigError for one that is
+    not there.
+    """
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt)
+    for name in categories:
+        if name not in found:
+            near = get_close_matches(name, found, 1)
+            fix = f"perhaps you meant {near[0]}" if near else "choose among these"
+            raise ConfigError("there is no such category", flag("categories"), name, ", ".join(found), fix)
+    return {name: found[name][:per_category] for name in categories or found}
+
+
+def _files(name: str) -> Sequence[Path | zipfile.Path]:
+    if own := files_of(name, [".txt"], READERS):
+        return own
+    kind, _, part = name.partition("/")
+    fix = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
+    what = f"{name} could not be fetched"
+    if name == "spec-bench":
+        return [_spec_bench(what, fix)]
+    if kind == "speed-bench":
+        return hub_files(*SPEED_BENCH, f"{part or 'qualitative'}/test-*.parquet", what, fix)
+    if kind == "longbench":
+        return _longbench(hub_files(*LONGBENCH, "data.zip", what, fix)[0], part)
+    is_folder = bool(name) and os.path.isdir(Path(name).expanduser())
+    seen = f"{name[:80]}: a folder without .txt files" if is_folder else name[:80] or "an empty name"
+    required = f"a .txt file, a folder of them, a .jsonl or .parquet file, or {NAMES}"
+    fix = "check the spelling and the working directory"
+    raise DataError("there are no prompts", flag("prompts"), seen, required, fix)
+
+
+def _longbench(archive: Path, task: str) -> list[zipfile.Path]:
+    """That task's file, or those of all but the `_e` ones, which are shorter selections of the same."""
+    try:
+        files = {path.name.removesuffix(".jsonl"): path for path in zipfile.Path(archive, "data/").iterdir()}
+    except (OSError, zipfile.BadZipFile) as error:
+        raise unreadable(archive, error, "LongBench's data.zip", "prompts") from None
+    chosen = [path for name, path in sorted(files.items()) if (name == task if task else not name.endswith("_e"))]
+    if not chosen:
+        fix = "name one of these"
+        raise DataError("LongBench has no such task", flag("prompts"), task or "none", ", ".join(sorted(files)), fix)
+    return chosen
+
+
+def _spec_bench(what: str, fix: str) -> Path:
+    """From GitHub, where it is published, once."""
+    if SPEC_BENCH_FILE.is_file() and sha256_of(SPEC_BENCH_FILE) == SPEC_BENCH_SHA256:
+        return SPEC_BENCH_FILE
+    url, required = SPEC_BENCH.format(revision=SPEC_BENCH_REVISION), f"the file with sha256 {SPEC_BENCH_SHA256}"
+    say(f"fetching {url}")
+    try:
+        with urlopen(url, timeout=60) as answer:
+            content = answer.read()
+    except (OSError, HTTPException) as error:
+        raise DataError(what, url, error, required, fix) from None
+    if (seen := hashlib.sha256(content).hexdigest()) != SPEC_BENCH_SHA256:
+        raise DataError(what, url, f"sha256 {seen}", required, fix)
+    with atomic_path(SPEC_BENCH_FILE) as partial:
+        partial.write_bytes(content)
+    return SPEC_BENCH_FILE
+
+
+def _prompt(row: object, path: Any, number: int) -> Prompt:
+    own: dict[str, Any] = row if isinstance(row, dict) else {}
+    said = own.get("prompt", own.get("turns"))
+    if said is None and "context" in own:
+        parts = own["context"], own.get("input") or ""
+        said = "\n\n".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else None
+    turns: list[Any] = said if isinstance(said, list) else [said]
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        seen = f"line {number}: {sorted(own) if isinstance(row, dict) else type(row).__name__}"
+        raise unreadable(path, seen, REQUIRED, "prompts")
+    id_, category = (next((own[key] for key in keys if own.get(key)), None) for keys in (ID_KEYS, CATEGORY_KEYS))
+    return Prompt(str(id_ or number), str(category or UNCATEGORISED), tuple(turns))
+
+
+READERS: dict[str, Callable[[Any], Iterable[tuple[int, object]]]] = {
+    ".txt": lambda path: enumerate(({"id": path.stem, "prompt": text} for text in read_text(path)), start=1),
+    ".jsonl": json_rows,
+    ".parquet": lambda path: parquet_rows(path, KEYS, REQUIRED, "prompts"),
+}

@@ -1,0 +1,250 @@
+"""What drafters gain on a prompt set, by category: conversations through the chat template, plain decoding beside each.
+
+    python reproduce/spec_bench.py --output reproduction/spec_bench.jsonl
+    python reproduce/spec_bench.py --prompts spec-bench --per_category 10 --drafters self standalone:DRAFT/model.pth
+
+A category is decoded turn by turn, --B conversations at a time: plainly, then by each drafter from the same prefilled
+state. A later turn follows plain decoding's answers, for all drafters the same; rows end at the model's end token. Each
+category appends a record to --output as it ends; one that has a record of the same flags there is not run again.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+from tyro.conf import arg
+
+import engine
+from common import cli
+from common.checkout import ROOT
+from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import append_or_put_off, publish, read_lines, require_appendable
+from common.provenance import provenance
+from common.tables import Column, console
+from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
+from engine.bench.draft_flags import draft_flags
+from engine.bench.prompt_sets import Prompt, by_category, load_prompts
+from engine.drafters.config import DrafterConfig, drafters
+from models.checkpoints.chat_template import ChatTemplate
+from reproduce.paper.columns import of
+from reproduce.paper.published import Record
+
+PROMPTS = "reproduce/prompts/question.jsonl"
+BENCHMARK, STANDALONE, ALL = "spec_bench", "standalone", "all"
+Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
+ALONE = draft_flags().KINDS
+# The bytes of a character that was cut off are read again as three tokens each.
+READ_AGAIN = 3
+# What says nothing of how a conversation is decoded; what rows that are summed share; what is summed.
+ELSEWHERE = ("output", "prompts", "categories", "per_category")
+SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
+SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "judged", "accepted", "emitted", "seconds")
+SUMMED += ("baseline_emitted", "baseline_seconds")
+COLUMNS = [
+    *(Column("drafter", "drafter", align="<"), *of("gamma", "draft_budget"), Column("category", "category", align="<")),
+    *(Column("sequences", "prompts"), *of("acceptance_rate", "mean_accepted_length", "baseline_tokens_per_second")),
+    *of("decode_tokens_per_second", "speedup", "identical"),
+]
+
+
+@dataclass(frozen=True)
+class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"draft": "--drafters", "draft_model": "--drafters"}
+
+    target: Target = field(default_factory=Target)
+    sampling: Sampling = field(default_factory=Sampling)
+    output: Output = field(default_factory=Output)
+    draft: Draft = field(default_factory=Draft)
+    prompts: Annotated[str | None, arg(help_behavior_hint=f"(default: {PROMPTS})")] = None
+    """a .jsonl or .parquet file of conversations, or a known set (spec-bench, speed-bench/SPLIT, longbench/TASK)"""
+    categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None
+    """only these"""
+    per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
+    """conversations of each, the first ones"""
+    drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
+    """what drafts: names, or standalone:CHECKPOINT for a draft model; each has the draft flags that it takes"""
+    B: int = 8
+    """conversations decoded together"""
+    gen_len: int = 128
+    """new tokens of each turn, at most"""
+
+    def configs(self) -> dict[str, DrafterConfig]:
+        """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
+        if self.target.load_format == "dummy":
+            fix = f"leave out {flag('load_format')}"
+            raise ConfigError(
+                "random weights have nothing to say", flag("load_format"), "dummy", "a trained model", fix
+            )
+        sampled = self.sampling.temperature > 0 and self.sampling.verification != "coupled"
+        names = self.drafters or [name for name, kind in ALONE.items() if not (sampled and kind.needs_baseline)]
+        chosen = {name: _chosen(name) for name in names}
+        if given := [name for name, value in self.draft.given().items() if value == AUTO]:
+            fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
+            raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, given)), AUTO, "a number", fix)
+        configs = self.draft.variants(*chosen.values())
+        require_at_least("gamma", min(int(config.gamma) for config in configs), 1)
+        return dict(zip(chosen, configs, strict=True))
+
+    def cell(self, category: Sequence[Prompt]) -> str:
+        """16 digits of what is run: these conversations, and all flags that have a say in how."""
+        own = {name: value for name, value in asdict(self).items() if name not in ELSEWHERE}
+        said = json.dumps([own, [asdict(prompt) for prompt in category]], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _chosen(name: str) -> dict[str, str]:
+    kind, _, path = name.partition(":")
+    if kind == STANDALONE and path:
+        return {"draft": kind, "draft_model": path}
+    if name not in ALONE:
+        near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
+        required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"
+        fix = f"perhaps you meant {near[0]}{':CHECKPOINT' if near[0] == STANDALONE else ''}" if near else fix
+        raise ConfigError("there is no such drafter", flag("drafters"), name, required, fix)
+    return {"draft": name}
+
+
+def open_session(flags: Flags, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]]) -> engine.Session:
+    """With room for prompts of those lengths, and for every drafter. Errors: UserError."""
+    from engine.bench.plan import resolve
+    from engine.bench.resolved import largest_draft
+
+    sizes, rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
+    run = RunConfig(flags.target, sizes=sizes, rows=rows, sampling=flags.sampling, output=flags.output)
+    for draft in configs:  # all are checked before anything is loaded
+        resolve(replace(run, draft=draft), ids)
+    models = [draft for draft in configs if draft.name == STANDALONE]  # which a session has to be opened with
+    most = largest_draft(models or configs, flags.target, replace(sizes, prefix_len=max(map(len, ids))))
+    most = replace(most, gamma=max(int(draft.gamma) for draft in configs))
+    return engine.Session.of_plan(resolve(replace(run, draft=most), ids))
+
+
+def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
+    """The last turn's prompt, with as many tokens as the answers before it may have."""
+    said = [{"role": "user", "content": turn} for turn in prompt.turns]
+    empty = {"role": "assistant", "content": ""}
+    ids = template.encode([*chain.from_iterable((turn, empty) for turn in said[:-1]), said[-1]])
+    return ids + ids[:1] * (READ_AGAIN * gen_len * (len(said) - 1))
+
+
+def converse(
+    session: engine.Session, template: ChatTemplate, drafts: Mapping[str, engine.Session], category: Sequence[Prompt]
+) -> dict[str, Record]:
+    """What each drafter did beside plain decoding, over all turns of a category."""
+    from engine.bench import passes
+
+    name, n_rows, talks = category[0].category, session.plan.n_rows, [[] for _ in category]
+    batches = {draft: [] for draft in drafts}
+    built = {draft: own.drafter() for draft, own in drafts.items() if not own.draft.config.needs_baseline}
+    for turn in range(max(len(prompt.turns) for prompt in category)):
+        going = [row for row, prompt in enumerate(category) if turn < len(prompt.turns)]
+        for rows in (going[start : start + n_rows] for start in range(0, len(going), n_rows)):
+            for row in rows:
+                talks[row].append({"role": "user", "content": category[row].turns[turn]})
+            prompts = [template.encode(talks[row]) for row in rows]
+            plain = passes.decode(replace(session, prompts=prompts), f"{name}, plain")
+            for draft, own in drafts.items():
+                drafter = built.get(draft) or own.drafter(texts=plain.tokens)
+                drafted = passes.decode(replace(own, prompts=prompts), f"{name}, {draft}", drafter)
+                batches[draft].append(counted(plain, drafted, session.sampling.reproducible))
+            for row, tokens in zip(rows, plain.tokens, strict=True):
+                talks[row].append({"role": "assistant", "content": template.tokenizer.decode(tokens)})
+    return {draft: summed(parts) for draft, parts in batches.items()}
+
+
+def counted(plain: engine.GenerateOutput, drafted: engine.GenerateOutput, comparable: bool) -> Record:
+    """What is summed of a batch; seconds are of decoding alone, to its last row."""
+    from engine.bench.record import COUNTED, identical_rows
+
+    counts, before = drafted.stats.counts, plain.stats
+    return {
+        "sequences": len(drafted.tokens),
+        "identical_sequences": identical_rows(plain.tokens, drafted.tokens) if comparable else None,
+        "rounds": counts.rounds,
+        **{name: getattr(counts, COUNTED[name]) for name in ("drafted", "judged", "accepted", "emitted")},
+        "seconds": drafted.stats.decode_seconds,
+        "baseline_emitted": before.counts.emitted,
+        "baseline_seconds": before.decode_seconds,
+    }
+
+
+def summed(parts: Sequence[Record]) -> Record:
+    """Several as one, with its rates."""
+    from engine.bench.record import ratio
+
+    sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
+    plain, drafted = (ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
+    rates = {"acceptance_rate": ratio(sums["accepted"], sums["judged"]), "speedup": ratio(drafted, plain)}
+    rates |= {"mean_accepted_length": ratio(sums["emitted"], sums["rounds"])}
+    return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
+
+
+def table_rows(records: Iterable[Record]) -> list[Record]:
+    """A drafter's categories together, and last what they sum up to."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        for row in record["rows"]:
+            one = {name: (record | row)[name] for name in (*SHARED, "category", *row)}
+            groups.setdefault(str([one[name] for name in SHARED]), []).append(one)
+    with_sums = ([*group, summed(group) | {"category": ALL}] if len(group) > 1 else group for group in groups.values())
+    return list(chain.from_iterable(with_sums))
+
+
+def measure(
+    flags: Flags,
+    configs: Mapping[str, DrafterConfig],
+    waiting: Mapping[str, Sequence[Prompt]],
+    put_off: list[Exception],
+) -> Iterable[Record]:
+    """A record of each category, appended to the output. Errors: UserError."""
+    from engine.bench.record import record_of, rounded
+    from engine.bench.resolved import option_names
+    from engine.bench.settings import settings_record
+    from models.checkpoints.model_source import find_model
+
+    stored, options = flags.target, ("draft_model", "gamma", "draft_policy", *option_names())
+    template = find_model(stored.model, stored.load_format, stored.model_name, flag("model")).chat_template()
+    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
+    session = open_session(flags, list(configs.values()), ids)
+    plain, drafts = session.variant(draft=None), {name: session.variant(draft=one) for name, one in configs.items()}
+    settings = {name: settings_record(one) for name, one in drafts.items()}
+    own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in drafts}
+    for cell, prompts in waiting.items():
+        rows = [own[name] | seen for name, seen in converse(plain, template, drafts, prompts).items()]
+        named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
+        record = record_of(BENCHMARK, plain, rounded(named | {"conversations": len(prompts), "rows": rows}), options)
+        append_or_put_off(flags.output.output, record, put_off)
+        yield record
+
+
+def main(flags: Flags) -> None:
+    from engine.bench.record import rounded
+
+    if flags.per_category is not None:
+        require_at_least("per_category", flags.per_category, 1)
+    require_appendable(flags.output.output)
+    configs = flags.configs()
+    prompts = load_prompts(flags.prompts or str(ROOT / PROMPTS))
+    asked = by_category(prompts, flags.categories or (), flags.per_category)
+    cells, put_off = {flags.cell(prompts): prompts for prompts in asked.values()}, []
+    lines = [line for _, line in read_lines(flags.output.output)] if flags.output.output else []
+    done = {line["cell"]: line for line in lines if isinstance(line, dict) and line.get("benchmark") == BENCHMARK}
+    if waiting := {cell: prompts for cell, prompts in cells.items() if cell not in done}:
+        done |= {record["cell"]: record for record in measure(flags, configs, waiting, put_off)}
+    rows = rounded(table_rows(done[cell] for cell in cells))
+    summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
+    publish(None, summary, console(rows, COLUMNS), put_off=put_off)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

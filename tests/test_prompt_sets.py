@@ -1,0 +1,187 @@
+"""Prompt sets: their formats, from files and by name, what is refused, and the set of this project."""
+
+import hashlib
+import json
+import zipfile
+from collections import Counter
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from programs import ROOT
+from test_data import snapshot
+
+from common.errors import ConfigError, DataError
+from engine.bench import prompt_sets
+from engine.bench.prompt_sets import LONGBENCH, SPEED_BENCH, Prompt, by_category, load_prompts
+
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."], "reference": ["no", "yes"]},
+    {"question_id": 241, "category": "qa", "turns": ["Who?"]},
+]
+SPEED = {"question_id": "a", "category": "rag", "sub_category": "s", "turns": ["One.", "Two."], "source": "x"}
+SPEED |= {"src_id": "7", "difficulty": "easy", "multiturn": True}
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+MASKED = SPEED | {"question_id": "b", "turns": [PLACEHOLDER]}
+OWN = ROOT / "reproduce" / "prompts" / "question.jsonl"
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_spec_bench_keeps_all_turns(tmp_path: Path) -> None:
+    found = load_prompts(str(jsonl(tmp_path / "question.jsonl", SPEC_BENCH)))
+    assert found == [Prompt("81", "writing", ("Write a letter.", "Shorter.")), Prompt("241", "qa", ("Who?",))]
+
+
+def test_longbench_asks_behind_its_context(tmp_path: Path) -> None:
+    rows = [
+        {"_id": "x1", "dataset": "hotpotqa", "context": "A text.", "input": "Whose?", "answers": ["his"], "length": 2},
+        {"dataset": "gov_report", "context": "A report.", "input": "", "answers": [], "length": 2},
+    ]
+    found = load_prompts(str(jsonl(tmp_path / "tasks.jsonl", rows)))
+    assert found == [Prompt("x1", "hotpotqa", ("A text.\n\nWhose?",)), Prompt("3", "gov_report", ("A report.",))]
+
+
+def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, capsys) -> None:
+    found = load_prompts(str(parquet(tmp_path / "test.parquet", [MASKED, SPEED, MASKED])))
+    assert found == [Prompt("a", "rag", ("One.", "Two."))]
+    assert "2 of 3 prompts" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"are placeholders[\s\S]*2 of 2 prompts[\s\S]*prepare_data\.py"):
+        load_prompts(str(parquet(tmp_path / "none.parquet", [MASKED, MASKED])))
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([{"turns": ["a"]}, {"turns": []}], r"line 3: \['turns'\]"),
+        ([{"turns": ["a"]}, {"turns": ["b", 3]}], r"line 3: \['turns'\]"),
+        ([{"prompt": None}], r"line 1: \['prompt'\]"),
+        ([{"context": "c", "input": 5}], r"line 1: \['context', 'input'\]"),
+        ([{"prompt": "a"}, "b"], r"line 3: str"),
+        ([{"turns": ["a", " \n"]}], r"a prompt is empty[\s\S]*prompt 0 of 1"),
+        ([{"prompt": "a"}, {"context": ""}], r"a prompt is empty[\s\S]*prompt 1 of 2"),
+        ([], "an empty file"),
+    ],
+)
+def test_a_line_without_prompts_is_named(tmp_path: Path, rows, said) -> None:
+    with pytest.raises(DataError, match=said):
+        load_prompts(str(jsonl(tmp_path / "bad.jsonl", rows)))
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([{"question": "a", "answer": "b"}], r"columns \['question', 'answer'\]"),
+        ([{"category": "a"}], r"line 1: \['category'\]"),
+        ([SPEED, SPEED | {"turns": None}], r"line 2: \["),
+    ],
+)
+def test_a_parquet_file_of_other_columns_is_refused(tmp_path: Path, rows, said) -> None:
+    with pytest.raises(DataError, match=rf"file of prompts cannot be read[\s\S]*{said}"):
+        load_prompts(str(parquet(tmp_path / "bad.parquet", rows)))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not")
+    with pytest.raises(DataError, match=r"file of prompts cannot be read[\s\S]*a parquet file"):
+        load_prompts(str(tmp_path / "bad.parquet"))
+
+
+@pytest.mark.parametrize(
+    "name, split", [("speed-bench", "qualitative"), ("speed-bench/throughput_8k", "throughput_8k")]
+)
+def test_speed_bench_comes_from_the_hub(snapshot, name: str, split: str) -> None:
+    folder, calls = snapshot
+    for one in ("qualitative", "throughput_8k"):
+        parquet(folder / one / "test-00000-of-00001.parquet", [SPEED | {"question_id": one}])
+    assert [prompt.id for prompt in load_prompts(name)] == [split]
+    wanted = {"repo_type": "dataset", "revision": SPEED_BENCH[1], "allow_patterns": f"{split}/test-*.parquet"}
+    assert calls == [(SPEED_BENCH[0], wanted)]
+    with pytest.raises(DataError, match=r"speed-bench/other could not be fetched[\s\S]*other/test-\*\.parquet"):
+        load_prompts("speed-bench/other")
+
+
+def test_longbench_comes_from_the_hub_task_by_task(snapshot) -> None:
+    folder, calls = snapshot
+    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
+        for task in ("trec", "hotpotqa", "hotpotqa_e"):
+            row = {"_id": task, "dataset": task.removesuffix("_e"), "context": "c", "input": "i"}
+            archive.writestr(f"data/{task}.jsonl", json.dumps(row) + "\n")
+    assert [prompt.id for prompt in load_prompts("longbench/hotpotqa_e")] == ["hotpotqa_e"]
+    assert [prompt.id for prompt in load_prompts("longbench")] == ["hotpotqa", "trec"]
+    assert calls[0][0] == LONGBENCH[0] and calls[0][1]["allow_patterns"] == "data.zip"
+    with pytest.raises(DataError, match=r"no such task[\s\S]*hotpotqua\n[\s\S]*hotpotqa, hotpotqa_e, trec"):
+        load_prompts("longbench/hotpotqua")
+    (folder / "data.zip").write_bytes(b"PK not a zip")
+    with pytest.raises(DataError, match=r"data\.zip"):
+        load_prompts("longbench")
+
+
+def test_spec_bench_is_fetched_once_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, asked = jsonl(tmp_path / "there.jsonl", SPEC_BENCH).read_bytes(), []
+
+    def answer(url: str, timeout: float) -> BytesIO:
+        asked.append(url)
+        if len(asked) == 1:
+            raise URLError("no route")
+        return BytesIO(content)
+
+    monkeypatch.setattr(prompt_sets, "urlopen", answer)
+    monkeypatch.setattr(prompt_sets, "SPEC_BENCH_FILE", tmp_path / "data" / "question.jsonl")
+    for said in ("no route", "sha256 [0-9a-f]{64}\n"):
+        with pytest.raises(DataError, match=rf"spec-bench could not be fetched[\s\S]*{said}"):
+            load_prompts("spec-bench")
+        assert not prompt_sets.SPEC_BENCH_FILE.exists()
+    monkeypatch.setattr(prompt_sets, "SPEC_BENCH_SHA256", hashlib.sha256(content).hexdigest())
+    assert [load_prompts("spec-bench")[i].id for i in (0, 1)] == ["81", "241"]
+    assert len(asked) == 3 and prompt_sets.SPEC_BENCH_REVISION in asked[0]
+
+
+def test_a_file_of_a_sets_name_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "longbench").mkdir()
+    (tmp_path / "longbench" / "own.txt").write_text("My own.")
+    assert load_prompts("longbench") == [Prompt("own", "uncategorised", ("My own.",))]
+
+
+def test_categories_are_chosen_and_cut() -> None:
+    prompts = [Prompt(str(i), category, ("t",)) for i, category in enumerate(["b", "math", "b", "coding", "math", "b"])]
+    ids = {name: [one.id for one in each] for name, each in by_category(prompts).items()}
+    assert ids == {"b": ["0", "2", "5"], "math": ["1", "4"], "coding": ["3"]} and list(ids) == ["b", "math", "coding"]
+    chosen = by_category(prompts, ["coding", "b"], 2)
+    assert [(name, len(each)) for name, each in chosen.items()] == [("coding", 1), ("b", 2)]
+    said = r"no such category[\s\S]*maths[\s\S]*b, math, coding[\s\S]*perhaps you meant math"
+    with pytest.raises(ConfigError, match=said):
+        by_category(prompts, ["b", "maths"])
+    with pytest.raises(ConfigError, match="choose among these"):
+        by_category(prompts, ["zzz"])
+
+
+def test_the_projects_own_set_is_what_its_page_says() -> None:
+    """80 conversations in 11 categories, no text twice."""
+    rows = [json.loads(line) for line in OWN.read_text(encoding="utf-8").splitlines()]
+    prompts = load_prompts(str(OWN))
+    assert len(prompts) == len(rows) == 80 and all(set(row) == {"question_id", "category", "turns"} for row in rows)
+    sizes = Counter(prompt.category for prompt in prompts)
+    larger = {"coding": 8, "summarization": 8, "rag": 8}
+    others = ["writing", "roleplay", "reasoning", "math", "extraction", "stem", "humanities", "translation"]
+    assert sizes == dict.fromkeys(others, 7) | larger
+    turns = [turn for prompt in prompts for turn in prompt.turns]
+    assert len(turns) == len({" ".join(turn.split()).lower() for turn in turns}) == 112
+    assert all(turn == turn.strip() and len(turn) >= 40 for turn in turns)
+    assert len({prompt.id for prompt in prompts}) == 80 and [len(prompt.turns) for prompt in prompts].count(2) == 32
+    page = (OWN.parent / "README.md").read_text(encoding="utf-8")
+    assert all(number in page for number in ("80 conversations", "32 have a second turn", "112 prompts", "Apache-2.0"))
+
+
+__all__ = ["snapshot"]

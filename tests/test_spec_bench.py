@@ -1,0 +1,179 @@
+"""Prompt sets through drafters: conversations, sums by category, and what a second run leaves alone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Ended, run
+from published_runs import ORIGIN, write
+
+from engine.bench import passes
+from reproduce.paper.columns import NONE
+from reproduce.performance_page import page
+from reproduce.spec_bench import table_rows
+
+TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}[a]{% endif %}"
+# Categories of one to three prompts of different lengths, which do not all go on.
+ROWS: list[tuple[str, list[str]]] = [
+    ("math", ["What is 3 + 4 + 3 + 4?", "Why?"]),
+    ("letters", ["a b a b a b a b a b a b", "b a"]),
+    ("math", ["No."]),
+    ("math", ["One and one and one and one", "and one?"]),
+    ("end", ["xyzxyzxyzxyz"]),
+]
+GAMMA, GEN_LEN = 2, 10
+DRAFTERS = ["ngram", "oracle", "self"]
+Prompts = list[tuple[str, list[list[int]]]]
+
+
+@pytest.fixture
+def talking(checkpoint: Path, tmp_path: Path) -> Path:
+    """The tiny model with a chat template."""
+    folder = tmp_path / "talking"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def bench(talking: Path, tmp_path: Path) -> Callable[..., Ended]:
+    """Runs the program on those conversations."""
+    rows = [{"question_id": i, "category": name, "turns": turns} for i, (name, turns) in enumerate(ROWS)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = f"--model {talking} --prompts {tmp_path / 'set.jsonl'} --device cpu --dtype float64 --gen_len {GEN_LEN}"
+    flags += f" --gamma {GAMMA} --B 2 --output {tmp_path / 'out.jsonl'}"
+    return lambda more="": run("reproduce/spec_bench.py", f"{flags} {more}".split())
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]], Any]]:
+    """What was decoded: the name of the pass, its prompts, its output."""
+    calls: list[tuple[str, list[list[int]], Any]] = []
+    original = passes.decode
+
+    def decode(session: Any, name: str, *rest: Any) -> Any:
+        calls.append((name, session.prompts, original(session, name, *rest)))
+        return calls[-1][2]
+
+    monkeypatch.setattr(passes, "decode", decode)
+    return calls
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_category_has_a_record_and_every_row_is_plain_decodings(bench, tmp_path: Path) -> None:
+    """The counts are those of rows that differ, over turns and batches; the oracle is always right."""
+    ended = bench()
+    records = lines(tmp_path / "out.jsonl")
+    assert [record["category"] for record in records] == ["math", "letters", "end"]
+    assert [record["conversations"] for record in records] == [3, 1, 1]
+    for record, n_turns in zip(records, (5, 2, 1), strict=True):
+        assert [row["drafter"] for row in record["rows"]] == DRAFTERS and record["dataset"] is None
+        for row in record["rows"]:
+            assert row["sequences"] == row["identical_sequences"] == n_turns and row["gamma"] == GAMMA
+            assert row["emitted"] == row["baseline_emitted"] <= n_turns * (GEN_LEN - 1)
+            assert row["acceptance_rate"] is None or row["acceptance_rate"] == round(row["accepted"] / row["judged"], 4)
+        assert record["rows"][1]["acceptance_rate"] in (1.0, None)
+    rows = ended.record["rows"]
+    assert [(row["drafter"], row["category"]) for row in rows] == [
+        (drafter, category) for drafter in DRAFTERS for category in ("math", "letters", "end", "all")
+    ]
+    for first in (0, 4, 8):
+        *parts, whole = rows[first : first + 4]
+        for name in ("sequences", "identical_sequences", "rounds", "drafted", "judged", "accepted", "emitted"):
+            assert whole[name] == sum(part[name] for part in parts)
+        assert whole["mean_accepted_length"] == pytest.approx(whole["emitted"] / whole["rounds"], abs=1e-4)
+        assert 1 <= whole["mean_accepted_length"] <= GAMMA + 1 and whole["sequences"] == 8
+    assert len(ended.lines) == 13 and "identical rows" in ended.lines[0] and "8 of 8" in ended.lines[-1]
+
+
+@pytest.mark.parametrize("sampling", ["", "--temperature 1.5 --seed 3 --top_k 40"])
+def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talking: Path, sampling: str) -> None:
+    """For every drafter, also where its own samples were others; rows whose conversation has ended are left out."""
+    from models.checkpoints.model_source import find_model
+
+    template = find_model(str(talking), "pth", None, "--model").chat_template()
+    ended = bench(f"--categories math letters {sampling}")
+    assert ended.code == 0, ended.err
+    drafters = [name for name in DRAFTERS if not sampling or name != "oracle"]
+    names = [name for name, *_ in decoded]
+    assert names == [f"{c}, {d}" for c in ["math"] * 3 + ["letters"] * 2 for d in ("plain", *drafters)]
+    step = 1 + len(drafters)
+    batches = [decoded[start : start + step] for start in range(0, len(decoded), step)]
+    assert all(prompts == batch[0][1] for batch in batches for _, prompts, _ in batch)
+    answers = {}
+    for batch, asked in zip(batches, ([0, 2], [3], [0, 3], [1], [1]), strict=True):
+        plain = batch[0][2]
+        for row, prompt, tokens in zip(asked, batch[0][1], plain.tokens, strict=True):
+            turns, before = ROWS[row][1], answers.get(row)
+            talk = [{"role": "user", "content": turns[0]}]
+            if before is not None:
+                talk += [{"role": "assistant", "content": before}, {"role": "user", "content": turns[1]}]
+            assert prompt == template.encode(talk)
+            answers[row] = template.tokenizer.decode(tokens)
+    others = [output.tokens != batch[0][2].tokens for batch in batches for _, _, output in batch[1:]]
+    assert any(others) == bool(sampling)
+    assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
+
+
+def test_what_has_a_record_is_not_run_again(bench, decoded, tmp_path: Path) -> None:
+    """A category more is run alone; another flag is another run; a line of something else is left as it is."""
+    (tmp_path / "out.jsonl").write_text('{"benchmark": "other"}\n')
+    first = bench("--drafters ngram --categories end")
+    n_first = len(decoded)
+    both = bench("--drafters ngram --categories letters end")
+    assert {name for name, *_ in decoded[n_first:]} == {"letters, plain", "letters, ngram"}
+    assert both.record["rows"][1] == first.record["rows"][0]
+    n_both = len(decoded)
+    again = bench("--drafters ngram --categories end letters")
+    assert len(decoded) == n_both and "loading" not in again.err
+    assert [row["category"] for row in again.record["rows"]] == ["end", "letters", "all"]
+    bench("--drafters ngram --categories end --max_ngram 2")
+    assert len(decoded) == n_both + 2 and len(lines(tmp_path / "out.jsonl")) == 4
+    bench("--drafters ngram --categories math --per_category 2")
+    bench("--drafters ngram --categories math")
+    assert [line["conversations"] for line in lines(tmp_path / "out.jsonl")[4:]] == [2, 3]
+
+
+def test_a_draft_model_drafts_beside_the_others(bench, talking: Path) -> None:
+    """The target itself over all entries is always right; an option goes to the drafters that have it."""
+    ended = bench(f"--categories letters --drafters ngram standalone:{talking} --draft_policy full --max_ngram 2")
+    ngram, model = ended.record["rows"]
+    assert model["drafter"] == f"standalone:{talking}" and model["draft_model"] == "talking"
+    options = [(row["max_ngram"], row["draft_policy"]) for row in (ngram, model)]
+    assert options == [(2, None), (None, "full")]
+    assert model["acceptance_rate"] == 1.0 and model["identical_sequences"] == model["sequences"] == 2
+
+
+def record(category: str, drafter: str, accepted: int, seconds: float, **other: Any) -> dict[str, Any]:
+    row = {"drafter": drafter, "gamma": 3, "draft_budget": None, "sequences": 4, "identical_sequences": 4}
+    row |= {"rounds": 10, "drafted": 30, "judged": 20, "accepted": accepted, "emitted": 10 + accepted}
+    row |= {"seconds": seconds, "baseline_emitted": 10 + accepted, "baseline_seconds": 2.0}
+    setting = {"model": "M", "prompts": "p.jsonl", "B": 8, "gen_len": 64, "verification": "greedy", "temperature": 0.0}
+    named = {"benchmark": "spec_bench", "cell": category, "category": category}
+    return ORIGIN | named | setting | {"rows": [row]} | other
+
+
+def test_categories_are_summed_by_tokens_and_settings_apart() -> None:
+    one, two = record("a", "self", 10, 1.0), record("b", "self", 2, 4.0)
+    apart = record("a", "self", 10, 1.0, B=1)
+    rows = table_rows([one, apart, two])
+    assert [(row["B"], row["category"]) for row in rows] == [(8, "a"), (8, "b"), (8, "all"), (1, "a")]
+    whole = rows[2]
+    assert whole["acceptance_rate"] == 12 / 40 and whole["mean_accepted_length"] == 32 / 20
+    assert whole["speedup"] == pytest.approx((32 / 5) / (32 / 4)) and whole["identical_sequences"] == 8
+
+
+def test_the_page_shows_the_last_record_of_each_category(tmp_path: Path) -> None:
+    assert f"Speculation by category of prompts: {NONE}" in page(tmp_path)
+    records = record("a", "self", 1, 9.0), record("a", "self", 10, 1.0), record("b", "self", 2, 4.0)
+    write(tmp_path / "spec_bench.jsonl", *records)
+    text = page(tmp_path)
+    assert "| M | 8 | self | 3 | - | a | 4 | " in text and text.count("| M | 8 | self |") == 3
+    assert "| all | 8 | 0.300 | 1.60 | 8.0 | 6.4 | 0.80* | 8 of 8 |" in text and "spec_bench.jsonl" in text
