@@ -6,9 +6,11 @@ from typing import Any
 from common import cli
 from engine.terminal.chat import Chat
 from engine.terminal.compare import Compare
+from engine.terminal.eval import Eval
+from engine.terminal.latency import Latency
 
 # Each in a file of its own: a class of flags, in lower case the subcommand's name, with a method `run`.
-SUBCOMMANDS: Any = Compare | Chat
+SUBCOMMANDS: Any = Compare | Latency | Eval | Chat
 
 if __name__ == "__main__":
     cli.run_alone(methodcaller("run"), SUBCOMMANDS)

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import tyro
 from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
@@ -29,12 +29,18 @@ STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "us
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it; each class of a union is a subcommand. `kind.FLAGS`,
-    if any: what it calls fields of a run that have another name elsewhere. `end`: what turns a user's errors into exit
-    codes, as `exit_on_user_error`.
+    """Read a `kind` from the command line and run `main` with it; each class of a union is a subcommand. `FLAGS` of the
+    one that was read, if any: what it calls fields of a run that have another name elsewhere. `end`: what turns a
+    user's errors into exit codes, as `exit_on_user_error`.
     """
-    flags = {name: own for one in get_args(kind) or [kind] for name, own in getattr(one, "FLAGS", {}).items()}
-    end(lambda: main(read(kind)), flags)
+    flags: dict[str, str] = {}
+
+    def read_and_run() -> None:
+        config = read(kind)
+        flags.update(getattr(config, "FLAGS", {}))
+        main(config)
+
+    end(read_and_run, flags)
 
 
 def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:

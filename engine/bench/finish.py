@@ -71,12 +71,12 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
     return (
         f"{record['model']}, {record['device']}, {record['dtype']}{weights}{entries}"
         f"{where}{_drafting(session)}: {plan.n_rows} rows at a time{of_each}, "
-        f"{prompts} prompt tokens, {plan.gen_len} new tokens each; {_sampling(record)}; "
+        f"{prompts} prompt tokens, {plan.gen_len} new tokens each; {sampling_text(record)}; "
         f"prefill {record['prefill_seconds']:.1f} s"
     )
 
 
-def _sampling(record: dict[str, Any]) -> str:
+def sampling_text(record: dict[str, Any]) -> str:
     """The verification mode, and what it samples by."""
     if not record["temperature"]:
         return record["verification"]

@@ -13,9 +13,9 @@ from engine.bench.session import Session
 from engine.requests import Progress, Request
 
 
-def progress_bar(name: str, total: int | None, shown: bool = True) -> tqdm:
+def progress_bar(name: str, total: int | None, shown: bool = True, unit: str = "tok") -> tqdm:
     """Of tokens; without a total it shows how many there were."""
-    named = {"desc": f"{name:<12}", "unit": "tok"}
+    named = {"desc": f"{name:<12}", "unit": unit}
     return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (shown and is_leader()), **named)
 
 

@@ -12,6 +12,7 @@ from engine.bench.draft_flags import draft_flags
 from engine.drafters.config import DrafterConfig, drafters
 
 NAMES = [*draft_flags().KINDS]
+DRAFT_HELP = f"{', '.join(NAMES)}, or a smaller model's converted checkpoint"
 EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 
 
@@ -29,9 +30,7 @@ class PositionalTarget(Target):
 class Draft(EveryDraft):
     """What drafts, and how."""
 
-    draft: Positional[
-        Annotated[str, arg(metavar="[DRAFT]", help=f"{', '.join(NAMES)}, or a smaller model's converted checkpoint")]
-    ] = "self"
+    draft: Positional[Annotated[str, arg(metavar="[DRAFT]", help=DRAFT_HELP)]] = "self"
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Errors: ConfigError also for a draft that there is not, and where nothing would be drafted."""

@@ -1,0 +1,79 @@
+"""Plain decoding and speculation of the same prompts in turn, so that a busy machine hits both; what tokens take."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError, flag
+from engine.bench.auto_costs import costs_of
+from engine.bench.config import RunConfig
+from engine.bench.passes import make_pacing, warm_up
+from engine.bench.plan import Plan, resolve
+from engine.bench.progress import progress_bar
+from engine.bench.record import rounded
+from engine.bench.session import Session
+from engine.bench.settings import settings_record
+from engine.contention import contention, usage_so_far
+from engine.decoding import GenerateOutput
+from engine.stats import total
+from engine.terminal.texts import text_target
+
+
+def plan_of(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
+    """As `resolve`. Errors: UserError, also for random weights, and for a draft that has to know beforehand what plain
+    decoding makes of every prompt."""
+    text_target(config)
+    if config.draft and config.draft.needs_baseline:
+        what, where, fix = "both ways decode a few prompts in turn", flag("draft"), "use tests/selfspec_benchmark.py"
+        raise ConfigError(what, where, config.draft.name, "a draft that plain decoding need not come before", fix)
+    return resolve(config, texts)
+
+
+def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
+    """What plain decoding and speculation make of as many prompts at a time as there are rows, in the other order every
+    other time; the second starts from the state that the first prefilled. `how`: as of `generate`. Errors: UserError
+    for logits that are not finite.
+    """
+    n_rows, drafters = session.plan.n_rows, session.drafters()
+    warm_up(session, drafters)
+    costs = costs_of(session, drafters)
+    with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
+        for first in range(0, len(session.prompts), n_rows):
+            own, outputs = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first), {}
+            for drafts in (False, True)[:: -1 if first // n_rows % 2 else 1]:
+                pacing = make_pacing(own, drafters, costs) if drafts else None
+                outputs[drafts] = own.generate(pacing=pacing, **how)
+                outputs[drafts].require_finite("speculation" if drafts else "plain decoding")
+            bar.update(len(own.prompts))
+            yield outputs[False], outputs[True]
+
+
+def latencies(plan: Plan) -> list[dict[str, Any]]:
+    """A record of each way, plain decoding first, behind a first few prompts that warm up. The model is loaded for it,
+    when that of an earlier call is gone. Errors: UserError."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    session, before = Session.of_plan(plan), usage_so_far()
+    _, *counted = decode_in_turn(session)
+    contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
+    for own, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
+        named = {"model": own.name, "dataset": plan.dataset, "draft": own.draft and own.draft.kind}
+        rows.append({**named, **figures(outputs), "contended": contended, **settings_record(own)})
+    return rounded([row | {"speedup": rows[0]["median_ms"] / row["median_ms"]} for row in rows])
+
+
+def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
+    """What a row waits for a token, in ms: one value an output, the time of each round counted once for every row that
+    it decoded. Percentiles between two values are interpolated; tokens per second are of all rows. No prefill counts.
+    """
+    rounds = [one.stats.rounds for one in outputs]
+    ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
+    p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
+    counts = total([row for one in outputs for row in one.stats.rows])
+    rate = counts.emitted / sum(one.stats.decode_seconds for one in outputs)
+    found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
+    return found | {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}

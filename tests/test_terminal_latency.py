@@ -1,0 +1,132 @@
+"""`foretoken.py latency`: what is measured in which order, and what is made of it."""
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Ended, run
+
+from engine.bench import session as sessions
+from engine.decoding import GenerateOutput
+from engine.pacing import PLAIN
+from engine.stats import Counts, RoundStats, Stats
+from engine.terminal.in_turn import figures
+
+TICK = 0.001
+# Of a decoder's clock, between a round's beginning and its end.
+TICKS_A_ROUND = 2
+
+
+@dataclass
+class Clock:
+    """Moves on whenever it is looked at: every round takes as long."""
+
+    tick: float = TICK
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("engine.decoding.time", clock)
+    return clock
+
+
+@pytest.fixture
+def latency(checkpoint: Path, books: Path, clock: Clock):
+    """Runs it on so many targets, by that clock."""
+
+    def latency(flags: str, n_targets: int = 1) -> Ended:
+        sizes = "--gen_len 9 --dtype float64 --device cpu"
+        return run(
+            "foretoken.py", ["latency", *[str(checkpoint)] * n_targets, *f"--dataset {books} {sizes} {flags}".split()]
+        )
+
+    return latency
+
+
+def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
+    """Every draft is accepted: two rounds of four tokens behind the first one, or eight of one."""
+    ended = latency("--draft_policy full --nb_prompts 3 --quantize int8 int4 int8", n_targets=2)
+    rows = ended.record["rows"]
+    assert [(row["quantize"], row["draft"]) for row in rows] == [
+        (scheme, draft) for scheme in (None, "int8", "int4") for draft in (None, "self")
+    ] * 2
+    ms = 1e3 * TICK * TICKS_A_ROUND
+    for plain, speculative in zip(rows[::2], rows[1::2], strict=True):
+        assert (plain["median_ms"], plain["p90_ms"], plain["spread_ms"]) == pytest.approx((ms, ms, 0))
+        assert (plain["speedup"], plain["acceptance_rate"], plain["gamma"]) == (1, None, 0)
+        assert (speculative["median_ms"], speculative["tokens_per_second"]) == pytest.approx((ms / 4, 4e3 / ms))
+        assert (speculative["speedup"], speculative["acceptance_rate"]) == (4, 1)
+        assert len(speculative["ms_per_token"]) == 3
+    table = [line.split() for line in ended.lines if " self " in line]
+    assert [cells[1] for cells in table] == ["float64", "int8", "int4"] * 2
+    assert table[2][2:] == ["self", "0.5", "0.5", "0.0", "2000.0", "4.00", "1.000"]
+
+
+def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
+    latency, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later prompts are slower."""
+    calls: list[tuple[int, str]] = []
+    generate = sessions.Session.generate
+
+    def logged(session: sessions.Session, *args: Any, **how: Any) -> GenerateOutput:
+        clock.tick = TICK * session.numbered_from
+        calls.append((session.numbered_from, "speculative" if how["pacing"] else "plain"))
+        return generate(session, *args, **how)
+
+    monkeypatch.setattr(sessions.Session, "generate", logged)
+    record = latency("--nb_prompts 3 --B 2 --draft ngram").record
+    ways = ("plain", "speculative")
+    assert calls == [(2 * turn, way) for turn in range(4) for way in ways[:: -1 if turn % 2 else 1]]
+    plain, speculative = record["rows"]
+    assert plain["ms_per_token"] == pytest.approx([1e3 * TICK * TICKS_A_ROUND * first for first in (2, 4, 6)])
+    assert len(speculative["ms_per_token"]) == 3
+    assert (record["B"], plain["draft"], speculative["max_ngram"]) == (2, None, 3)
+
+
+def test_a_model_is_gone_before_the_next_one_is_loaded(latency, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref] = []
+    load = sessions.load_target
+
+    def watched(*args: Any) -> Any:
+        assert not [one for one in loaded if one() is not None]
+        model = load(*args)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(sessions, "load_target", watched)
+    assert latency("--nb_prompts 1 --quantize int8", n_targets=2).code == 0 and len(loaded) == 4
+
+
+def decoded(*rounds: tuple[float, int, int]) -> GenerateOutput:
+    """Of rounds with so many seconds, rows and emitted tokens."""
+    stats = tuple(RoundStats(seconds, busy, emitted, PLAIN) for seconds, busy, emitted in rounds)
+    counts = Counts(rounds=sum(one.busy for one in stats), emitted=sum(one.emitted for one in stats))
+    return GenerateOutput([], [], [], Stats((counts,), (stats,), 0.0))
+
+
+def test_percentiles_are_of_prompts_and_tokens_per_second_of_all() -> None:
+    """One prompt in 11 is slow; between values, percentiles are interpolated."""
+    row = figures([decoded((0.002 * place, 1, 2)) for place in (10, *range(1, 10), 100)])
+    assert row["ms_per_token"] == pytest.approx([10, *range(1, 10), 100])
+    assert (row["median_ms"], row["p90_ms"], row["spread_ms"]) == pytest.approx((6, 10, 8))
+    assert row["tokens_per_second"] == pytest.approx(22 / (0.002 * 155))
+    few = figures([decoded((place, 1, 1000)) for place in (1, 2)])
+    assert (few["median_ms"], few["p90_ms"], few["spread_ms"]) == pytest.approx((1.5, 1.9, 0.8))
+    assert figures([decoded((1, 1, 1000))])["spread_ms"] == 0
+
+
+def test_every_row_waits_for_a_round() -> None:
+    """Three rows, one of which ends early: each of the others has 4 tokens after 3 ms."""
+    row = figures([decoded((0.001, 3, 6), (0.002, 2, 4))])
+    assert row["median_ms"] == pytest.approx((3 * 1 + 2 * 2) / 10) and row["tokens_per_second"] == pytest.approx(
+        10 / 0.003
+    )
