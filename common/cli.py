@@ -33,7 +33,7 @@ def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main,
     one that was read, if any: what it calls fields of a run that have another name elsewhere. `end`: what turns a
     user's errors into exit codes, as `exit_on_user_error`.
     """
-    flags: dict[str, str] = {}
+    flags = dict(getattr(kind, "FLAGS", {}))
 
     def read_and_run() -> None:
         config = read(kind)

@@ -76,9 +76,8 @@ class Decoder:
             raise ConfigError(what, "drafter, pacing", "both", "one of them", fix)
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
         self._verification, self._mode = verification, resolve_mode(verification, [])
-        self._filters = Filters()
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
-        self._waiting: deque[Request] = deque()
+        self._filters, self._waiting = Filters(), deque[Request]()
         # A row without a request idles: it stays parked at its last length, where its writes harm nobody.
         self._rows: list[Request | None] = [None] * runner.max_batch
         # Of each row: its length and its last two tokens.

@@ -116,17 +116,16 @@ def _chosen(name: str) -> dict[str, str]:
 
 def open_session(flags: Flags, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]]) -> engine.Session:
     """With room for prompts of those lengths, and for every drafter. Errors: UserError."""
-    from engine.bench.plan import resolve
-    from engine.bench.resolved import largest_draft
+    from engine.bench.plan import resolve, resolve_several
 
     sizes, rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
     run = RunConfig(flags.target, sizes=sizes, rows=rows, sampling=flags.sampling, output=flags.output)
     for draft in configs:  # all are checked before anything is loaded
         resolve(replace(run, draft=draft), ids)
+    gamma = max(int(draft.gamma) for draft in configs)
     models = [draft for draft in configs if draft.name == STANDALONE]  # which a session has to be opened with
-    most = largest_draft(models or configs, flags.target, replace(sizes, prefix_len=max(map(len, ids))))
-    most = replace(most, gamma=max(int(draft.gamma) for draft in configs))
-    return engine.Session.of_plan(resolve(replace(run, draft=most), ids))
+    deepest = [replace(draft, gamma=gamma) for draft in models or configs]
+    return engine.Session.of_plan(resolve_several(run, deepest, "one", ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:

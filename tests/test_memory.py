@@ -16,17 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
+from engine.bench import memory
 from engine.bench.config import RankOptions, RunConfig, Sizes, Target
-from engine.bench.memory import (
-    CUDA_BYTES,
-    NCCL_BYTES,
-    Footprint,
-    MemoryPlan,
-    available_bytes,
-    captured_rows,
-    plan_memory,
-    require_memory,
-)
+from engine.bench.memory import Footprint, MemoryPlan, plan_memory, require_memory
 from engine.bench.plan import resolve_several
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
 from engine.cost_model.rehearsal import Rehearsal
@@ -131,7 +123,7 @@ def test_the_refusal_is_itemised_and_adds_up() -> None:
     items = re.findall(r"([a-zA-Z][a-zA-Z ]+) (\d+\.\d\d) GiB[,\n]", message.partition("cuda:1:")[2])
     sizes = {"weights": 6.0, "target KV": 8.0, "draft KV": 4.0, "logits": 2.0, "activations": 1.0}
     assert {name: float(size) for name, size in items} == sizes
-    assert 2**20 < available_bytes("cpu") < 2**50
+    assert 2**20 < memory.available_bytes("cpu") < 2**50
     for part in ("21.00 GiB for a batch of 4", "<= 12.00 GiB available", "use --B 1, the largest batch that fits"):
         assert part in message
 
@@ -217,8 +209,8 @@ def test_on_a_gpu_libraries_and_every_communicator_take_memory_of_their_own() ->
     each: Any = (("cpu", two_groups), ("cuda:0", {}), ("cuda:0", two_groups))
     on_cpu, alone, two = (plan_of(TINY, device=device, **groups) for device, groups in each)
     assert plan_of(TINY, device="cuda:0", **replicas) == two
-    assert on_cpu.fixed["CUDA and NCCL"] == 0 and alone.fixed["CUDA and NCCL"] == CUDA_BYTES
-    assert two.total(3) - alone.total(3) == 2 * NCCL_BYTES
+    assert on_cpu.fixed["CUDA and NCCL"] == 0 and alone.fixed["CUDA and NCCL"] == memory.CUDA_BYTES
+    assert two.total(3) - alone.total(3) == 2 * memory.NCCL_BYTES
     with pytest.raises(OutOfMemoryError, match=r"CUDA and NCCL 3\.98 GiB"):
         require_memory(two, 1, 0, "cuda:0")
 
@@ -304,4 +296,4 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
     for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
-        assert captured_rows(run_of(TINY, **on_cuda | changes)) == 0
+        assert memory.captured_rows(run_of(TINY, **on_cuda | changes)) == 0

@@ -171,7 +171,7 @@ def test_categories_are_summed_by_tokens_and_settings_apart() -> None:
 
 
 def test_the_page_shows_the_last_record_of_each_category(tmp_path: Path) -> None:
-    assert f"Speculation by category of prompts: {NONE}" in page(tmp_path)
+    assert f"Prompt sets: {NONE}" in page(tmp_path)
     records = record("a", "self", 1, 9.0), record("a", "self", 10, 1.0), record("b", "self", 2, 4.0)
     write(tmp_path / "spec_bench.jsonl", *records)
     text = page(tmp_path)

@@ -240,5 +240,6 @@ def test_what_was_answered_survives_an_interruption(calculate: Evaluate, monkeyp
         return generate(session, *args, **how)
 
     monkeypatch.setattr(Session, "generate", interrupted)
-    assert calculate("--nb_prompts 20 --B 4 --save half.jsonl").code == 130
+    with pytest.raises(KeyboardInterrupt):
+        calculate("--nb_prompts 20 --B 4 --save half.jsonl")
     assert [row["problem"] for row in saved("half.jsonl")] == [*range(8)]

@@ -178,14 +178,17 @@ def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
 
 
 def resolve_several(
-    config: RunConfig, drafts: Sequence[DrafterConfig], at_once: Literal["all", "one of each budget", "one"] = "all"
+    config: RunConfig,
+    drafts: Sequence[DrafterConfig],
+    at_once: Literal["all", "one of each budget", "one"] = "all",
+    texts: Sequence[PromptText] | None = None,
 ) -> Plan:
     """With room for the caches of so many of those drafts at once, and for rounds of all their gammas. Errors:
     UserError."""
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
     deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))
-    plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)))
+    plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)), texts)
     assert plan.draft is not None
     each = [resolve_draft(draft, config.target, plan.prefix_len, plan.gen_len) for draft in drafts]
     budgets = [capacity for draft in each for capacity in draft.capacities]
