@@ -157,17 +157,20 @@ class ModelRunner:
         return hidden[0, -1], torch.cat(finite)
 
     def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
-        """Of each row's text, run what lies behind its first tokens, of which the row holds so many: of all rows at
-        once, in blocks as of a round, of no more tokens than a prompt's. A row that lacks fewer than another runs the
-        first of them until the other is as far."""
-        most = max(len(text) - held for text, held in behind.values())
-        places = [[max(held, len(text) - most + i) for i in range(most)] for text, held in behind.values()]
-        run = [[text[place] for place in row] for (text, _), row in zip(behind.values(), places, strict=True)]
-        rows, tokens, positions = (torch.tensor(x, device=self.device) for x in ([*behind], run, places))
-        view = self.cache.view(rows, max(len(text) for text, _ in behind.values()))
-        chunk = max(1, min(self.prefill_chunk, MAX_BLOCK, prefill_chunk_of(self.device) // len(behind)))
-        for start in range(0, most, chunk):
-            self.model.hidden(tokens[:, start : start + chunk], positions[:, start : start + chunk], view)
+        """Of each row's text, run what lies behind its first tokens, of which the row holds so many: of all rows that
+        lack as many at once, in blocks as of a round, of no more tokens than a prompt's."""
+        lacking: dict[int, list[int]] = {}
+        for row, (text, held) in behind.items():
+            lacking.setdefault(len(text) - held, []).append(row)
+        for n_missed, group in lacking.items():
+            texts = [behind[row][0] for row in group]
+            places = [[*range(len(text) - n_missed, len(text))] for text in texts]
+            missed = [text[-n_missed:] for text in texts]
+            rows, tokens, positions = (torch.tensor(x, device=self.device) for x in (group, missed, places))
+            view = self.cache.view(rows, max(map(len, texts)))
+            chunk = max(1, min(self.prefill_chunk, MAX_BLOCK, prefill_chunk_of(self.device) // len(group)))
+            for start in range(0, n_missed, chunk):
+                self.model.hidden(tokens[:, start : start + chunk], positions[:, start : start + chunk], view)
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer.

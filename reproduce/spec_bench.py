@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,13 +34,17 @@ from common.tables import Column, console
 from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
 from engine.bench.draft_flags import draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
+from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.paper.columns import of
 from reproduce.paper.published import Record
 
+if TYPE_CHECKING:
+    from engine.bench.passes import Decoded
+
 PROMPTS = "reproduce/prompts/question.jsonl"
-BENCHMARK, STANDALONE, ALL = "spec_bench", "standalone", "all"
+BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
 Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 ALONE = draft_flags().KINDS
 # The bytes of a character that was cut off are read again as three tokens each.
@@ -91,6 +95,9 @@ class Flags:
         if given := [name for name, value in self.draft.given().items() if value == AUTO]:
             fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
             raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, given)), AUTO, "a number", fix)
+        if len(models := [name for name in chosen if chosen[name]["draft"] == STANDALONE]) > 1:
+            fix, what = "run the other one by itself, into the same file", "a session holds one draft model"
+            raise ConfigError(what, flag("drafters"), " ".join(models), f"one {STANDALONE}:CHECKPOINT", fix)
         configs = self.draft.variants(*chosen.values())
         require_at_least("gamma", min(int(config.gamma) for config in configs), 1)
         return dict(zip(chosen, configs, strict=True))
@@ -123,9 +130,9 @@ def open_session(flags: Flags, configs: Sequence[DrafterConfig], ids: Sequence[S
     for draft in configs:  # all are checked before anything is loaded
         resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
-    models = [draft for draft in configs if draft.name == STANDALONE]  # which a session has to be opened with
-    deepest = [replace(draft, gamma=gamma) for draft in models or configs]
-    return engine.Session.of_plan(resolve_several(run, deepest, "one", ids))
+    # The first is what a session is opened with: the draft model, if there is one.
+    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: one.name != STANDALONE)]
+    return engine.Session.of_plan(resolve_several(run, deepest, texts=ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
@@ -137,27 +144,38 @@ def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[i
 
 
 def converse(
-    session: engine.Session, template: ChatTemplate, drafts: Mapping[str, engine.Session], category: Sequence[Prompt]
+    sessions: Mapping[str, engine.Session],
+    drafters: Mapping[str, Drafter],
+    template: ChatTemplate,
+    category: Sequence[Prompt],
+    first: int,
 ) -> dict[str, Record]:
-    """What each drafter did beside plain decoding, over all turns of a category."""
+    """What each drafter did beside plain decoding, over all turns of a category: in the other order every other batch,
+    but for drafters that plain decoding's text makes. Requests are numbered from `first` on."""
     from engine.bench import passes
 
-    name, n_rows, talks = category[0].category, session.plan.n_rows, [[] for _ in category]
-    batches = {draft: [] for draft in drafts}
-    built = {draft: own.drafter() for draft, own in drafts.items() if not own.draft.config.needs_baseline}
+    name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
+    batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
+    turned = [PLAIN, *drafters][::-1]
     for turn in range(max(len(prompt.turns) for prompt in category)):
         going = [row for row, prompt in enumerate(category) if turn < len(prompt.turns)]
         for rows in (going[start : start + n_rows] for start in range(0, len(going), n_rows)):
             for row in rows:
                 talks[row].append({"role": "user", "content": category[row].turns[turn]})
             prompts = [template.encode(talks[row]) for row in rows]
-            plain = passes.decode(replace(session, prompts=prompts), f"{name}, plain")
-            for draft, own in drafts.items():
-                drafter = built.get(draft) or own.drafter(texts=plain.tokens)
-                drafted = passes.decode(replace(own, prompts=prompts), f"{name}, {draft}", drafter)
-                batches[draft].append(counted(plain, drafted, session.sampling.reproducible))
-            for row, tokens in zip(rows, plain.tokens, strict=True):
+            seen: dict[str, Decoded] = {}
+            turned = turned[::-1]
+            for draft in [*turned, *(draft for draft in batches if draft not in drafters)]:
+                own = replace(sessions[draft], prompts=prompts, numbered_from=first)
+                drafter = drafters.get(draft)
+                if drafter is None and draft != PLAIN:
+                    drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
+                seen[draft] = passes.decode(own, f"{name}, {draft}", drafter)
+            for draft, parts in batches.items():
+                parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
+            for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
                 talks[row].append({"role": "assistant", "content": template.tokenizer.decode(tokens)})
+            first += len(rows)
     return {draft: summed(parts) for draft, parts in batches.items()}
 
 
@@ -206,6 +224,7 @@ def measure(
     put_off: list[Exception],
 ) -> Iterable[Record]:
     """A record of each category, appended to the output. Errors: UserError."""
+    from engine.bench import passes
     from engine.bench.record import record_of, rounded
     from engine.bench.resolved import option_names
     from engine.bench.settings import settings_record
@@ -215,13 +234,20 @@ def measure(
     template = find_model(stored.model, stored.load_format, stored.model_name, flag("model")).chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
     session = open_session(flags, list(configs.values()), ids)
-    plain, drafts = session.variant(draft=None), {name: session.variant(draft=one) for name, one in configs.items()}
-    settings = {name: settings_record(one) for name, one in drafts.items()}
-    own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in drafts}
+    each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
+    sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
+    settings = {name: settings_record(sessions[name]) for name in configs}
+    own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
+    drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
+    for name in (PLAIN, *drafters):
+        passes.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
+    first = 0
     for cell, prompts in waiting.items():
-        rows = [own[name] | seen for name, seen in converse(plain, template, drafts, prompts).items()]
+        found = converse(sessions, drafters, template, prompts, first)
+        rows, first = [own[name] | seen for name, seen in found.items()], first + sum(len(one.turns) for one in prompts)
         named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
-        record = record_of(BENCHMARK, plain, rounded(named | {"conversations": len(prompts), "rows": rows}), options)
+        named |= {"conversations": len(prompts), "rows": rows}
+        record = record_of(BENCHMARK, sessions[PLAIN], rounded(named), options)
         append_or_put_off(flags.output.output, record, put_off)
         yield record
 

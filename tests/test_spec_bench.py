@@ -50,13 +50,13 @@ def bench(talking: Path, tmp_path: Path) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]], Any]]:
-    """What was decoded: the name of the pass, its prompts, its output."""
-    calls: list[tuple[str, list[list[int]], Any]] = []
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]], Any, int]]:
+    """What was decoded: the name of the pass, its prompts, its output, and the first request's number."""
+    calls: list[tuple[str, list[list[int]], Any, int]] = []
     original = passes.decode
 
     def decode(session: Any, name: str, *rest: Any) -> Any:
-        calls.append((name, session.prompts, original(session, name, *rest)))
+        calls.append((name, session.prompts, original(session, name, *rest), session.numbered_from))
         return calls[-1][2]
 
     monkeypatch.setattr(passes, "decode", decode)
@@ -103,10 +103,17 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
     assert ended.code == 0, ended.err
     drafters = [name for name in DRAFTERS if not sampling or name != "oracle"]
     names = [name for name, *_ in decoded]
-    assert names == [f"{c}, {d}" for c in ["math"] * 3 + ["letters"] * 2 for d in ("plain", *drafters)]
+    first_ones = ["plain", *(name for name in drafters if name != "oracle")]
+    orders = [[*first_ones[:: -1 if turned else 1], *(["oracle"] * (not sampling))] for turned in (False, True)]
+    expected = [("math", 0), ("math", 1), ("math", 0), ("letters", 0), ("letters", 1)]
+    assert names == [f"{category}, {name}" for category, turned in expected for name in orders[turned]]
     step = 1 + len(drafters)
     batches = [decoded[start : start + step] for start in range(0, len(decoded), step)]
-    assert all(prompts == batch[0][1] for batch in batches for _, prompts, _ in batch)
+    for batch in batches:  # from here on with plain decoding in the first place
+        batch.sort(key=lambda call: not call[0].endswith("plain"))
+    assert all(call[1] == batch[0][1] for batch in batches for call in batch)
+    firsts = [[call[3] for call in batch] for batch in batches]
+    assert firsts == [[n] * step for n in (0, 2, 3, 5, 6)]
     answers = {}
     for batch, asked in zip(batches, ([0, 2], [3], [0, 3], [1], [1]), strict=True):
         plain = batch[0][2]
@@ -117,7 +124,7 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
                 talk += [{"role": "assistant", "content": before}, {"role": "user", "content": turns[1]}]
             assert prompt == template.encode(talk)
             answers[row] = template.tokenizer.decode(tokens)
-    others = [output.tokens != batch[0][2].tokens for batch in batches for _, _, output in batch[1:]]
+    others = [call[2].tokens != batch[0][2].tokens for batch in batches for call in batch[1:]]
     assert any(others) == bool(sampling)
     assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
 

@@ -142,12 +142,12 @@ def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str)
     raise DataError(what, f"Hugging Face dataset {repository}", seen, required, fix)
 
 
-def read_text(path: Path) -> Iterator[str]:
+def read_text(path: Path, what: str = "books") -> Iterator[str]:
     """The text of a file, as one book or prompt."""
     try:
         yield path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, error, "text in UTF-8") from None
+        raise unreadable(path, error, "text in UTF-8", what) from None
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
         yield _text_of(row.get(TEXT_KEY) if isinstance(row, dict) else row, path, number)
 
 
-def json_rows(path: Path) -> Iterator[tuple[int, object]]:
+def json_rows(path: Path, what: str = "books") -> Iterator[tuple[int, object]]:
     """The values of a .jsonl file, with the numbers of their lines. Errors: DataError."""
     number, required = 0, "one JSON object per line"
     try:
@@ -164,10 +164,10 @@ def json_rows(path: Path) -> Iterator[tuple[int, object]]:
                 if line.strip():
                     yield number, json.loads(line.rstrip().decode("utf-8-sig"))
     except OSError as error:
-        raise unreadable(path, error, required) from None
+        raise unreadable(path, error, required, what) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, an integer too long for Python, nested too deep
         seen = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
-        raise unreadable(path, f"line {number}{seen}", f"{required}, in UTF-8") from None
+        raise unreadable(path, f"line {number}{seen}", f"{required}, in UTF-8", what) from None
 
 
 def _read_parquet(path: Path) -> Iterator[str]:

@@ -135,21 +135,22 @@ def _spec_bench(what: str, fix: str) -> Path:
 
 
 def _prompt(row: object, path: Any, number: int) -> Prompt:
-    own: dict[str, Any] = row if isinstance(row, dict) else {}
+    given = row if isinstance(row, dict) else {}
+    own: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     said = own.get("prompt", own.get("turns"))
     if said is None and "context" in own:
         parts = own["context"], own.get("input") or ""
         said = "\n\n".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else None
     turns: list[Any] = said if isinstance(said, list) else [said]
     if not turns or not all(isinstance(turn, str) for turn in turns):
-        seen = f"line {number}: {sorted(own) if isinstance(row, dict) else type(row).__name__}"
+        seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
         raise unreadable(path, seen, REQUIRED, "prompts")
-    id_, category = (next((own[key] for key in keys if own.get(key)), None) for keys in (ID_KEYS, CATEGORY_KEYS))
-    return Prompt(str(id_ or number), str(category or UNCATEGORISED), tuple(turns))
+    id_, category = (next((own[key] for key in keys if key in own), None) for keys in (ID_KEYS, CATEGORY_KEYS))
+    return Prompt(str(number if id_ is None else id_), str(category or UNCATEGORISED), tuple(turns))
 
 
 READERS: dict[str, Callable[[Any], Iterable[tuple[int, object]]]] = {
-    ".txt": lambda path: enumerate(({"id": path.stem, "prompt": text} for text in read_text(path)), start=1),
-    ".jsonl": json_rows,
+    ".txt": lambda path: enumerate(({"id": path.stem, "prompt": text} for text in read_text(path, "prompts")), start=1),
+    ".jsonl": lambda path: json_rows(path, "prompts"),
     ".parquet": lambda path: parquet_rows(path, KEYS, REQUIRED, "prompts"),
 }

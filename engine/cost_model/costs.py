@@ -48,7 +48,7 @@ class Costs:
 
     def catch_up_ms(self, n_missed: int) -> float:
         """Of a draft model, with tokens of every row: to a draft step as a verification of them is to a plain step."""
-        per_token = (self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
+        per_token = max(0.0, self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
         return self.draft_ms * (1 + n_missed * per_token)
 
     def slower(self, times: float) -> Self:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segments
 
-from common.errors import CheckpointError, ConfigError, flag
+from common.errors import ConfigError, flag
 from common.jsonl import publish
 from common.say import say
 from engine.bench.config import AUTO, RunConfig
@@ -24,6 +24,7 @@ from engine.bench.text import PromptText
 from engine.terminal.page import page_of
 from engine.terminal.panes import Panes
 from engine.terminal.texts import printable, text_target
+from models.checkpoints.chat_template import NoChatTemplateError
 
 QUESTIONS = (
     "Why is the sky blue, and why is it red in the evening?",
@@ -38,7 +39,7 @@ LEAST_WIDTH, LEAST_HEIGHT = 60, 12
 def compare(config: RunConfig, save: str | None) -> None:
     """Errors: UserError, before anything is loaded if it can be known then."""
     console = Console(stderr=True, highlight=False)
-    _check(save, console)
+    _check(save, config.output.output, console)
     session, names = _open(config)
     panes = Panes(names, console)
     done = speculation_passes(session, panes.watch)
@@ -48,8 +49,6 @@ def compare(config: RunConfig, save: str | None) -> None:
     record["first_difference"] = differs and dict(zip(("row", "token"), differs, strict=True))
     head = headline(session, record, [len(prompt) for prompt in session.prompts])
     said = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.draft))]
-    if save is not None:
-        Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
     # On a screen that also shows the record, what people read is to stand below it.
     on_screen = console.is_terminal and sys.stdout.isatty()
     publish(config.output.output, record, *([] if on_screen else said))
@@ -57,6 +56,11 @@ def compare(config: RunConfig, save: str | None) -> None:
         room = console.height - 2 - sum(1 + len(line) // console.width for line in said)
         shown = panes.segments(console.width, max(LEAST_HEIGHT, room), is_running=False)
         console.print(Segments(shown), *(said if on_screen else []), sep="\n", markup=False)
+    if save is not None:
+        try:
+            Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(save, error) from None
 
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
@@ -70,12 +74,14 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
     texts = [*QUESTIONS] if own is None else [prompt.turns[0] for prompt in load_prompts(own)]
     prompts: list[PromptText] = [*texts]
+    rows = replace(config.rows, prompts=None)
     try:
         template = source.chat_template()
         prompts = [template.encode([{"role": "user", "content": text}]) for text in texts]
-    except CheckpointError:
+        rows = replace(rows, stop_at_eos=True)  # an answer ends; behind its end a model talks to itself
+    except NoChatTemplateError:
         say(f"note: {source.name} has no chat template, so questions are continued as they are")
-    return Session.open(replace(config, rows=replace(config.rows, prompts=None)), prompts), [*map(printable, texts)]
+    return Session.open(replace(config, rows=rows), prompts), [*map(printable, texts)]
 
 
 def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> tuple[int, int] | None:
@@ -107,13 +113,19 @@ def verdict(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check(save: str | None, console: Console) -> None:
+def _check(save: str | None, output: str | None, console: Console) -> None:
     if save is not None:
         folder = Path(save).resolve().parent
         if os.path.isdir(Path(save)) or not os.access(save if os.path.exists(save) else folder, os.W_OK):
-            required, seen = "a file in an existing, writable folder", save[:80] or "an empty name"
-            raise ConfigError("a page cannot be written", flag("save"), seen, required, "choose another file")
+            raise _unwritable(save, save[:80] or "an empty name")
+        if output is not None and Path(save).resolve() == Path(output).resolve():
+            raise _unwritable(save, f"the file of {flag('output')}, too")
     if console.is_terminal and (console.width < LEAST_WIDTH or console.height < LEAST_HEIGHT):
         seen, required = f"{console.width} x {console.height}", f"{LEAST_WIDTH} x {LEAST_HEIGHT} characters or more"
         fix = "enlarge it, or leave out what is drawn: 2> FILE"
         raise ConfigError("the terminal is too small for two columns", "the terminal", seen, required, fix)
+
+
+def _unwritable(save: str, seen: object) -> ConfigError:
+    required, fix = "a file of its own in an existing, writable folder", "choose another file"
+    return ConfigError("a page cannot be written", f"{flag('save')} {save[:80]}", seen, required, fix)

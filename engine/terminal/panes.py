@@ -64,14 +64,13 @@ class Column:
                 add_text(self._lines[index], token.text, style, self._width)
             self._n_shown[index] = end
 
-    def head(self, seconds: float, n_together: int) -> list[Line]:
-        """What it is, and how fast it has been, with so many rows decoded together."""
+    def head(self, seconds: float) -> list[Line]:
+        """What it is, and how fast it has been."""
         n_decoded = sum(max(n - 1, 0) for n in self._n_shown)  # all but each row's first, which prefilling gave
         if not n_decoded:
             return [[Segment(TITLES[self.name], OWN)], [Segment("comes next", DIM)]]
         seconds = min(seconds, max(row[-1].seconds for row in self._rows if row))
-        ms = 1e3 * seconds * n_together / n_decoded
-        speed = f"{n_decoded} tokens  {n_decoded / seconds:.1f}/s  {ms:.1f} ms per token"
+        speed = f"{n_decoded} tokens, {n_decoded / seconds:.1f} tokens/s"
         return [[Segment(TITLES[self.name], OWN)], [Segment(speed, DIM)]]
 
     def tail(self, index: int, n_lines: int, is_running: bool) -> list[Line]:
@@ -91,7 +90,6 @@ class Panes:
     def __init__(self, names: Sequence[str], console: Console) -> None:
         self.tracks: dict[str, Track] = {}
         self._names, self._console, self._columns, self._width = names, console, list[Column](), 0
-        self._n_together = 1
 
     @contextmanager
     def watch(self, session: Session, name: str) -> Iterator[Progress]:
@@ -101,7 +99,7 @@ class Panes:
         live = Live(self, console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
         with bar_of_pass(session, name, shown=not draws) as bar:
             track = self.tracks[name] = Track(bar, session.tokenizer, n_rows, live.refresh if draws else None)
-            self._width, self._n_together = 0, session.runner.max_batch  # the columns are to show another pass
+            self._width = 0  # the columns are to show another pass
             with live if draws else nullcontext():
                 yield track
 
@@ -118,8 +116,8 @@ class Panes:
         for column in self._columns:
             column.advance(seconds)
         n_shown = max(1, min(n_rows, (height - 3) // LEAST_ROW_LINES))
-        n_lines = (height - 3) // n_shown - 1  # beside the line that names the row
-        heads = (column.head(seconds, self._n_together)[: 2 if is_running else 1] for column in self._columns)
+        n_lines = max(1, (height - 3) // n_shown - 1)  # beside the line that names the row
+        heads = (column.head(seconds)[: 2 if is_running else 1] for column in self._columns)
         yield from _beside(half, *heads)
         for index, name in enumerate(self._names[:n_shown]):
             yield from _line(width, Segment(f"row {index}: {name}".replace("\n", " "), DIM))

@@ -61,10 +61,14 @@ class ChatTemplate:
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
 
 
+class NoChatTemplateError(CheckpointError):
+    """The checkpoint has none: it was not trained for conversations."""
+
+
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """That of a checkpoint's folder: `chat_template.jinja`, or else `chat_template` in tokenizer_config.json.
 
-    Errors: CheckpointError if there is none, or for one that does not compile.
+    Errors: NoChatTemplateError, or CheckpointError for one that does not compile.
     """
     own, where = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
     try:
@@ -85,7 +89,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     if template is None:
         seen, required = f"no such file, and no chat_template in {TOKENIZER_CONFIG}", "the model's own template"
         fix = f"copy the original model's {CHAT_TEMPLATE} there, or convert a GGUF that has one again ({CONVERT})"
-        raise CheckpointError("the checkpoint has no chat template", own, seen, required, fix)
+        raise NoChatTemplateError("the checkpoint has no chat template", own, seen, required, fix)
     return ChatTemplate(where, template, _special_ids(folder, tokenizer, tokens) | tokens, tokenizer)
 
 
