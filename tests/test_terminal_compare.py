@@ -113,7 +113,7 @@ def test_lines_are_wrapped_at_spaces_and_nothing_is_lost() -> None:
 def frame(rows: list[list[Token]], seconds: float, n_plain: int = 3, **how: Any) -> list[tuple[str, str]]:
     """Lines of both columns, of a terminal of 80 x 24 characters, while the second pass runs."""
     panes = Panes(["prompt"] * len(rows), Console())
-    panes._n_together, tokenizer = 2, SimpleNamespace(decode=lambda ids: "")
+    tokenizer = SimpleNamespace(decode=lambda ids: "")
     for name, own in (("baseline", [row[:n_plain] for row in rows]), ("speculation", rows)):
         panes.tracks[name] = Track(Progress(), tokenizer, len(rows))
         panes.tracks[name].rows, panes.tracks[name].seconds = own, seconds
