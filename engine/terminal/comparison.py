@@ -60,7 +60,7 @@ def compare(config: RunConfig, save: str | None) -> None:
         try:
             Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
         except OSError as error:
-            raise _unwritable(save, error) from None
+            raise _unwritable(error) from None
 
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
@@ -117,15 +117,15 @@ def _check(save: str | None, output: str | None, console: Console) -> None:
     if save is not None:
         folder = Path(save).resolve().parent
         if os.path.isdir(Path(save)) or not os.access(save if os.path.exists(save) else folder, os.W_OK):
-            raise _unwritable(save, save[:80] or "an empty name")
+            raise _unwritable(save[:80] or "an empty name")
         if output is not None and Path(save).resolve() == Path(output).resolve():
-            raise _unwritable(save, f"the file of {flag('output')}, too")
+            raise _unwritable(f"{save}, the file of {flag('output')}, too")
     if console.is_terminal and (console.width < LEAST_WIDTH or console.height < LEAST_HEIGHT):
         seen, required = f"{console.width} x {console.height}", f"{LEAST_WIDTH} x {LEAST_HEIGHT} characters or more"
         fix = "enlarge it, or leave out what is drawn: 2> FILE"
         raise ConfigError("the terminal is too small for two columns", "the terminal", seen, required, fix)
 
 
-def _unwritable(save: str, seen: object) -> ConfigError:
+def _unwritable(seen: object) -> ConfigError:
     required, fix = "a file of its own in an existing, writable folder", "choose another file"
-    return ConfigError("a page cannot be written", f"{flag('save')} {save[:80]}", seen, required, fix)
+    return ConfigError("a page cannot be written", flag("save"), seen, required, fix)
