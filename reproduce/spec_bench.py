@@ -8,6 +8,8 @@ state. A later turn follows plain decoding's answers, for all drafters the same;
 category appends a record to --output as it ends; one that has a record of the same flags there is not run again.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import sys
@@ -37,7 +39,7 @@ from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
-from reproduce.paper.columns import of
+from reproduce.paper.columns import SLOWER, of
 from reproduce.paper.published import Record
 
 if TYPE_CHECKING:
@@ -179,9 +181,10 @@ def converse(
     return {draft: summed(parts) for draft, parts in batches.items()}
 
 
-def counted(plain: engine.GenerateOutput, drafted: engine.GenerateOutput, comparable: bool) -> Record:
-    """What is summed of a batch; seconds are of decoding alone, to its last row."""
+def counted(plain: Decoded, drafted: Decoded, comparable: bool) -> Record:
+    """What is summed of a batch; seconds are of decoding alone, to its last row. contended: whether threads waited."""
     from engine.bench.record import COUNTED, identical_rows
+    from engine.contention import contention
 
     counts, before = drafted.stats.counts, plain.stats
     return {
@@ -192,6 +195,7 @@ def counted(plain: engine.GenerateOutput, drafted: engine.GenerateOutput, compar
         "seconds": drafted.stats.decode_seconds,
         "baseline_emitted": before.counts.emitted,
         "baseline_seconds": before.decode_seconds,
+        "contended": contention([plain.usage, drafted.usage])["contended"],
     }
 
 
@@ -203,6 +207,7 @@ def summed(parts: Sequence[Record]) -> Record:
     plain, drafted = (ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
     rates = {"acceptance_rate": ratio(sums["accepted"], sums["judged"]), "speedup": ratio(drafted, plain)}
     rates |= {"mean_accepted_length": ratio(sums["emitted"], sums["rounds"])}
+    rates |= {"contended": any(part.get("contended") for part in parts)}
     return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
 
 
@@ -268,7 +273,10 @@ def main(flags: Flags) -> None:
         done |= {record["cell"]: record for record in measure(flags, configs, waiting, put_off)}
     rows = rounded(table_rows(done[cell] for cell in cells))
     summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
-    publish(None, summary, console(rows, COLUMNS), put_off=put_off)
+    said = f"{SLOWER}: slower than plain decoding"
+    if any(row.get("contended") for row in rows):
+        said += "; threads waited for processors: no speedup here is to be trusted"
+    publish(None, summary, console(rows, COLUMNS), f"  {said}", put_off=put_off)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, c
         ([{"prompt": None}], r"line 1: \['prompt'\]"),
         ([{"context": "c", "input": 5}], r"line 1: \['context', 'input'\]"),
         ([{"prompt": "a"}, "b"], r"line 3: str"),
-        ([{"turns": ["a", " \n"]}], r"a prompt is empty[\s\S]*prompt 0 of 1"),
-        ([{"prompt": "a"}, {"context": ""}], r"a prompt is empty[\s\S]*prompt 1 of 2"),
+        ([{"turns": ["a", " \n"]}], r"a prompt is empty[\s\S]*prompt 1 of 1"),
+        ([{"prompt": "a"}, {"context": ""}], r"a prompt is empty[\s\S]*prompt 2 of 2"),
         ([], "an empty file"),
     ],
 )

@@ -90,7 +90,7 @@ def test_each_category_has_a_record_and_every_row_is_plain_decodings(bench, tmp_
             assert whole[name] == sum(part[name] for part in parts)
         assert whole["mean_accepted_length"] == pytest.approx(whole["emitted"] / whole["rounds"], abs=1e-4)
         assert 1 <= whole["mean_accepted_length"] <= GAMMA + 1 and whole["sequences"] == 8
-    assert len(ended.lines) == 13 and "identical rows" in ended.lines[0] and "8 of 8" in ended.lines[-1]
+    assert len(ended.lines) == 14 and "identical rows" in ended.lines[0] and "8 of 8" in ended.lines[-2]
 
 
 @pytest.mark.parametrize("sampling", ["", "--temperature 1.5 --seed 3 --top_k 40"])

@@ -92,12 +92,14 @@ def test_what_is_no_utf8_is_answered(talker: Path, monkeypatch: pytest.MonkeyPat
     assert ended.code == 0 and ended.out == printable(continued(talker, ("user", "caf\ufffd"))) + "\n"
 
 
-@pytest.mark.parametrize("flags,needed", [("oracle", "needs plain decoding"), ("--gamma auto", "needs costs")])
+@pytest.mark.parametrize("flags,needed", [("oracle", "needs no plain decoding"), ("--gamma auto", "by costs measured")])
 def test_what_an_answer_cannot_draft_by_is_refused(chat: Chat, flags: str, needed: str) -> None:
     assert needed in chat("Hello", flags=f"{flags} --device cpu").refusal
 
 
 def test_a_full_conversation_is_told(chat: Chat, talker: Path) -> None:
-    ended = chat("Hello", "x" * 60, "/reset", "Hello", flags=f"{FLAGS} --context 80")
+    """And a command that there is not is no part of a conversation."""
+    ended = chat("Hello", "x" * 60, "/reste", "/reset", "Hello", flags=f"{FLAGS} --context 80")
     whole = printable(continued(talker, ("user", "Hello")))
-    assert ended.code == 0 and ended.err.count("no room") == 1 and ended.out == f"{whole}\n{whole}\n"
+    assert ended.code == 0 and ended.err.count("no room") == 1 and "no command /reste" in ended.err
+    assert ended.out == f"{whole}\n{whole}\n"

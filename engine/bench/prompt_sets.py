@@ -53,7 +53,7 @@ def load_prompts(name: str) -> list[Prompt]:
     where = f"{flag('prompts')} {name}"
     if not found:
         raise unreadable(Path(name), "an empty file", "at least one prompt", "prompts")
-    for number, prompt in enumerate(found):
+    for number, prompt in enumerate(found, start=1):
         if not all(turn.strip() for turn in prompt.turns):
             seen = f"prompt {number} of {len(found)}"
             raise DataError("a prompt is empty", where, seen, "text in every prompt", "leave it out")

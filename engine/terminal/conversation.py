@@ -10,7 +10,7 @@ from rich.console import Console
 
 from common.errors import ConfigError, flag, require_at_least
 from common.say import say
-from engine.bench.config import RunConfig, Sizes
+from engine.bench.config import AUTO, RunConfig, Sizes
 from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.session import Session
 from engine.decoding import Decoder
@@ -38,12 +38,15 @@ def converse(config: RunConfig, system: str | None, gen_len: int, context: int, 
             return
         if line == RESET:
             said = begin
+        elif line.startswith("/"):
+            say(f"  there is no command {line.split()[0][:40]}: {RESET} begins anew, {EXIT} ends")
         elif line:
             asked = [*said, {"role": "user", "content": line}]
             prompt = template.encode(asked)
             room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
             if room < 1:
-                say(f"  there is no room for that in {session.plan.capacity} tokens; {RESET} begins anew")
+                way = f"{RESET} begins anew" if said != begin else "say it in fewer words"
+                say(f"  there is no room for that in {session.plan.capacity} tokens; {way}, or use {flag('context')}")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
             request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
@@ -56,10 +59,12 @@ def _plan(config: RunConfig, context: int) -> Plan:
     plan = resolve(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
     assert plan.draft is not None
     if plan.draft.automatic or plan.draft.config.needs_baseline:
-        needs = "plain decoding" if plan.draft.config.needs_baseline else "costs, for auto to choose by,"
-        what, where, required = "an answer cannot be drafted so", flag("draft"), "a draft of one gamma and one budget"
-        seen = f"{plan.draft.kind}, which needs {needs} before it"
-        raise ConfigError(what, where, seen, required, f"use {where} self, and numbers in place of auto")
+        where, seen = "gamma" if plan.draft.auto_gamma else "draft_budget", f"{AUTO}, by costs measured on prompts"
+        required, fix = "a number", "name one"
+        if plan.draft.config.needs_baseline:
+            where, seen = "draft", plan.draft.kind
+            required, fix = "a draft that needs no plain decoding before it", "leave it out: self drafts"
+        raise ConfigError("nothing is known of an answer beforehand", flag(where), seen, required, fix)
     room = min(context, plan.target.config.max_context)
     require_at_least("context", room, plan.gamma + 3)
     plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)

@@ -62,7 +62,7 @@ class Eval(ModelFlags):
         config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
         session = Session.of_plan(plan_of(config, [prompt(one) for one in asked]))
         assert session.tokenizer and session.draft
-        say(f"every generation goes to {self.save}")
+        say(f"every generation is appended to {self.save}, run {session.run}")
         stops = [*session.target.config.eos_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
