@@ -12,6 +12,7 @@ from witness import VOCAB, continue_plainly, cut
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice, Fixed
+from engine.runner import run_through
 from engine.sampling import logits_to_probs
 from kv_cache import StreamingKVCache
 
@@ -151,6 +152,44 @@ def test_a_prompt_takes_the_row_that_shares_half_or_the_one_left_longest_ago():
     assert row_of([2] * 8 + [4]) == (1, 8)
     assert row_of([1, 1, 5, 5, 5, 5]) == (0, 2)  # left longest ago, and of what it holds the beginning is the same
     assert row_of([2, 2, 6, 6, 6]) == (2, 0)  # row 1 shares less than half, and was left later
+
+
+def test_a_row_holds_nothing_behind_its_prompt():
+    """Of an earlier text that began alike and was longer."""
+    target = counting(1)
+    [prompt] = random_prompts([20])
+    target.prefill_row(0, prompt)
+    n_shared, chunks = target.prefilling(0, [*prompt[:7], 1], reuses=True)
+    run_through(chunks)
+    assert n_shared == 7 and target.cache.positions[0].tolist() == [*range(8)] + [-1] * (target.cache.capacity - 8)
+
+
+def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
+    """The next prompt shares the beginning of the text that the row holds, of which the draft's cache holds the end."""
+    own = ModelRunner(tiny_model(seed=5), StreamingKVCache(TINY, 1, 12, 2, dtype=torch.float64))
+    decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses=True)
+    [prompt] = random_prompts([60])
+    for text in (prompt, [*prompt[:40], 1]):
+        decoder.submit(request := Request(text, 2))
+        while not decoder.idle:
+            decoder.step()
+        held = own.cache.positions[0]
+        n_behind = int(((held >= 2) & (held < len(text))).sum())
+        assert request.n_reused == (40 if text is not prompt else 0) and n_behind >= own.cache.window - 2
+
+
+def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
+    target = counting(1)
+    decoder = Decoder(target, prefill_tokens=8)
+    first, second = (Request(prompt, 4) for prompt in random_prompts([30, 10]))
+    for request in (first, second):
+        decoder.submit(request)
+    assert decoder.step() is None and not decoder.idle
+    decoder.cancel(first)
+    while not decoder.idle:
+        decoder.step()
+    assert first.tokens == [] and second.tokens == continue_by_recomputing(tiny_model(), second.prompt, 4)
+    assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
 
 
 def test_a_row_that_is_prefilled_is_not_disturbed_by_rounds_that_compute_it():
