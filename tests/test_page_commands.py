@@ -75,7 +75,7 @@ def test_what_cannot_run_is_found(tmp_path: Path) -> None:
         f"python {selfspec} --no_such_flag": "unrecognized arguments",
         f"python reproduce/sweep.py --script {selfspec} --axis B=1,64 --fixed gen_len=9000 --output o": "context",
         "python download.py --no_such_flag": "unrecognized arguments",
-        "python reproduce/kill_sweep.py --help": "kill_sweep",
+        "python reproduce/no_such_script.py --help": "no_such_script",
         "make no-such-target": "no-such-target",
         "pip install something": "something",
         "curl example.org": "curl",
