@@ -44,7 +44,7 @@ STUBS = {
 UNPLANNED = (
     *("reproduce/plot.py", "reproduce/spec_bench.py"),
     *("download.py", "convert_hf_checkpoint.py", "foretoken.py", "tests/mutants.py"),
-    *("reproduce/gpu.py", "reproduce/kernel_report.py", "reproduce/two_ranks.py"),
+    *("reproduce/gpu.py", "reproduce/kernel_report.py"),
     *("reproduce/performance_page.py", "reproduce/published_page.py", "reproduce/roofline_error.py"),
 )
 BUILT_IN = (DEFAULT_NAME, "SmolLM2-draft")
