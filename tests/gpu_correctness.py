@@ -1,4 +1,7 @@
-"""Part a of reproduce/gpu.py: attention against float64, random numbers, quantised layers, replayed rounds."""
+"""What has to hold on a device: attention against float64, random numbers, quantised layers, replayed rounds.
+
+The cells of part a of reproduce/gpu.py, which records them; test_gpu_correctness.py runs them on this machine.
+"""
 
 import itertools
 import math
