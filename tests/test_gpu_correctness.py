@@ -7,6 +7,7 @@ from gpu_correctness import cells
 from reproduce.gpu_parts.cells import DONE, Cell, Options, Skip
 
 HERE = Options("cuda", quick=False) if torch.cuda.is_available() else Options("cpu", quick=True)
+pytestmark = [pytest.mark.slow] if HERE.on_cuda else []  # kernels are compiled for minutes
 
 
 @pytest.mark.parametrize("cell", cells(HERE), ids=lambda cell: cell.name)
