@@ -200,13 +200,15 @@ def main(flags: Flags) -> None:
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
     session, contenders = engine.Session.of_plan(resolve_several(config, drafts)), list[Contender]()
     prefill_seconds = passes.prefill(session)
+    # One of each, whatever they run with: there is room for so many caches.
+    drafters = {name: session.variant(draft=draft).drafters() for name, draft in zip(chosen, drafts, strict=True)}
     for kind in dict.fromkeys(flags.pointwise or [None]):
         functions = functions_of(session, kind) if kind else None
         kindred = session.variant(compile=kind == "compiled") if kind else session
         contenders.append(plain := Contender("plain", kindred, functions))
         for (name, options), draft in zip(chosen.items(), drafts, strict=True):
             own = kindred.variant(draft=draft)
-            contenders.append(Contender(name, own, functions, plain, own.drafters(), options))
+            contenders.append(Contender(name, own, functions, plain, drafters[name], options))
     for one in contenders:
         one.use_functions()
         passes.warm_up(one.session, one.drafters)
