@@ -135,8 +135,8 @@ def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str)
 
 
 def rows_of(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
-    """The rows of a file of `what` with their numbers: a .txt file is one, whatever the key; of a .jsonl file by line; of
-    a .parquet file, which is read a few at a time, with those of the `keys` that it has. Errors: DataError."""
+    """The rows of a file of `what` with their numbers: a .txt file is one, whatever the key; of a .jsonl file by line;
+    of a .parquet file, which is read a few at a time, with those of the `keys` that it has. Errors: DataError."""
     return READERS[path.suffix.lower()](path, keys, required, what)
 
 
