@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import median, median_low
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from engine.acceptance import AcceptanceRate
 from engine.cost_model.costs import Costs
@@ -190,29 +189,15 @@ def costs_of_rounds(
     def ms(choice: Choice, part: str) -> float:
         return 1e3 * median_low(times[part] for times in timed[choice])  # of two, the one that nothing held up
 
-    draft_ms, n_drafted = [], []
+    draft_ms = []
     for drafter in range(len(acceptance)):
         drafted = [choice for choice in timed if choice.drafter == drafter]
-        n_drafted.append(sum(choice.gamma for choice in drafted))
-        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / n_drafted[-1])
+        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
         Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
-        for draft, seen in zip(_non_increasing(draft_ms, n_drafted), acceptance, strict=True)
+        for draft, seen in zip(accumulate(draft_ms, min), acceptance, strict=True)
     ]
-
-
-def _non_increasing(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The sequence that never grows and is nearest to the values, in weighted squares: of the means of all stretches
-    around a place, the least over their beginnings of the largest over their ends (Ayer et al. 1955, Annals of
-    Mathematical Statistics 26(4), 641-647).
-    """
-
-    def mean(first: int, last: int) -> float:
-        return float(np.average(values[first : last + 1], weights=weights[first : last + 1]))
-
-    n = len(values)
-    return [min(max(mean(first, last) for last in range(at, n)) for first in range(at + 1)) for at in range(n)]
