@@ -182,7 +182,7 @@ FIRST = [PLAIN, Choice(0, 3), Choice(1, 3)]
 def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=1, max_new_tokens=30)
+    found = measure_for_decode(Rehearsal(runner, drafters, prompts, gamma=6, max_new_tokens=30), gammas, n_steps=1)
     assert kinds(decodes) == {(4, one): 1 + FEWEST_TIMED for one in FIRST}
     assert [*found] == [4] and [costs.at for costs in found[4]] == [(3,), (3,)]
 
@@ -190,7 +190,7 @@ def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
 def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    found = measure_for_decode(runner, drafters, prompts, gammas=gammas, n_steps=10**9, max_new_tokens=30)
+    found = measure_for_decode(Rehearsal(runner, drafters, prompts, gamma=6, max_new_tokens=30), gammas, n_steps=10**9)
     assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {
         4: [tuple(gammas)] * 2,
         2: [(3,)] * 2,
@@ -228,9 +228,8 @@ def test_what_there_is_time_for():
 def test_measuring_counts_what_it_took(decodes, monkeypatch):
     runner, drafters = four_rows()
     prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    for seconds, spent, n_kinds in ((1e9, 0.0, 3), (0.0, 0.0, 3 + 5 + 3), (0.0, 1e9, 3)):
+    for seconds, n_kinds in ((1e9, 3), (0.0, 3 + 5 + 3)):
         decodes.clear()
         monkeypatch.setattr(Rehearsal, "seconds", property(lambda self, s=seconds: s, lambda *_: None), raising=False)
-        how: dict[str, Any] = {"n_steps": 10**9, "max_new_tokens": 30, "spent_seconds": spent}
-        measure_for_decode(runner, drafters, prompts, gammas=gammas, **how)
+        measure_for_decode(Rehearsal(runner, drafters, prompts, gamma=6, max_new_tokens=30), gammas, n_steps=10**9)
         assert len(kinds(decodes)) == n_kinds

@@ -13,6 +13,7 @@ from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import MEASURING_SECONDS, measure_costs, measure_for_decode, scope, still_hold
+from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.stored import load_costs, store_costs
 from engine.drafters import Drafter
 from engine.pacing import Choice
@@ -53,7 +54,6 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
         return None
     started, gammas, n_rows = time.perf_counter(), session.draft.gammas, _n_rows(session)
     n_steps = session.gen_len * math.ceil(len(session.prompts) / n_rows)
-    given = session.runner, drafters, session.prompts
 
     def known() -> dict[int, list[Costs]] | None:
         """What was kept, unless this run has the time to measure more."""
@@ -66,14 +66,14 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
 
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
-        how = {**session.how, "progress": BarProgress(bar)}
-        if kept and (checked := still_hold(kept, *given, **how)):
+        given, how = (session.runner, drafters, session.prompts), {**session.how, "progress": BarProgress(bar)}
+        rehearsal = Rehearsal(*given, gamma=gammas[-1], **how)
+        if kept and (checked := still_hold(kept, rehearsal)):
             return RunCosts(checked, time.perf_counter() - started, kept=True)
         if whole:
             costs = {n_rows: measure_costs(*given, gammas=gammas, **how)}
         else:
-            checking = time.perf_counter() - started
-            costs = measure_for_decode(*given, gammas=gammas, n_steps=n_steps, spent_seconds=checking, **how)
+            costs = measure_for_decode(rehearsal, gammas, n_steps)
     costs = session.ranks.shared(lambda: costs)
     if session.ranks.leads and not whole:
         store_costs(_key(session), costs)

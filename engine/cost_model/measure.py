@@ -85,30 +85,22 @@ def scope(
     return Scope(few_rows, tuple(chosen), min(max(0, int(left / sum(ms))), MOST_TIMED - FEWEST_TIMED))
 
 
-def measure_for_decode(
-    runner: ModelRunner,
-    drafters: Sequence[Drafter],
-    prompts: Sequence[Sequence[int]],
-    *,
-    gammas: Sequence[int],
-    n_steps: int,
-    spent_seconds: float = 0.0,
-    **how: Any,
-) -> dict[int, list[Costs]]:
+def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
     """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps.
 
     First come plain rounds and those of each drafter at the middle gamma, the fewest of each. What else there is time
-    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. `spent_seconds`
-    of that time are gone already. What first compiles or captures has to have run before, with every number of rows.
+    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. What was
+    rehearsed before, as by `still_hold`, counts. What first compiles or captures has to have run, with any number of
+    rows.
     """
-    rehearsal, middle = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how), _middle(gammas)
-    n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(drafters, [middle])
+    runner, middle = rehearsal.runner, _middle(gammas)
+    n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(rehearsal.drafters, [middle])
     fewest = UNTIMED_ROUNDS + FEWEST_TIMED
     rehearsal.run(first, fewest)
 
     def affordable() -> Scope:
         costs = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
-        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * (spent_seconds + rehearsal.seconds))
+        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * rehearsal.seconds)
 
     more = runner.ranks.shared(affordable)
     others = [Choice(0, gamma) for gamma in more.gammas]
@@ -122,20 +114,13 @@ def measure_for_decode(
     return found
 
 
-def still_hold(
-    known: Mapping[int, Sequence[Costs]],
-    runner: ModelRunner,
-    drafters: Sequence[Drafter],
-    prompts: Sequence[Sequence[int]],
-    **how: Any,
-) -> dict[int, list[Costs]] | None:
+def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
     """The known costs as this machine has them now, with the acceptance that a check saw: two plain steps, and two
     rounds of the first drafter, of which the faster ones count. None if such a round is now more or fewer plain steps,
     by MOST_OFF: what pays depends on that alone, so a machine that does everything more slowly chooses as before.
     """
     of_all_rows = known[max(known)]
     gamma = _middle(of_all_rows[0].at)
-    rehearsal = Rehearsal(runner, drafters, prompts, gamma=gamma, **how)
     rehearsal.run([PLAIN, Choice(0, gamma)], CHECKED_ROUNDS)
 
     def slower() -> float | None:
@@ -146,7 +131,7 @@ def still_hold(
         then = of_all_rows[0].round_ms(gamma) / of_all_rows[0].plain_ms
         return plain / of_all_rows[0].plain_ms if abs(round_ / plain / then - 1) <= MOST_OFF else None
 
-    if (times := runner.ranks.shared(slower)) is None:
+    if (times := rehearsal.runner.ranks.shared(slower)) is None:
         return None
     return {
         n_rows: [
