@@ -1,0 +1,339 @@
+"""The server's playground in a real browser: where tokens came from, side by side, errors, stopping, keys, narrow screens."""
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from programs import ROOT
+
+playwright = pytest.importorskip("playwright.sync_api")
+uvicorn = pytest.importorskip("uvicorn")
+applications = pytest.importorskip("starlette.applications")
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse  # noqa: E402
+from starlette.routing import Route  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+PAGE = ROOT / "serving/page.html"
+INFO = {"model_id": "a model", "chat": True, "verification": "coupled", "max_new_tokens": 256}
+# Text, whether it is an accepted draft, and round: the halves of a character are two tokens.
+ANSWER = [("Hé", False, 0), ("llo", True, 1), (" <b>", True, 1), ("", False, 1), ("🙂", True, 2), ("\n", False, 2)]
+PLAIN = [(text, False, number) for number, (text, *_) in enumerate(ANSWER)]
+
+
+def events(tokens, predicted_ms=50.0, drafted=6, seed=1, ids=None):
+    """A stream's bytes, event by event; the last one has details."""
+    accepted = sum(is_draft for _, is_draft, _ in tokens)
+    timings = {"predicted_ms": predicted_ms, "cache_n": 3, "draft_n": drafted, "draft_n_accepted": accepted}
+    for place, (text, is_draft, number) in enumerate(tokens):
+        is_last = place == len(tokens) - 1
+        event = {
+            "index": place + 1,
+            "token": {"id": ids[place] if ids else place, "text": text, "logprob": -0.5 * place, "special": False},
+            "generated_text": "".join(text for text, *_ in tokens) if is_last else None,
+            "details": {"finish_reason": "length", "input_length": 4, "seed": seed, "timings": timings}
+            if is_last
+            else None,
+            "speculation": {"drafted": is_draft, "round": number, "draft_n": 3 * number, "draft_n_accepted": number},
+        }
+        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+
+
+class Fake:
+    """Serves the page, and to each request the next answer: a response, or chunks of bytes and seconds between them."""
+
+    def __init__(self):
+        self.info, self.answers, self.requests, self.gone = INFO, [], [], threading.Event()
+        routes = [
+            Route("/", lambda request: FileResponse(PAGE)),
+            Route("/info", lambda request: JSONResponse(self.info)),
+            Route("/generate_stream", self.stream, methods=["POST"]),
+        ]
+        self.app = applications.Starlette(routes=routes)
+
+    async def stream(self, request):
+        self.requests.append((dict(request.headers), await request.json()))
+        answer = self.answers.pop(0)
+        return answer if hasattr(answer, "status_code") else StreamingResponse(self.chunks(answer))
+
+    async def chunks(self, answer):
+        try:
+            for item in answer:
+                if isinstance(item, bytes):
+                    yield item
+                else:
+                    await asyncio.sleep(item)
+        except asyncio.CancelledError:
+            self.gone.set()
+            raise
+
+    @property
+    def bodies(self):
+        return [body for _, body in self.requests]
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Where the fake serves, and the application that it asks, which a test sets."""
+    asked = {}
+
+    async def app(scope, receive, send):
+        await asked["app"](scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/", asked
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as api:
+        browser = api.chromium.launch(executable_path=BROWSER)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """An empty page of a browser, which may not complain of anything."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(5000)
+    page, complaints = context.new_page(), []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert not complaints
+
+
+@pytest.fixture
+def fake(address):
+    fake = Fake()
+    address[1]["app"] = fake.app
+    return fake
+
+
+@pytest.fixture
+def page(fake, address, tab):
+    tab.goto(address[0])
+    return tab
+
+
+def expect(page, selector):
+    return playwright.expect(page.locator(selector), selector)
+
+
+def figures(page, column=0):
+    of = page.locator("dl").nth(column)
+    return dict(zip(of.locator("dt").all_inner_texts(), of.locator("dd").all_inner_texts(), strict=True))
+
+
+def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
+    whole = b": a comment\n\n" + b"".join(events(ANSWER))
+    cut = [whole[i : i + 7] for i in range(0, len(whole), 7)]
+    assert any(chunk[-1] >= 0xC2 for chunk in cut)  # within a character
+    fake.answers = [[part for chunk in cut for part in (chunk, 0.001)]]
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    classes = page.locator(".text span").evaluate_all("all => all.map(one => one.className)")
+    assert classes == ["prefill", "draft", "draft", "own", "draft", "own break"]
+    assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
+    shown = figures(page)
+    assert shown.pop("to the first token").endswith(" s")
+    assert shown == {"tokens per second": "100.0", "tokens per round": "2.50", "acceptance rate": "0.50", "tokens": "6"}
+    assert "4 prompt tokens, 3 of them found in the KV cache" in page.inner_text("#columns")
+
+
+def test_figures_are_live(fake, page):
+    first, second, third, fourth, *_ = events(ANSWER)
+    fake.answers = [[first, 0.5, second, third, fourth, 60.0]]
+    page.click("#send")
+    expect(page, "#state").to_have_text("speculation: decoding")
+    expect(page, "dl div:nth-child(5) dd").to_have_text("4")
+    shown = figures(page)
+    assert (shown["tokens per round"], shown["acceptance rate"]) == ("3.00", "0.33")
+    assert 1 < float(shown["tokens per second"]) < 10  # three in half a second
+    expect(page, ".text[aria-busy=true]").to_be_visible()
+
+
+def test_what_is_sent(fake, page):
+    fake.answers = [list(events(ANSWER)) for _ in range(3)]
+    page.fill("#prompt", "<img src=x onerror=alert(1)>")
+    page.click("#send")
+    expect(page, "#sampling").to_have_text("greedy")
+    expect(page, "#send").to_be_enabled()
+    page.fill("#temperature", "0.8")
+    page.fill("#top_p", "0.9")
+    page.fill("#new", "7")
+    page.uncheck("#chat")
+    page.fill("#key", "secret")
+    page.click("#send")
+    expect(page, "#send").to_be_enabled()
+    page.fill("#seed", "42")
+    page.click("#send")
+    expect(page, "#sampling").to_have_text("temperature 0.8, top p 0.9, seed 42")
+    (headers, greedy), (with_key, drawn), (_, given) = fake.requests
+    chosen = {"max_new_tokens": 128, "do_sample": False, "details": True, "chat": True, "speculate": True}
+    assert greedy == {"inputs": "<img src=x onerror=alert(1)>", "parameters": chosen}
+    assert "authorization" not in headers and with_key["authorization"] == "Bearer secret"
+    sampled = {"max_new_tokens": 7, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "details": True}
+    assert given["parameters"] == sampled | {"speculate": True, "seed": 42}
+    assert drawn["parameters"].keys() == given["parameters"].keys() and drawn["parameters"]["seed"] != 42
+
+
+def test_a_token_with_markup_stays_text(fake, page):
+    hostile = "<img src=x onerror=document.title='!'><script>document.title='!'</script>"
+    fake.answers = [list(events([(hostile, False, 0), (hostile, True, 1)]))]
+    fake.info = INFO | {"model_id": hostile}
+    page.reload()
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 2 tokens")
+    assert page.locator(".text").inner_text() == 2 * hostile
+    assert page.inner_text("#model") == hostile
+    assert page.locator("img").count() == 0 and page.title() == "Foretoken"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (JSONResponse({"error": "`top_k` is not it", "error_type": "validation"}, 422), "422 (validation): `top_k` is not it"),
+        (JSONResponse({"error": "full", "error_type": "overloaded"}, 429, {"Retry-After": "3"}), "try again in 3 s"),
+        (PlainTextResponse("<h1>proxy</h1>", 502), "502: Bad Gateway"),
+        ([*events(ANSWER[:2])][:1] + [b'data: {"error": "rank 1 is lost", "error_type": "generation"}\n\n'], "rank 1 is lost (generation)"),
+        ([*events(ANSWER)][:3], "the stream ended before the answer was complete"),
+        ([b"data: {no JSON\n\n"], "JSON"),
+    ],
+    ids=["refused", "busy", "proxy", "midstream", "cut", "garbage"],
+)
+def test_errors_stand_where_they_happened(fake, page, answer, said):
+    fake.answers = [answer]
+    page.click("#send")
+    expect(page, "#columns [role=alert]").to_contain_text(said)
+    expect(page, "#state").to_have_text("failed")
+    kept = 0 if hasattr(answer, "status_code") else sum(b'"token"' in chunk for chunk in answer)
+    assert page.locator(".text span").count() == kept
+    expect(page, "#send").to_be_enabled()
+
+
+@pytest.mark.parametrize("way", ["click", "Escape"])
+def test_stopping_closes_the_connection(fake, page, way):
+    fake.answers = [[next(events(ANSWER)), 60.0]]
+    page.check("#beside")
+    page.click("#send")
+    expect(page, ".text span").to_have_count(1)
+    page.click("#stop") if way == "click" else page.keyboard.press("Escape")
+    expect(page, "#state").to_have_text("stopped")
+    expect(page, "#columns").to_contain_text("stopped after 1 tokens")
+    assert fake.gone.wait(5)
+    assert len(fake.requests) == 1 and page.inner_text("#verdict") == ""
+
+
+def test_side_by_side_of_the_same_tokens(fake, page):
+    fake.answers = [list(events(PLAIN, 6800.0, drafted=0)), list(events(ANSWER, 5200.0))]
+    page.check("#beside")
+    page.fill("#temperature", "1")
+    page.click("#send")
+    expect(page, "#verdict").to_contain_text("The same 6 tokens, 1.31 times as fast: 5.20 s instead of 6.80 s.")
+    expect(page, "#verdict").to_contain_text("Prefilling is left out")
+    before, after = (body["parameters"] for body in fake.bodies)
+    assert before == after | {"speculate": False} and after["speculate"]
+    assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
+    assert page.locator("h2").all_inner_texts() == ["plain decoding", "speculation"]
+    assert page.locator(".text").first.locator(".draft, .own, .prefill").count() == 0
+    assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.50"
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_side_by_side_of_other_tokens(fake, page, verification):
+    fake.info = INFO | {"verification": verification}
+    page.reload()
+    fake.answers = [list(events(PLAIN, 800.0, drafted=0)), list(events(ANSWER[:4], 960.0, ids=[0, 1, 9, 3], drafted=0))]
+    page.check("#beside")
+    page.fill("#temperature", "1")
+    page.click("#send")
+    verdict = expect(page, "#verdict")
+    # Five tokens in 0.8 s, three in 0.96 s.
+    verdict.to_contain_text("Not the same text from token 3 on, 0.50 times as fast: 0.96 s instead of 0.80 s.")
+    verdict.to_contain_text('Token 3 is " <b>" in plain decoding')
+    verdict.to_contain_text("need not be the same" if verification == "rejection" else "near-tie")
+    verdict.to_contain_text("Nothing was drafted")
+    expect(page, ".differs").to_have_count(2)
+
+
+def test_by_keys_alone(fake, page):
+    fake.answers = [list(events(ANSWER))]
+    page.keyboard.press("Tab")
+    expect(page, "#prompt").to_be_focused()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("Why?")
+    page.keyboard.press("Control+Enter")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    assert fake.bodies[0]["inputs"] == "Why?"
+    for _ in range(10):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.className") == "text":
+            break
+    said = expect(page, "#tip")
+    said.to_have_text("token 1, id 0, log-probability 0.000 (p = 1.00), round 0, from prefill")
+    page.keyboard.press("ArrowRight")
+    said.to_have_text("token 2, id 1, log-probability -0.500 (p = 0.61), round 1, accepted draft")
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    said.to_have_text("token 4, id 3, log-probability -1.500 (p = 0.22), round 1, the target's own, no whole character yet")
+    page.keyboard.press("Escape")
+    said.to_be_empty()
+    page.keyboard.press("Tab")  # one stop for all tokens
+    assert page.evaluate("document.activeElement.tagName") == "BODY"
+
+
+def test_hovering_says_what_a_token_is(fake, page):
+    fake.answers = [list(events(ANSWER))]
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    page.hover(".text span:nth-child(3)")
+    expect(page, "#tip").to_contain_text("token 3, id 2")
+    page.hover("h1")
+    expect(page, "#tip").to_be_empty()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_scrolls_one_way_only(fake, page, scheme):
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme=scheme)
+    long = [("w" * 300, False, 0), *[(" and more", True, 1)] * 40]
+    fake.answers = [list(events(long)), list(events(long))]
+    page.check("#beside")
+    page.click("#send")
+    expect(page, "#verdict").to_contain_text("The same 41 tokens")
+    page.locator(".text").last.locator("span").last.click()
+    expect(page, "#tip").to_contain_text("token 41")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    edges = page.locator("#tip").bounding_box()
+    assert edges["x"] >= 0 and edges["x"] + edges["width"] <= 390
+    tops = page.locator("#columns > div").evaluate_all("all => all.map(one => one.getBoundingClientRect().left)")
+    assert tops[0] == tops[1]  # stacked
+
+
+def test_no_chat_without_a_template(fake, page):
+    fake.info = INFO | {"chat": False}
+    page.reload()
+    expect(page, "#chat").to_be_disabled()
+    fake.answers = [list(events(ANSWER))]
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    assert "chat" not in fake.bodies[0]["parameters"]
+
+
+def test_the_page_is_one_file():
+    """Nothing is loaded from elsewhere, nor run from text."""
+    text = Path(PAGE).read_text(encoding="utf-8")
+    assert not [word for word in ("http://", "https://", "innerHTML", "eval(", "src=", "url(") if word in text]
