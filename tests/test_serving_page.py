@@ -147,9 +147,9 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     assert classes == ["prefill", "draft", "draft", "own", "draft", "own break"]
     assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
     shown = figures(page)
-    assert shown.pop("to the first token").endswith(" s")
-    assert shown == {"tokens per second": "100.0", "tokens per round": "2.50", "acceptance rate": "0.50", "tokens": "6"}
-    assert "4 prompt tokens, 3 of them found in the KV cache" in page.inner_text("#columns")
+    assert shown.pop("first token").endswith(" s")
+    assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.50", "tokens": "6"}
+    assert "ended at the limit of new tokens; 4 tokens of prompt, 3 of them found in the KV cache" in page.inner_text("#columns")
 
 
 def test_figures_are_live(fake, page):
@@ -160,7 +160,7 @@ def test_figures_are_live(fake, page):
     expect(page, "dl div:nth-child(5) dd").to_have_text("4")
     shown = figures(page)
     assert (shown["tokens per round"], shown["acceptance rate"]) == ("3.00", "0.33")
-    assert 1 < float(shown["tokens per second"]) < 10  # three in half a second
+    assert 1 < float(shown["tokens/s"]) < 10  # three in half a second
     expect(page, ".text[aria-busy=true]").to_be_visible()
 
 
@@ -231,7 +231,7 @@ def test_stopping_closes_the_connection(fake, page, way):
     expect(page, ".text span").to_have_count(1)
     page.click("#stop") if way == "click" else page.keyboard.press("Escape")
     expect(page, "#state").to_have_text("stopped")
-    expect(page, "#columns").to_contain_text("stopped after 1 tokens")
+    expect(page, "#columns").to_contain_text("stopped after 1 token")
     assert fake.gone.wait(5)
     assert len(fake.requests) == 1 and page.inner_text("#verdict") == ""
 
