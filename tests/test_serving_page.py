@@ -5,17 +5,15 @@ import json
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import pytest
+import uvicorn
 from programs import ROOT
+from starlette.applications import Starlette
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
 
 playwright = pytest.importorskip("playwright.sync_api")
-uvicorn = pytest.importorskip("uvicorn")
-applications = pytest.importorskip("starlette.applications")
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse  # noqa: E402
-from starlette.routing import Route  # noqa: E402
-
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 PAGE = ROOT / "serving/page.html"
@@ -53,7 +51,7 @@ class Fake:
             Route("/info", lambda request: JSONResponse(self.info)),
             Route("/generate_stream", self.stream, methods=["POST"]),
         ]
-        self.app = applications.Starlette(routes=routes)
+        self.app = Starlette(routes=routes)
 
     async def stream(self, request):
         self.requests.append((dict(request.headers), await request.json()))
@@ -87,7 +85,7 @@ def address():
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
+    while thread.is_alive() and not server.started:
         time.sleep(0.01)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/", asked
     server.should_exit = True
@@ -170,14 +168,12 @@ def test_what_is_sent(fake, page):
     page.click("#send")
     expect(page, "#sampling").to_have_text("greedy")
     expect(page, "#send").to_be_enabled()
-    page.fill("#temperature", "0.8")
-    page.fill("#top_p", "0.9")
-    page.fill("#new", "7")
-    page.uncheck("#chat")
-    page.fill("#key", "secret")
+    for label, value in (("Temperature", "0.8"), ("Top p", "0.9"), ("New tokens", "7"), ("API key", "secret")):
+        page.get_by_label(label).fill(value)
+    page.get_by_label("chat template").uncheck()
     page.click("#send")
     expect(page, "#send").to_be_enabled()
-    page.fill("#seed", "42")
+    page.get_by_label("Seed").fill("42")
     page.click("#send")
     expect(page, "#sampling").to_have_text("temperature 0.8, top p 0.9, seed 42")
     (headers, greedy), (with_key, drawn), (_, given) = fake.requests
@@ -321,8 +317,14 @@ def test_a_phone_scrolls_one_way_only(fake, page, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     edges = page.locator("#tip").bounding_box()
     assert edges["x"] >= 0 and edges["x"] + edges["width"] <= 390
-    tops = page.locator("#columns > div").evaluate_all("all => all.map(one => one.getBoundingClientRect().left)")
-    assert tops[0] == tops[1]  # stacked
+    lefts = page.locator("#columns > div").evaluate_all("all => all.map(one => one.getBoundingClientRect().left)")
+    assert lefts[0] == lefts[1]  # stacked
+    lines = []
+    for key in ("Shift+Tab", "Tab", "End", "ArrowUp", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+        if key not in ("Shift+Tab", "Tab"):
+            lines.append(page.evaluate("document.querySelector('.at').getBoundingClientRect().top + scrollY"))
+    assert lines[0] > lines[1] == lines[3] > lines[2]
 
 
 def test_no_chat_without_a_template(fake, page):
@@ -337,5 +339,5 @@ def test_no_chat_without_a_template(fake, page):
 
 def test_the_page_is_one_file():
     """Nothing is loaded from elsewhere, nor run from text."""
-    text = Path(PAGE).read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     assert not [word for word in ("http://", "https://", "innerHTML", "eval(", "src=", "url(") if word in text]
