@@ -4,7 +4,7 @@ from operator import methodcaller
 
 from common import cli
 from engine.parallel import end_on_ranks
-from serving.flags import ServeFlags
+from serving.serve import Serve
 
 if __name__ == "__main__":
-    cli.run(methodcaller("run"), ServeFlags, end_on_ranks)
+    cli.run(methodcaller("run"), Serve, end_on_ranks)

@@ -72,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags:
-    """an HTTP server with the routes of text-generation-inference and OpenAI, over speculative decoding"""
+    """Those of the server."""
 
     FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft"}
 
@@ -112,8 +112,3 @@ class ServeFlags:
         if self.target.load_format == "dummy":
             where, what = flag("load_format"), "random weights have nothing to say"
             raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
-
-    def run(self) -> None:
-        from serving.server import serve
-
-        serve(self)

@@ -64,19 +64,18 @@ class Job:
         self.first = self.first or update.seen
         n_before = len(self.pieces)
         for place, token in enumerate(update.tokens):
-            after_prompt = place < update.prefilled
-            drafted = 0 <= place - update.prefilled < update.accepted
             logprob = update.logprobs[place] if update.logprobs else None
             text = self._stream.add(token)
             shown, has_ended = self.stops.add(text)
-            special = self.specials.get(token)
-            round_ = 0 if after_prompt else update.round
-            self.pieces.append(Piece(token, special or text, shown, logprob, special is not None, drafted, round_))
+            special, drafted = self.specials.get(token), place < update.accepted
+            self.pieces.append(
+                Piece(token, special or text, shown, logprob, special is not None, drafted, update.round)
+            )
             if has_ended:
                 self.finish = STOP
                 break
-        if update.round and (n_emitted := len(self.pieces) - n_before - update.prefilled) > 0:
-            self.counts.add_round(update.drafted, update.accepted, n_emitted)
+        if update.round > 0:
+            self.counts.add_round(update.drafted, update.accepted, len(self.pieces) - n_before)
         if self.finish is None and update.finish is not None:
             self._flush()
             self.finish = REASONS.get(update.finish, "error")

@@ -54,8 +54,8 @@ class Metrics:
             self._prefilled.inc(n_prompt - update.n_reused)
             self._reused.inc(update.n_reused)
         self._decoded.inc(len(update.tokens))
-        if len(update.tokens) > update.prefilled:
-            self._skipped.observe(len(update.tokens) - update.prefilled - 1)
+        if update.round > 0:
+            self._skipped.observe(update.accepted)
         if update.drafted:
             self._n_drafts.inc()
             self._n_draft_tokens.inc(update.drafted)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from common.errors import UserError
 from engine.bench.session import Session
 from engine.decoding import Decoder
-from engine.requests import FinishReason, Request
+from engine.requests import FinishReason, Progress, Request
 from engine.sampling import SamplingParams
 from serving.opening import Switchable
 
@@ -35,16 +35,15 @@ class Submission:
 
 
 class Update(NamedTuple):
-    """What one step did for a request: the tokens that it emitted, of which the first `prefilled` (0 or 1) followed the
-    prompt, and of the others the first `accepted` had been drafted.
+    """What a prefill or a round did for a request: the tokens that it emitted, the first `accepted` of them as drafted.
 
-    started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens that were in the row's cache.
+    round: of the request, 0 for its prefill. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens
+    that the row still held.
     """
 
     number: int
     tokens: list[int]
     logprobs: list[float]
-    prefilled: int
     drafted: int
     accepted: int
     round: int
@@ -71,18 +70,28 @@ class Running:
     request: Request
     started: float = field(default_factory=time.perf_counter)
     n_told: int = 0
-    told_emitted: int = 0
     told_drafted: int = 0
     told_accepted: int = 0
 
 
+class Emitted(Progress):
+    """Calls back whenever tokens were emitted: behind a prompt's prefill already, before the round that follows."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def emitted(self, n_tokens: int) -> None:
+        self._call()
+
+
 class Scheduler:
     """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
-    on every rank. tell: what is called on the leader behind each step that did something for a request."""
+    on every rank. tell: is called on the leader with what each prefill and each round did."""
 
     def __init__(self, session: Session, pacing: Switchable, verification: str) -> None:
+        self.tell: Callable[[list[Update]], None] = lambda updates: None
         self._ranks, self._pacing, self._rows = session.ranks, pacing, session.runner.max_batch
-        self._decoder = Decoder(session.runner, pacing, verification=verification)
+        self._decoder = Decoder(session.runner, pacing, verification=verification, progress=Emitted(self._tell_new))
         self._inbox: SimpleQueue[Submission | int | None] = SimpleQueue()
         self._waiting: deque[Submission] = deque()
         self._running: dict[int, Running] = {}
@@ -107,18 +116,16 @@ class Scheduler:
         """Rows in use."""
         return len(self._running)
 
-    def run(self, tell: Callable[[list[Update]], None]) -> None:
+    def run(self) -> None:
         """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
         while True:
             orders = self._ranks.shared(self._orders)
             if orders.stop:
                 return
-            refused = self._obey(orders)
+            self._obey(orders)
             if self._running:
                 self._decoder.step()
-            updates = refused + [update for running in [*self._running.values()] if (update := self._update(running))]
-            if updates and self._ranks.leads:
-                tell(updates)
+            self._tell_new()
 
     def _orders(self) -> Orders:
         """What came in meanwhile; while there is nothing to decode, this waits for it."""
@@ -142,9 +149,7 @@ class Scheduler:
         submit = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
         return Orders(submit, cancel, False)
 
-    def _obey(self, orders: Orders) -> list[Update]:
-        """Returns what became of requests that the decoder refuses."""
-        refused = []
+    def _obey(self, orders: Orders) -> None:
         for number in orders.cancel:
             self._decoder.cancel(self._running.pop(number).request)
         for one in orders.submit:
@@ -154,26 +159,31 @@ class Scheduler:
                 self._running[one.number] = running
             except UserError as error:
                 now = time.perf_counter()
-                refused.append(Update(one.number, [], [], 0, 0, 0, 0, now, now, 0, "error", str(error)))
+                self.tell([Update(one.number, [], [], 0, 0, 0, now, now, 0, "error", str(error))])
         self._pacing.is_plain = any(not one.submission.speculate for one in self._running.values())
-        return refused
+
+    def _tell_new(self) -> None:
+        updates = [update for running in [*self._running.values()] if (update := self._update(running))]
+        if updates and self._ranks.leads:
+            self.tell(updates)
 
     def _update(self, running: Running) -> Update | None:
-        """What the last step did for it."""
         request, counts = running.request, running.request.counts
         if len(request.tokens) == running.n_told and request.finish_reason is None:
             return None
-        tokens, emitted = request.tokens[running.n_told :], counts.emitted - running.told_emitted
+        tokens = request.tokens[running.n_told :]
         drafted, accepted = counts.drafted - running.told_drafted, counts.accepted - running.told_accepted
-        running.n_told, running.told_emitted = len(request.tokens), counts.emitted
-        running.told_drafted, running.told_accepted = counts.drafted, counts.accepted
+        running.n_told, running.told_drafted, running.told_accepted = (
+            len(request.tokens),
+            counts.drafted,
+            counts.accepted,
+        )
         if request.finish_reason is not None:
             del self._running[running.submission.number]
         return Update(
             running.submission.number,
             tokens,
             [],
-            len(tokens) - emitted,
             drafted,
             accepted,
             counts.rounds,

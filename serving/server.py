@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 
@@ -26,64 +27,65 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 def serve(flags: ServeFlags) -> None:
     """Until SIGTERM or Ctrl-C, and the end of what was asked before. Errors: UserError; what the engine raises."""
     config = flags.config()
-    sock = _bound(flags.http.host, flags.http.port) if is_leader() else None
-    session, pacing = open_session(config, flags.batch.max_batch, flags.batch.max_length)
-    scheduler = Scheduler(session, pacing, flags.batch.verification)
+    sock = bound(flags.http.host, flags.http.port) if is_leader() else None
+    opened = open_session(config, flags.batch.max_batch, flags.batch.max_length)
+    scheduler = Scheduler(*opened, flags.batch.verification)
     if sock is None:
         for number in STOPPING:  # the leader's word counts
             signal.signal(number, signal.SIG_IGN)
-        scheduler.run(lambda updates: None)
+        scheduler.run()
         return
-    service = Service(flags, session, scheduler)
-    http = HttpThread(service, sock)
-    http.start()
-    address, port = sock.getsockname()[:2]
-    say(f"serving {session.name} on http://{address}:{port}")
-    _on_signals(lambda: http.end(flags.http.drain_seconds))
-    try:
-        scheduler.run(lambda updates: service.run_soon(service.told, updates))
-    except BaseException as error:
-        text = "the engine has failed; the server is going down"
-        service.run_soon(service.fail, Failure(503, "unavailable", f"{text} ({type(error).__name__})"))
-        http.end(0)
-        raise
-    finally:
-        http.thread.join(FLUSH_SECONDS)
+    server = Server(Service(flags, opened.session, scheduler), sock)
+    _on_signals(lambda: server.end(flags.http.drain_seconds))
+    server.run()
 
 
-class HttpThread:
-    """uvicorn on a thread of its own, which leaves signals alone."""
+class Server:
+    """A service on the socket, by uvicorn on a thread of its own, which leaves signals alone."""
 
     def __init__(self, service: Service, sock: socket.socket) -> None:
-        self._service, self._sock, self._scheduler = service, sock, service.scheduler
+        self.service, self._sock = service, sock
         key = service.flags.http.api_key or os.environ.get(API_KEY) or None
         how: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "on", "server_header": False}
         how["timeout_graceful_shutdown"] = FLUSH_SECONDS
-        self._server = uvicorn.Server(uvicorn.Config(make_app(service, key), **how))
-        self.thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._http = uvicorn.Server(uvicorn.Config(make_app(service, key), **how))
 
-    def start(self) -> None:
-        """Returns when it listens."""
-        self.thread.start()
-        self._service.ready.wait()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
+        service = self.service
+        thread = threading.Thread(target=self._listen, name="http", daemon=True)
+        thread.start()
+        service.ready.wait()
+        address, port = self._sock.getsockname()[:2]
+        say(f"serving {service.session.name} on http://{address}:{port}")
         try:
-            self._server.run([self._sock])
+            service.scheduler.run()
+        except BaseException as error:
+            text = f"the engine has failed ({type(error).__name__}), and the server ends"
+            service.run_soon(service.fail, Failure(503, "unavailable", text))
+            self.end(0)
+            raise
         finally:
-            self._scheduler.stop()
+            thread.join(FLUSH_SECONDS)
 
     def end(self, drain_seconds: float) -> None:
-        """Drain, then end; from another thread, and returns at once."""
+        """Drain, then end; for another thread than HTTP's, and returns at once."""
 
         async def drain() -> None:
-            await self._service.drain(drain_seconds)
-            self._server.should_exit = True
+            await self.service.drain(drain_seconds)
+            self._http.should_exit = True
 
-        self._service.run_soon(lambda: self._service.keep(drain()))
+        self.service.run_soon(lambda: self.service.keep(drain()))
+
+    def _listen(self) -> None:
+        try:
+            self._http.run([self._sock])
+        finally:
+            self.service.ready.set()
+            self.service.scheduler.stop()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """Errors: ConfigError if nothing can listen there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

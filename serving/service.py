@@ -49,6 +49,7 @@ class Service:
         self._template: ChatTemplate | None = None
         with suppress(NoChatTemplateError):
             self._template = session.target.chat_template()
+        scheduler.tell = lambda updates: self.run_soon(self.told, updates)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.ready, self.created = threading.Event(), int(time.time())
@@ -184,7 +185,7 @@ class Service:
 
     def fail(self, failure: Failure) -> None:
         """Whatever is asked, or was asked and is not done, is answered with this."""
-        self.down = failure
+        self.down = self.down or failure
         for job in [*self.jobs.values()]:
             self.end(job, "error", failure)
 
