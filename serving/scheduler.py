@@ -1,0 +1,195 @@
+"""The one user of the Decoder: between rounds requests join and leave it, and after each all are told what they got.
+
+Where ranks share the model the leader decides who joins and leaves, and every rank does the same.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from common.errors import UserError
+from engine.bench.session import Session
+from engine.decoding import Decoder
+from engine.requests import FinishReason, Progress, Request
+from engine.sampling import SamplingParams
+from serving.opening import Switchable
+
+# While nothing runs, ranks hear of each other so often, in seconds: no collective waits for a request.
+HEARTBEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A request to decode. number: its own; wants_logprobs: of each token; speculate: False for plain rounds."""
+
+    number: int
+    prompt: list[int]
+    limit: int
+    stop_tokens: frozenset[int]
+    sampling: SamplingParams
+    wants_logprobs: bool = False
+    speculate: bool = True
+
+
+class Update(NamedTuple):
+    """What a prefill or a round did for a request: the tokens that it emitted, the first `accepted` of them as drafted.
+
+    round: of the request, 0 for its prefill. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens
+    that the row still held.
+    """
+
+    number: int
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int
+    accepted: int
+    round: int
+    started: float
+    seen: float
+    n_reused: int
+    finish: FinishReason
+    error: str | None
+
+
+class Orders(NamedTuple):
+    """What every rank does before a step."""
+
+    submit: list[Submission]
+    cancel: list[int]
+    stop: bool
+
+
+@dataclass
+class Running:
+    """A request in the decoder, and what has been told of it."""
+
+    submission: Submission
+    request: Request
+    started: float = field(default_factory=time.perf_counter)
+    n_told: int = 0
+    told_drafted: int = 0
+    told_accepted: int = 0
+
+
+class Emitted(Progress):
+    """Calls back whenever tokens were emitted: behind a prompt's prefill already, before the round that follows."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def emitted(self, n_tokens: int) -> None:
+        self._call()
+
+
+class Scheduler:
+    """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
+    on every rank. tell: is called on the leader with what each prefill and each round did."""
+
+    def __init__(self, session: Session, pacing: Switchable, verification: str) -> None:
+        self.tell: Callable[[list[Update]], None] = lambda updates: None
+        self._ranks, self._pacing, self._rows = session.ranks, pacing, session.runner.max_batch
+        self._decoder = Decoder(session.runner, pacing, verification=verification, progress=Emitted(self._tell_new))
+        self._inbox: SimpleQueue[Submission | int | None] = SimpleQueue()
+        self._waiting: deque[Submission] = deque()
+        self._running: dict[int, Running] = {}
+
+    def submit(self, submission: Submission) -> None:
+        self._inbox.put(submission)
+
+    def cancel(self, number: int) -> None:
+        """Of a request that has ended: does nothing."""
+        self._inbox.put(number)
+
+    def stop(self) -> None:
+        """End `run` before the next step."""
+        self._inbox.put(None)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting) + self._inbox.qsize()
+
+    @property
+    def n_running(self) -> int:
+        """Rows in use."""
+        return len(self._running)
+
+    def run(self) -> None:
+        """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
+        while True:
+            orders = self._ranks.shared(self._orders)
+            if orders.stop:
+                return
+            self._obey(orders)
+            if self._running:
+                self._decoder.step()
+            self._tell_new()
+
+    def _orders(self) -> Orders:
+        """What came in meanwhile; while there is nothing to decode, this waits for it."""
+        cancel: list[int] = []
+        is_idle, timeout = not self._running and not self._waiting, HEARTBEAT_SECONDS if self._ranks.size > 1 else None
+        try:
+            while True:
+                event = self._inbox.get(is_idle, timeout)
+                is_idle = False
+                if event is None:
+                    return Orders([], [], True)
+                if isinstance(event, Submission):
+                    self._waiting.append(event)
+                elif event in self._running:
+                    cancel.append(event)
+                else:
+                    self._waiting = deque(one for one in self._waiting if one.number != event)
+        except Empty:
+            pass
+        n_free = self._rows - len(self._running) + len(cancel)
+        submit = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
+        return Orders(submit, cancel, False)
+
+    def _obey(self, orders: Orders) -> None:
+        for number in orders.cancel:
+            self._decoder.cancel(self._running.pop(number).request)
+        for one in orders.submit:
+            running = Running(one, Request(one.prompt, one.limit, one.stop_tokens, one.sampling))
+            try:
+                self._decoder.submit(running.request)
+                self._running[one.number] = running
+            except UserError as error:
+                now = time.perf_counter()
+                self.tell([Update(one.number, [], [], 0, 0, 0, now, now, 0, "error", str(error))])
+        self._pacing.is_plain = any(not one.submission.speculate for one in self._running.values())
+
+    def _tell_new(self) -> None:
+        updates = [update for running in [*self._running.values()] if (update := self._update(running))]
+        if updates and self._ranks.leads:
+            self.tell(updates)
+
+    def _update(self, running: Running) -> Update | None:
+        request, counts = running.request, running.request.counts
+        if len(request.tokens) == running.n_told and request.finish_reason is None:
+            return None
+        tokens = request.tokens[running.n_told :]
+        drafted, accepted = counts.drafted - running.told_drafted, counts.accepted - running.told_accepted
+        running.n_told, running.told_drafted, running.told_accepted = (
+            len(request.tokens),
+            counts.drafted,
+            counts.accepted,
+        )
+        if request.finish_reason is not None:
+            del self._running[running.submission.number]
+        return Update(
+            running.submission.number,
+            tokens,
+            [],
+            drafted,
+            accepted,
+            counts.rounds,
+            running.started,
+            time.perf_counter(),
+            0,
+            request.finish_reason,
+            request.error,
+        )

@@ -1,0 +1,112 @@
+"""From flags to a server: the model's rounds run on this thread, HTTP on another one, of the leading rank."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from common.errors import ConfigError, flag
+from common.process import is_leader, world_size
+from common.say import say
+from serving.app import make_app
+from serving.failures import Failure
+from serving.flags import API_KEY, ServeFlags
+from serving.opening import open_session
+from serving.scheduler import Scheduler
+from serving.service import Service
+
+# What answers that are done have to be written, in seconds.
+FLUSH_SECONDS = 5
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(flags: ServeFlags) -> None:
+    """Until SIGTERM or Ctrl-C, and the end of what was asked before. Errors: UserError; what the engine raises."""
+    config = flags.config()
+    sock = bound(flags.http.host, flags.http.port) if is_leader() else None
+    opened = open_session(config, flags.batch.max_batch, flags.batch.max_length)
+    scheduler = Scheduler(*opened, flags.batch.verification)
+    if sock is None:
+        for number in STOPPING:  # the leader's word counts
+            signal.signal(number, signal.SIG_IGN)
+        scheduler.run()
+        return
+    server = Server(Service(flags, opened.session, scheduler), sock)
+    _on_signals(lambda: server.end(flags.http.drain_seconds))
+    server.run()
+
+
+class Server:
+    """A service on the socket, by uvicorn on a thread of its own, which leaves signals alone."""
+
+    def __init__(self, service: Service, sock: socket.socket) -> None:
+        self.service, self._sock = service, sock
+        key = service.flags.http.api_key or os.environ.get(API_KEY) or None
+        how: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "on", "server_header": False}
+        how["timeout_graceful_shutdown"] = FLUSH_SECONDS
+        self._http = uvicorn.Server(uvicorn.Config(make_app(service, key), **how))
+
+    def run(self) -> None:
+        """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
+        service = self.service
+        thread = threading.Thread(target=self._listen, name="http", daemon=True)
+        thread.start()
+        service.ready.wait()
+        address, port = self._sock.getsockname()[:2]
+        say(f"serving {service.session.name} on http://{address}:{port}")
+        try:
+            service.scheduler.run()
+        except BaseException as error:
+            text = f"the engine has failed ({type(error).__name__}), and the server ends"
+            service.run_soon(service.fail, Failure(503, "unavailable", text))
+            self.end(0)
+            raise
+        finally:
+            thread.join(FLUSH_SECONDS)
+
+    def end(self, drain_seconds: float) -> None:
+        """Drain, then end; for another thread than HTTP's, and returns at once."""
+
+        async def drain() -> None:
+            await self.service.drain(drain_seconds)
+            self._http.should_exit = True
+
+        self.service.run_soon(lambda: self.service.keep(drain()))
+
+    def _listen(self) -> None:
+        try:
+            self._http.run([self._sock])
+        finally:
+            self.service.ready.set()
+            self.service.scheduler.stop()
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Errors: ConfigError if nothing can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, UnicodeError) as error:
+        where, required = f"{flag('host')}, {flag('port')}", "an address of this machine, and a port that is free"
+        seen, fix = f"{host}, {port}: {error}", f"use {flag('port')} 0"
+        raise ConfigError("the server cannot listen there", where, seen, required, fix) from None
+    return sock
+
+
+def _on_signals(end: Callable[[], None]) -> None:
+    """The first one ends the server in good order. Of a process alone, a second Ctrl-C ends it at once; of several, all
+    get each signal more than once."""
+
+    def stop(number: int, frame: object) -> None:
+        for one in STOPPING:
+            signal.signal(one, signal.SIG_IGN if world_size() > 1 else signal.default_int_handler)
+        end()
+
+    for number in STOPPING:
+        signal.signal(number, stop)

@@ -1,0 +1,198 @@
+"""The event loop's side: requests are checked, counted and handed to the scheduler, and what it tells goes to them."""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from common.errors import UserError
+from engine.bench.session import Session
+from engine.sampling import SamplingParams
+from engine.stats import Counts
+from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
+from serving.failures import Failure, invalid
+from serving.flags import ServeFlags
+from serving.jobs import CANCELLED, Job
+from serving.metrics import Metrics
+from serving.scheduler import Scheduler, Submission, Update
+from serving.stops import Stops
+
+Value = TypeVar("Value")
+# Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
+DRAWN_SEEDS = 2**32
+LONGEST_STOP = 256
+RETRY_SECONDS = 1
+
+
+class Service:
+    """Everything but `run_soon` is for the event loop."""
+
+    def __init__(self, flags: ServeFlags, session: Session, scheduler: Scheduler) -> None:
+        assert session.tokenizer is not None
+        self.flags, self.limits, self.session = flags, flags.limits, session
+        self.tokenizer, self.scheduler = session.tokenizer, scheduler
+        self.metrics, self.jobs, self._numbers = Metrics(session.plan.gamma), dict[int, Job](), count()
+        self._rows, self.vocab_size = session.runner.max_batch, session.target.config.vocab_size
+        self.max_total = session.plan.capacity - session.plan.gamma - 1
+        self.max_input = min(self.limits.max_input_length or self.max_total, self.max_total - 1)
+        self.ends = frozenset(session.target.config.eos_tokens)
+        self.specials = {index: text for text, index in self.tokenizer.control_tokens().items()}
+        # One thread: a tokenizer is switched while it encodes a conversation.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._template: ChatTemplate | None = None
+        with suppress(NoChatTemplateError):
+            self._template = session.target.chat_template()
+        scheduler.tell = lambda updates: self.run_soon(self.told, updates)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.ready, self.created = threading.Event(), int(time.time())
+        self.down: Failure | None = None
+        self.metrics.show("tgi_queue_size", "Requests that wait for a row", lambda: scheduler.n_waiting)
+        self.metrics.show("tgi_batch_current_size", "Requests in a row", lambda: scheduler.n_running)
+        self.metrics.show("foretoken_rows", "Rows", lambda: self._rows)
+        self.metrics.show("foretoken_kv_use", "Share of the KV entries that running requests hold", self._kv_use)
+
+    def begin(self) -> None:
+        """On the event loop, before the first request."""
+        self._loop = asyncio.get_running_loop()
+        self.ready.set()
+
+    def run_soon(self, do: Callable[..., None], *given: Any) -> None:
+        """From another thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(do, *given)
+
+    def _kv_use(self) -> float:
+        running = [job for job in self.jobs.values() if job.started is not None]
+        held = sum(len(job.submission.prompt) + len(job.pieces) for job in running)
+        return held / (self._rows * self.session.plan.capacity)
+
+    async def encode(self, encode: Callable[[], list[int]], param: str) -> list[int]:
+        """A prompt's token ids, made beside the event loop."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+        except UserError as error:
+            raise invalid(param, str(error).partition("\n")[0]) from None
+
+    async def conversation(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """In the model's chat template."""
+        if self._template is None:
+            raise invalid("messages", f"{self.session.name} has no chat template: use /v1/completions or /generate")
+        template = self._template
+        return await self.encode(lambda: template.encode(messages), "messages")
+
+    def submit(
+        self,
+        request: Request,
+        prompt: list[int],
+        sampling: tuple[float, int, float, int | None],
+        max_new_tokens: int | None,
+        stops: Sequence[str],
+        *,
+        names: tuple[str, str, str],
+        keeps_stop: bool = False,
+        logprobs: bool = False,
+        speculate: bool = True,
+    ) -> Job:
+        """Queue a request, which is cancelled when its client leaves or its time is over.
+
+        sampling: temperature, top_k, top_p and seed, None for one that is drawn. names: what the route calls the
+        prompt, the number of new tokens and the stop strings. Raises Failure.
+        """
+        of_prompt, of_length, of_stops = names
+        if self.down is not None:
+            raise self.down
+        if not prompt:
+            raise invalid(of_prompt, "is empty")
+        if max(prompt) >= self.vocab_size or min(prompt) < 0:
+            raise invalid(of_prompt, f"has a token id outside 0 to {self.vocab_size - 1}")
+        if len(prompt) > self.max_input:
+            raise invalid(of_prompt, f"has {len(prompt)} tokens; this server takes {self.max_input}")
+        room = self.max_total - len(prompt)
+        limit = min(room, self.limits.max_new_tokens) if max_new_tokens is None else max_new_tokens
+        if limit > self.limits.max_new_tokens:
+            raise invalid(of_length, f"is {limit}; this server gives {self.limits.max_new_tokens}")
+        if limit > room:
+            text = f"is {limit}; behind {len(prompt)} prompt tokens there is room for {room}"
+            raise invalid(of_length, text)
+        if len(stops) > self.limits.max_stop_sequences:
+            raise invalid(of_stops, f"has {len(stops)} strings; this server takes {self.limits.max_stop_sequences}")
+        if not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
+            raise invalid(of_stops, f"has a string that is empty or longer than {LONGEST_STOP} characters")
+        if len(self.jobs) >= self._rows + self.limits.max_queue:
+            headers, text = {"Retry-After": str(RETRY_SECONDS)}, "the queue is full: try again later"
+            raise Failure(429, "overloaded", text, headers=headers)
+        temperature, top_k, top_p, seed = sampling
+        try:
+            seed = secrets.randbelow(DRAWN_SEEDS) if seed is None else seed
+            params = SamplingParams(temperature, top_k, top_p, seed)
+        except UserError as error:
+            raise invalid("parameters", str(error).partition("\n")[0]) from None
+        number = next(self._numbers)
+        submission = Submission(number, prompt, limit, self.ends, params, logprobs, speculate)
+        counts = Counts.of_gamma(self.session.plan.gamma)
+        job = Job(submission, self.tokenizer, self.specials, Stops(stops, keeps_stop), counts)
+        self.jobs[number] = request.scope["state"]["job"] = job
+        self.scheduler.submit(submission)
+        self._watch(request, job)
+        return job
+
+    def _watch(self, request: Request, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+        text = f"not done within {self.limits.request_seconds} seconds"
+        late = Failure(408, "timeout", text)
+        timer = loop.call_later(self.limits.request_seconds, self.end, job, "timeout", late)
+
+        async def until_gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            timer.cancel()
+            self.end(job, CANCELLED)
+
+        self.keep(until_gone())
+
+    def keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it beside what goes on."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def end(self, job: Job, finish: str, failure: Failure | None = None) -> None:
+        """Free its row before the next round; one that has ended stays as it is."""
+        if self.jobs.pop(job.submission.number, None) is not None:
+            self.scheduler.cancel(job.submission.number)
+            job.end(finish, failure)
+
+    def told(self, updates: Sequence[Update]) -> None:
+        """What a step did."""
+        for update in updates:
+            job = self.jobs.get(update.number)
+            if job is None:  # ended meanwhile
+                continue
+            self.metrics.stepped(update, job.started is None, len(job.submission.prompt))
+            job.take(update)
+            if job.finish is not None:
+                del self.jobs[update.number]
+                if update.finish is None:  # a stop string
+                    self.scheduler.cancel(update.number)
+
+    def fail(self, failure: Failure) -> None:
+        """Whatever is asked, or was asked and is not done, is answered with this."""
+        self.down = self.down or failure
+        for job in [*self.jobs.values()]:
+            self.end(job, "error", failure)
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and give those that are there so long."""
+        self.down = self.down or Failure(503, "unavailable", "the server is shutting down")
+        deadline = time.monotonic() + seconds
+        while self.jobs and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.fail(Failure(503, "unavailable", f"not done within {seconds} seconds of the server's shutting down"))
