@@ -32,7 +32,7 @@ Heat = Annotated[float, Field(ge=1e-5, le=1e6)]
 
 class Parameters(Body):
     """Of text-generation-inference. do_sample: false is greedy, whatever else is given; absent, a temperature other
-    than 1, top_k or top_p asks for samples."""
+    than 1, top_k or top_p asks for samples. chat: the inputs are what a user says, in the model's chat template."""
 
     max_new_tokens: Count | None = None
     do_sample: bool | None = None
@@ -45,6 +45,7 @@ class Parameters(Body):
     details: bool | None = None
     return_full_text: bool | None = None
     speculate: bool = True
+    chat: bool = False
     best_of: Annotated[Any, only(1)] = None
     repetition_penalty: Annotated[Any, only(1)] = None
     frequency_penalty: Annotated[Any, only(0)] = None

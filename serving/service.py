@@ -81,12 +81,16 @@ class Service:
         except UserError as error:
             raise invalid(param, str(error).partition("\n")[0]) from None
 
-    async def conversation(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    async def conversation(self, messages: Sequence[dict[str, str]], param: str = "messages") -> list[int]:
         """In the model's chat template."""
         if self._template is None:
-            raise invalid("messages", f"{self.session.name} has no chat template: use /v1/completions or /generate")
+            raise invalid(param, f"{self.session.name} has no chat template: use /v1/completions or /generate")
         template = self._template
-        return await self.encode(lambda: template.encode(messages), "messages")
+        return await self.encode(lambda: template.encode(messages), param)
 
     def submit(
         self,

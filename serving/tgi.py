@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from models.checkpoints.text_stream import TextStream
 from serving.events import Events, stream
 from serving.failures import invalid
-from serving.jobs import Job, Piece
+from serving.jobs import Job, Piece, rounded
 from serving.schemas import Generate, GenerateOrStream, Parameters, Tokenize
 from serving.service import Service
 
@@ -63,6 +63,8 @@ def routes(service: Service) -> APIRouter:
             "max_batch_size": session.runner.max_batch,
             "validation_workers": 1,
             "max_client_batch_size": 1,
+            "chat": service.has_template,
+            "verification": service.flags.batch.verification,
             "router": "foretoken",
             "version": VERSION,
             "speculation": drafts,
@@ -73,7 +75,10 @@ def routes(service: Service) -> APIRouter:
 
 async def _submit(service: Service, request: Request, body: Generate, logprobs: bool) -> Job:
     own = body.parameters or Parameters()
-    prompt = await service.encode(lambda: service.tokenizer.encode(body.inputs), "inputs")
+    if own.chat:
+        prompt = await service.conversation([{"role": "user", "content": body.inputs}], "chat")
+    else:
+        prompt = await service.encode(lambda: service.tokenizer.encode(body.inputs), "inputs")
     if own.truncate is not None:
         prompt = prompt[-own.truncate :]
     if not body.inputs:
@@ -113,7 +118,9 @@ async def _stream(service: Service, request: Request, body: Generate) -> Respons
             lines = []
             for index, piece in enumerate(pieces, n_sent + 1):
                 event = {"index": index, "token": _token(piece), "top_tokens": [], "generated_text": None}
-                event |= {"details": None, "speculation": {"drafted": piece.drafted, "round": piece.round}}
+                rate = rounded(job.counts.acceptance_rate)
+                speculation = {"drafted": piece.drafted, "round": piece.round, "acceptance_rate": rate}
+                event |= {"details": None, "speculation": speculation}
                 if job.finish is not None and index == len(job.pieces):
                     event |= {"generated_text": prefix + job.text, "details": _details(job)}
                 lines.append(event)

@@ -36,7 +36,7 @@ def events(tokens, predicted_ms=50.0, drafted=6, seed=1, ids=None):
             "details": {"finish_reason": "length", "input_length": 4, "seed": seed, "timings": timings}
             if is_last
             else None,
-            "speculation": {"drafted": is_draft, "round": number, "draft_n": 3 * number, "draft_n_accepted": number},
+            "speculation": {"drafted": is_draft, "round": number, "acceptance_rate": number / 3 if number else None},
         }
         yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
 
@@ -146,7 +146,7 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
     shown = figures(page)
     assert shown.pop("first token").endswith(" s")
-    assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.50", "tokens": "6"}
+    assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
     expect(page, "#columns").to_contain_text("ended at the limit of new tokens; 4 tokens of prompt, 3 of them found in")
 
 
@@ -244,7 +244,7 @@ def test_side_by_side_of_the_same_tokens(fake, page):
     assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
     assert page.locator("h2").all_inner_texts() == ["plain decoding", "speculation"]
     assert page.locator(".text").first.locator(".draft, .own, .prefill").count() == 0
-    assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.50"
+    assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.67"
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
