@@ -13,11 +13,19 @@ from starlette.applications import Starlette
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from engine.bench.config import Target
+from serving.app import make_app
+from serving.flags import Batch, ServedDraft, ServeFlags
+from serving.opening import open_session
+from serving.scheduler import Scheduler
+from serving.service import Service
+
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 PAGE = ROOT / "serving/page.html"
-INFO = {"model_id": "a model", "chat": True, "verification": "coupled", "max_new_tokens": 256}
+DRAFTS = {"draft": "self", "gamma": 3, "auto": True}
+INFO = {"model_id": "a model", "chat": True, "verification": "coupled", "max_new_tokens": 256, "speculation": DRAFTS}
 # Text, whether it is an accepted draft, and round: the halves of a character are two tokens.
 ANSWER = [("Hé", False, 0), ("llo", True, 1), (" <b>", True, 1), ("", False, 1), ("🙂", True, 2), ("\n", False, 2)]
 PLAIN = [(text, False, number) for number, (text, *_) in enumerate(ANSWER)]
@@ -136,8 +144,8 @@ def figures(page, column=0):
 
 def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     whole = b": a comment\n\n" + b"".join(events(ANSWER))
-    cut = [whole[i : i + 7] for i in range(0, len(whole), 7)]
-    assert any(chunk[-1] >= 0xC2 for chunk in cut)  # within a character
+    begin = (whole.index("🙂".encode()) + 2) % 7  # in the middle of that character, too
+    cut = [whole[:begin], *(whole[i : i + 7] for i in range(begin, len(whole), 7))]
     fake.answers = [[part for chunk in cut for part in (chunk, 0.001)]]
     page.click("#send")
     expect(page, "#state").to_have_text("done: 6 tokens")
@@ -193,7 +201,7 @@ def test_a_token_with_markup_stays_text(fake, page):
     page.click("#send")
     expect(page, "#state").to_have_text("done: 2 tokens")
     assert page.locator(".text").inner_text() == 2 * hostile
-    assert page.inner_text("#model") == hostile
+    expect(page, "#model").to_have_text(f"{hostile}: self drafts up to 3 tokens a round, coupled verification")
     assert page.locator("img").count() == 0 and page.title() == "Foretoken"
 
 
@@ -238,7 +246,7 @@ def test_side_by_side_of_the_same_tokens(fake, page):
     page.fill("#temperature", "1")
     page.click("#send")
     expect(page, "#verdict").to_contain_text("The same 6 tokens, 1.31 times as fast: 5.20 s instead of 6.80 s.")
-    expect(page, "#verdict").to_contain_text("Prefilling is left out")
+    expect(page, "#verdict").to_contain_text("Prefilling is left out: the second pass found 3 tokens of its prompt in")
     before, after = (body["parameters"] for body in fake.bodies)
     assert before == after | {"speculate": False} and after["speculate"]
     assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
@@ -335,6 +343,66 @@ def test_no_chat_without_a_template(fake, page):
     page.click("#send")
     expect(page, "#state").to_have_text("done: 6 tokens")
     assert "chat" not in fake.bodies[0]["parameters"]
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint, tmp_path_factory):
+    """The application over a model with a chat template, and its service."""
+    folder = tmp_path_factory.mktemp("served") / "talker"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    flags = ServeFlags(
+        target=Target(model=str(folder), device="cpu", dtype="float64"),
+        draft=ServedDraft(gamma=3, draft_budget=16),
+        batch=Batch(max_batch=2, max_length=200),
+    )
+    session, pacing = open_session(flags.config(), flags.batch.max_batch, flags.batch.max_length)
+    scheduler = Scheduler(session, pacing, flags.batch.verification)
+    service = Service(flags, session, scheduler)
+    inner = make_app(service, None)
+
+    async def app(scope, receive, send):
+        service.begin()
+        await inner(scope, receive, send)
+
+    thread = threading.Thread(target=scheduler.run, daemon=True)
+    thread.start()
+    yield app, service
+    scheduler.stop()
+    thread.join(10)
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_a_model_says_the_same_with_and_without_speculation(served, address, tab, temperature):
+    address[1]["app"], _ = served
+    tab.goto(address[0])
+    tab.fill("#prompt", "<b>Why?")
+    tab.fill("#new", "60")
+    tab.fill("#temperature", temperature)
+    tab.fill("#seed", "11")
+    tab.check("#beside")
+    tab.click("#send")
+    expect(tab, "#verdict").to_contain_text("The same ")
+    first, second = (figures(tab, column) for column in (0, 1))
+    texts = [text.evaluate("text => text.textContent") for text in tab.locator(".text").all()]
+    assert texts[0] == texts[1] and first["tokens"] == second["tokens"]
+    assert float(second["tokens per round"]) > 1 and 0 < float(second["acceptance rate"]) <= 1
+    n_drafts, n_own, n_prefilled = (tab.locator(f".text .{kind}").count() for kind in ("draft", "own", "prefill"))
+    assert n_drafts and n_own and n_prefilled == 1 and n_drafts + n_own + n_prefilled == int(second["tokens"])
+
+
+def test_a_stopped_answer_frees_its_row(served, address, tab):
+    address[1]["app"], service = served
+    tab.goto(address[0])
+    tab.fill("#new", "100")
+    tab.click("#send")
+    expect(tab, ".text span").not_to_have_count(0)
+    tab.keyboard.press("Escape")
+    expect(tab, "#state").to_have_text("stopped")
+    until = time.monotonic() + 5
+    while (service.jobs or service.scheduler.n_running) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not service.jobs and not service.scheduler.n_running
 
 
 def test_the_page_is_one_file():
