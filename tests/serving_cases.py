@@ -25,7 +25,9 @@ from serving.serve import Serve
 from serving.server import Server, open_server
 
 END = 2
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
 # Rows that differ in how many drafts are accepted: the draft sees little of its context.
 FLAGS = "--max_batch 4 --max_length 320 --dtype float64 --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
 

@@ -114,7 +114,10 @@ def test_a_seed_that_was_drawn_is_told_and_repeats_the_answer(served: Served):
     first, other = (served.generate("x y z", max_new_tokens=20, do_sample=True) for _ in range(2))
     seed = first["details"]["seed"]
     assert seed != other["details"]["seed"] and first["generated_text"] != other["generated_text"]
-    assert served.generate("x y z", max_new_tokens=20, do_sample=True, seed=seed)["generated_text"] == first["generated_text"]
+    assert (
+        served.generate("x y z", max_new_tokens=20, do_sample=True, seed=seed)["generated_text"]
+        == first["generated_text"]
+    )
 
 
 def test_an_end_token_ends_an_answer(served: Served, alone: Alone):
