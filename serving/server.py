@@ -63,6 +63,7 @@ class Server:
     def run(self) -> None:
         """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
         service = self.service
+        self._sock.listen()  # uvicorn does so a little after it says that it is ready
         thread = threading.Thread(target=self._listen, name="http", daemon=True)
         thread.start()
         service.ready.wait()
