@@ -26,9 +26,8 @@ def make_app(service: Service, key: str | None) -> FastAPI:
         yield
 
     flags = service.flags
-    limit = flags.limits.max_body_bytes
     # Without the pages that load scripts from elsewhere.
-    app = FastAPI(title="Foretoken", lifespan=lifespan, max_body_size=limit, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(tgi.routes(service))
     app.include_router(openai_routes.routes(service))
 
@@ -67,5 +66,5 @@ def make_app(service: Service, key: str | None) -> FastAPI:
         kind = kinds.get(error.status_code, "validation")
         return refuse(request, Failure(error.status_code, kind, str(error.detail), headers=error.headers))
 
-    app.add_middleware(Gate, service=service, key=key, log_prompts=flags.http.log_prompts)
+    app.add_middleware(Gate, service=service, key=key, flags=flags)
     return app

@@ -9,9 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.failures import Failure
+from serving.flags import ServeFlags
 from serving.jobs import CANCELLED, Job, ms
 from serving.service import Service
 
@@ -22,17 +24,24 @@ GENERATING = {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat
 class Gate:
     """An ASGI middleware. key: what a request has to bring; None if nothing."""
 
-    def __init__(self, app: ASGIApp, service: Service, key: str | None, log_prompts: bool) -> None:
-        self._app, self._service, self._log_prompts = app, service, log_prompts
+    def __init__(self, app: ASGIApp, service: Service, key: str | None, flags: ServeFlags) -> None:
+        self._app, self._service, self._flags = app, service, flags
         self._wanted = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 0
-        generates = scope["method"] == "POST" and scope["path"] in GENERATING
-        scope["state"] = state = {**scope.get("state", {}), "job": None, "failure": None}
+        started, status, n_bytes, most = time.perf_counter(), 0, 0, self._flags.limits.max_body_bytes
+        scope["state"] = state = {**scope.get("state", {}), "job": None}
+
+        async def bounded() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            n_bytes += len(message.get("body", b""))
+            if n_bytes > most:
+                raise HTTPException(413, f"the body is too large: this server takes {most} bytes")
+            return message
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -41,13 +50,13 @@ class Gate:
 
         try:
             if self._may_pass(scope):
-                await self._app(scope, receive, note)
+                await self._app(scope, bounded, note)
             else:
                 failure = Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY")
                 body = failure.body(scope["path"].startswith("/v1"))
                 await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, note)
         finally:
-            if generates:
+            if scope["method"] == "POST" and scope["path"] in GENERATING:
                 self._done(scope, state["job"], status, time.perf_counter() - started)
 
     def _may_pass(self, scope: Scope) -> bool:
@@ -73,6 +82,6 @@ class Gate:
         }
         if job is not None:
             line |= job.log()
-            if self._log_prompts:
+            if self._flags.http.log_prompts:
                 line |= {"prompt": self._service.tokenizer.decode(job.submission.prompt), "answer": job.text}
         print(json.dumps(line), file=sys.stderr, flush=True)

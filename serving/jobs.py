@@ -98,7 +98,8 @@ class Job:
         if self.pieces:
             rest, last = self._stream.rest(), self.pieces[-1]
             shown, has_ended = self.stops.add(rest)
-            last.text, last.shown = last.text + rest, last.shown + shown + ("" if has_ended else self.stops.rest())
+            last.shown += shown + ("" if has_ended else self.stops.rest())
+            last.text += "" if last.special else rest
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """The tokens of each step, until it ends. Raises its failure."""

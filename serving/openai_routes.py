@@ -29,7 +29,8 @@ def routes(service: Service) -> APIRouter:
             prompt = await service.encode(lambda: service.tokenizer.encode(text), "prompt")
         else:
             prompt = [token for token in body.prompt if isinstance(token, int)]
-        n_new, names = body.max_tokens or COMPLETION_TOKENS, ("prompt", "max_tokens", "stop")
+        usual = min(COMPLETION_TOKENS, service.limits.max_new_tokens)
+        n_new, names = body.max_tokens or usual, ("prompt", "max_tokens", "stop")
         job = _submit(service, request, body, prompt, n_new, names, body.logprobs is not None)
         return await _answer(service, job, body, Text(service, job, body.logprobs is not None))
 

@@ -20,6 +20,18 @@ def only(*neutral: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _encodable(text: str) -> str:
+    """JSON has escapes for halves of a character, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("unicode", "has half a character (a lone surrogate)") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -40,7 +52,7 @@ class Parameters(Body):
     top_k: Count | None = None
     top_p: Mass | None = None
     seed: Seed | None = None
-    stop: list[str] | None = None
+    stop: list[Text] | None = None
     truncate: Count | None = None
     details: bool | None = None
     return_full_text: bool | None = None
@@ -69,7 +81,7 @@ class Parameters(Body):
 
 
 class Generate(Body):
-    inputs: str
+    inputs: Text
     parameters: Parameters | None = None
 
 
@@ -78,7 +90,7 @@ class GenerateOrStream(Generate):
 
 
 class Tokenize(Body):
-    inputs: str
+    inputs: Text
     add_special_tokens: bool = True
 
 
@@ -97,7 +109,7 @@ class Completion(Body):
     top_p: Mass | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculate: bool = True
@@ -123,7 +135,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], F
 class TextCompletion(Completion):
     """logprobs: 0 for those of the chosen tokens."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
     best_of: Annotated[Any, only(1)] = None
     echo: Annotated[Any, only(False)] = None
@@ -132,12 +144,12 @@ class TextCompletion(Completion):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
-    role: Annotated[str, Field(max_length=64)]
-    content: str | list[TextPart] | None = None
+    role: Annotated[Text, Field(max_length=64)]
+    content: Text | list[TextPart] | None = None
     name: Annotated[Any, only()] = None
     tool_calls: Annotated[Any, only([])] = None
     tool_call_id: Annotated[Any, only()] = None

@@ -26,18 +26,23 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 def serve(flags: ServeFlags) -> None:
     """Until SIGTERM or Ctrl-C, and the end of what was asked before. Errors: UserError; what the engine raises."""
-    config = flags.config()
-    sock = bound(flags.http.host, flags.http.port) if is_leader() else None
-    opened = open_session(config, flags.batch.max_batch, flags.batch.max_length)
-    scheduler = Scheduler(*opened, flags.batch.verification)
-    if sock is None:
+    scheduler, server = open_server(flags)
+    if server is None:
         for number in STOPPING:  # the leader's word counts
             signal.signal(number, signal.SIG_IGN)
         scheduler.run()
-        return
-    server = Server(Service(flags, opened.session, scheduler), sock)
-    _on_signals(lambda: server.end(flags.http.drain_seconds))
-    server.run()
+    else:
+        _on_signals(lambda: server.end(flags.http.drain_seconds))
+        server.run()
+
+
+def open_server(flags: ServeFlags) -> tuple[Scheduler, "Server | None"]:
+    """Everything but listening and decoding; of several ranks the first has a server. Errors: UserError."""
+    config = flags.config()
+    sock = _bound(flags.http.host, flags.http.port) if is_leader() else None
+    opened = open_session(config, flags.batch.max_batch, flags.batch.max_length)
+    scheduler = Scheduler(*opened, flags.batch.verification)
+    return scheduler, Server(Service(flags, opened.session, scheduler), sock) if sock else None
 
 
 class Server:
@@ -50,14 +55,19 @@ class Server:
         how["timeout_graceful_shutdown"] = FLUSH_SECONDS
         self._http = uvicorn.Server(uvicorn.Config(make_app(service, key), **how))
 
+    @property
+    def url(self) -> str:
+        address, port = self._sock.getsockname()[:2]
+        return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
     def run(self) -> None:
         """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
         service = self.service
+        self._sock.listen()  # uvicorn does so a little after it says that it is ready
         thread = threading.Thread(target=self._listen, name="http", daemon=True)
         thread.start()
         service.ready.wait()
-        address, port = self._sock.getsockname()[:2]
-        say(f"serving {service.session.name} on http://{address}:{port}")
+        say(f"serving {service.session.name} on {self.url}")
         try:
             service.scheduler.run()
         except BaseException as error:
@@ -85,7 +95,7 @@ class Server:
             self.service.scheduler.stop()
 
 
-def bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
     """Errors: ConfigError if nothing can listen there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -138,7 +138,7 @@ class Service:
             seed = secrets.randbelow(DRAWN_SEEDS) if seed is None else seed
             params = SamplingParams(temperature, top_k, top_p, seed)
         except UserError as error:
-            raise invalid("parameters", str(error).partition("\n")[0]) from None
+            raise invalid("temperature", str(error).partition("\n")[0]) from None
         number = next(self._numbers)
         submission = Submission(number, prompt, limit, self.ends, params, logprobs, speculate)
         counts = Counts.of_gamma(self.session.plan.gamma)

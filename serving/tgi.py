@@ -131,8 +131,7 @@ async def _stream(service: Service, request: Request, body: Generate) -> Respons
 
 
 def _token(piece: Piece) -> dict[str, Any]:
-    text = piece.text if piece.special else piece.shown
-    return {"id": piece.id, "text": text, "logprob": piece.logprob, "special": piece.special}
+    return {"id": piece.id, "text": piece.shown, "logprob": piece.logprob, "special": piece.special}
 
 
 def _details(job: Job) -> dict[str, Any]:
