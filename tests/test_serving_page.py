@@ -357,7 +357,7 @@ def served(checkpoint, tmp_path_factory):
         batch=Batch(max_batch=2, max_length=200),
     )
     session, pacing = open_session(flags.config(), flags.batch.max_batch, flags.batch.max_length)
-    scheduler = Scheduler(session, pacing, flags.batch.verification)
+    scheduler = Scheduler(session, pacing, flags.batch)
     service = Service(flags, session, scheduler)
     inner = make_app(service, None)
 
