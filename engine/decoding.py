@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.batch import Batch
 from engine.drafters import Drafter, Shown
-from engine.modes import Drafts, resolve_mode, verification_in
-from engine.pacing import Choice, Fixed, Pacing
+from engine.modes import resolve_mode
+from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
-from engine.round import Round, batch_and_parts
-from engine.runner import ModelRunner, not_finite
-from engine.sampling import Filters, SamplingParams
+from engine.round import Rounds, first_token
+from engine.rows import Rows
+from engine.runner import Chunks, ModelRunner, Prefilled, not_finite
+from engine.sampling import Filters, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
 
 Phase = Callable[[str], AbstractContextManager[object]]
-IDLE = Request(prompt=(), limit=0)
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,8 @@ class Decoder:
         verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend on seed,
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
+        prefill_tokens: the most tokens of a prompt that run between two rounds; None: all prompts that find a row.
+        reuses: a prompt takes over what its row holds of it, by an earlier request (see `ModelRunner.prefilling`).
 
     `prefill_seconds`: outside of rounds; `draft_prefill_seconds`: the drafters' part. Errors: ConfigError for the mode.
     """
@@ -69,6 +70,8 @@ class Decoder:
         verification: str = "auto",
         progress: Progress | None = None,
         phase: Phase | None = None,
+        prefill_tokens: int | None = None,
+        reuses: bool = False,
     ) -> None:
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         if pacing is not None and drafter is not None:
@@ -77,15 +80,17 @@ class Decoder:
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
         self._verification, self._mode = verification, resolve_mode(verification, [])
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
-        self._filters, self._waiting = Filters(), deque[Request]()
-        # A row without a request idles: it stays parked at its last length, where its writes harm nobody.
-        self._rows: list[Request | None] = [None] * runner.max_batch
-        # Of each row: its length and its last two tokens.
-        self._state = [(0, 0, 0)] * runner.max_batch
-        self._made_for: tuple[str, Filters] | None = None
-        self._rounds: dict[tuple[Choice, int], Round] = {}
-        # The rows that the last round computed, with what each held.
-        self._computed: list[tuple[int, Request | None]] = []
+        self._prefill_tokens, self._reuses = prefill_tokens, reuses
+        self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
+        # The request whose prompt is on its way into a row, if one is.
+        self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
+        self._rounds = Rounds(runner, self._pacing.drafters)
+        self._last_choice = PLAIN
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do: no request waits, is prefilled or decodes."""
+        return not (self._waiting or self._starting or self._rows.busy())
 
     def submit(self, request: Request) -> None:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
@@ -117,19 +122,20 @@ class Decoder:
         request.finish_reason = "cancelled"
         if request in self._waiting:
             self._waiting.remove(request)
-        if request in self._rows:
-            self._rows[self._rows.index(request)] = None
+        if self._starting and self._starting[1] is request:
+            self._starting = None
+        if request in self._rows.requests:
+            self._rows.leave(self._rows.requests.index(request), request)
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
-        """Admit waiting requests into free rows, then run one round; None if nothing is left to decode, or the pacing
-        ends the decode. A request whose logits are not finite ends with the reason in its `error`; the others go on.
-        Errors: ConfigError if the pacing chooses a gamma that its drafter has not."""
+        """Prefill waiting requests into free rows, or with `prefill_tokens` a part of one; then run one round. None if
+        no row decodes, or the pacing ends the decode. A request whose logits are not finite ends with the reason in its
+        `error`; the others go on. Errors: ConfigError if the pacing chooses a gamma that its drafter has not."""
         started = time.perf_counter()
-        while self._waiting and None in self._rows:
-            self._admit(self._rows.index(None), self._waiting.popleft())
-        choosing = time.perf_counter()
-        choice = self._pacing.choose(len(busy)) if (busy := self._busy()) else None
+        self._prefill()
+        choosing, n_busy = time.perf_counter(), len(self._rows.busy())
+        choice = self._pacing.choose(n_busy) if n_busy else None
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
@@ -137,90 +143,87 @@ class Decoder:
         self.prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             return None
+        self._last_choice = choice
         return self._run_round(choice, time.perf_counter() - choice_seconds)  # choosing is part of the round
 
-    def _busy(self) -> list[tuple[int, Request]]:
-        return [(row, request) for row, request in enumerate(self._rows) if request]
+    def _prefill(self) -> None:
+        """Prompts into free rows: all of them, or one chunk of one."""
+        is_bounded, ran = self._prefill_tokens is not None, False
+        while self._starting or (self._waiting and not self._rows.is_full() and not (is_bounded and ran)):
+            row, request, chunks = self._starting = self._starting or self._begin(self._waiting.popleft())
+            try:
+                n_tokens = next(chunks)
+            except StopIteration as done:
+                self._starting = None
+                self._start(row, request, done.value)
+                continue
+            self._progress.prefilled(n_tokens)
+            n_held, ran = self._rows.advance(row, n_tokens), True
+            if is_bounded:
+                last = self._last_choice.drafter
+                if last is not None and self._pacing.drafters[last].follows_parts:
+                    self._show(last, [(row, request, n_held)])
+                if n_held < len(request.prompt):
+                    return
 
-    def _gather(self) -> Batch:
-        """The busy rows, and as many idle ones as make up a number of rows that rounds are made for."""
-        needed = self._mode, self._filters
-        if self._made_for != needed:  # by the first requests, or by one that samples in a way that none before did
-            self._made_for, self._rounds, self._computed = needed, {}, []
-            self._whole, self._captured = batch_and_parts(self._runner, self._pacing.drafters, *needed)
-        n_busy = len(self._busy())
-        idle = [row for row, request in enumerate(self._rows) if request is None]
-        filling = idle[: self._runner.n_computed(n_busy) - n_busy]
-        computed = [(row, request) for row, request in enumerate(self._rows) if request or row in filling]
-        batch = self._whole.first(len(computed))
-        if computed != self._computed:
-            self._computed = computed
-            for row in filling:
-                if self._state[row][0] == 0:  # never filled: it idles at position 0, and writes over what it may hold
-                    self._runner.cache.notes.pop(row, None)
-            requests = [request or IDLE for _, request in computed]
-            sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
-            batch.set_rows(sampling, ids, [row for row, _ in computed])
-            self._set_state(batch)
-        return batch
+    def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
+        row, drafters = self._rows.place_for(request.prompt, self._reuses), self._pacing.drafters
+        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, self._reuses)
+        # One that has to take back more than a round's drafts may lack what its cache held before those.
+        known = {
+            index: min(n, request.n_reused)
+            for index, n in self._rows.followed[row].items()
+            if self._reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
+        }
+        self._rows.begin(row, request.n_reused, known)
+        return row, request, chunks
 
-    def _set_state(self, batch: Batch) -> None:
-        for row, request in self._busy():
-            previous = request.tokens[-2] if len(request.tokens) > 1 else request.prompt[-1]
-            self._state[row] = request.length, previous, request.tokens[-1]
-        batch.set_state(*zip(*(self._state[row] for row, _ in self._computed), strict=True))
-
-    def _admit(self, row: int, request: Request) -> None:
-        """Prefill a prompt into a free row and emit its first token; the row stays free if that ends it."""
-        runner = self._runner
-        prefilled = runner.prefill_row(row, request.prompt, self._progress.prefilled)
-        self._state[row] = len(request.prompt), 0, 0
+    def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
+        """Emit the first token of a prompt that is in its row; the row stays free if that ends it."""
+        logits = prefilled.logits
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
         else:
-            # The first token ends a round without drafts, whose last known token is the prompt's.
-            batch = Batch(1, Filters.of([request.sampling]), runner.device)
-            batch.set_rows([request.sampling], [request.id])
-            batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
-            first = verification_in(self._mode, batch, 0, runner.model)
-
-            def next_token() -> Tensor:
-                return first.verify(Drafts(batch.current.new_empty(1, 0)), prefilled.logits[None, None]).next_token
-
-            request.emit([int(runner.ranks.decided(next_token, 1))])
+            own = request.sampling, request.id, request.prompt
+            request.emit([first_token(self._runner, self._mode, *own, logits)])
+            self._note_logprobs(request, request.tokens, logits[None])
             self._progress.emitted(1)
-        if request.finish_reason is None:
-            self._rows[row] = request
-        else:
+        self._rows.requests[row] = request
+        if request.finish_reason is not None:
+            self._rows.leave(row, request)
             self._progress.finished(request)
+
+    def _note_logprobs(self, request: Request, tokens: Sequence[int], logits: Tensor) -> None:
+        if request.logprobs is not None and self._runner.ranks.leads:
+            request.logprobs += logprobs_of(tokens, logits)
 
     def _introduce(self, index: int) -> float:
         """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
         started = time.perf_counter()
-        if n_shown := self._show(index, lambda request: len(request.prompt)):
+        if n_shown := self._show(index, [(row, one, len(one.prompt)) for row, one in self._rows.busy()]):
             self._progress.prefilled(n_shown)
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
         return time.perf_counter() - started
 
-    def _show(self, index: int, length_of: Callable[[Request], int]) -> int:
-        """Let a drafter follow the rows up to those lengths; returns how many tokens it had not."""
+    def _show(self, index: int, rows: Sequence[tuple[int, Request, int]]) -> int:
+        """Let a drafter follow requests in their rows up to those lengths; returns how many tokens it had not."""
         shown = []
-        for row, request in self._busy():
-            known, length = request.followed.get(index, 0), length_of(request)
-            if known < length:
+        for row, request, length in rows:
+            if (known := self._rows.followed[row].get(index, 0)) < length:
                 shown.append(Shown(row, request.id, [*request.prompt, *request.tokens][:length], known))
-                request.followed[index] = length
+                self._rows.followed[row][index] = length
         self._pacing.drafters[index].follow(shown)
         return sum(len(one.text) - one.known for one in shown)
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         """One round, which began at that time."""
-        batch, busy = self._gather(), self._busy()
-        round_ = self._round_of(choice, batch)
+        whole, busy = self._rounds.batch_for(self._mode, self._filters), self._rows.busy()
+        batch = self._rows.gather(whole)
+        round_ = self._rounds.of(choice, batch)
         with self._phase("resume"):
             if choice.drafter is not None:
-                self._show(choice.drafter, lambda request: request.length)
+                self._show(choice.drafter, [(row, request, request.length) for row, request in busy])
         with self._phase("draft"):
             if choice.drafter is not None:
                 round_.propose()
@@ -228,37 +231,25 @@ class Decoder:
             round_.verify()
         with self._phase("accept"):
             round_.accept()
-            outcomes = dict(zip((row for row, _ in self._computed), round_.outcomes(), strict=True))
+            outcomes = dict(zip((row for row, _ in self._rows.computed), round_.outcomes(), strict=True))
         n_emitted = 0
-        for row, request in busy:
-            if self._rows[row] is not request:  # cancelled meanwhile, by one that was notified of another's end
-                continue
+        for place, (row, request) in enumerate(self._rows.computed):
+            if request is None or self._rows.requests[row] is not request:
+                continue  # idle, or cancelled meanwhile by one that was notified of another's end
             n_emitted += (n_kept := request.commit(outcomes[row]))
+            self._note_logprobs(request, outcomes[row].block[:n_kept], round_.logits[place])
             self._progress.decoded(request, outcomes[row], n_kept)
             if choice.drafter is not None:
-                request.followed[choice.drafter] = request.length
+                self._rows.followed[row][choice.drafter] = request.length
             if request.finish_reason is not None:
-                self._rows[row] = None
+                self._rows.leave(row, request)
                 self._progress.finished(request)
-        self._set_state(batch)
+        self._rows.set_state(batch)
         round_.roll_back()
         self._pacing.observe(choice, [len(outcomes[row].block) - 1 for row, _ in busy])
         seconds = time.perf_counter() - started
         self._progress.emitted(n_emitted)
         return RoundStats(seconds, len(busy), n_emitted, choice)
-
-    def _round_of(self, choice: Choice, batch: Batch) -> Round:
-        """Errors: ConfigError if the drafter has no such gamma."""
-        kind = choice, len(batch.rows)
-        if kind not in self._rounds:
-            drafter = None if choice.drafter is None else self._pacing.drafters[choice.drafter]
-            most = 0 if drafter is None else drafter.gamma
-            if not 0 <= choice.gamma <= most:
-                where = f"generate: pacing ({type(self._pacing).__name__})"
-                required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
-                raise ConfigError("a round drafts more than its drafter can", where, choice, required, fix)
-            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, self._mode, self._captured)
-        return self._rounds[kind]
 
 
 def generate(

@@ -18,7 +18,9 @@ FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 class Request:
     """A prompt on its way through the batch: at most `limit` new tokens, the stop token included.
 
-    id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it.
+    id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it. logprobs: a list where
+    they are asked for; it gets each token's, the model's own at temperature 1 and without filters, on the rank that
+    decides. n_reused: tokens of the prompt that its row held already.
     """
 
     prompt: Sequence[int]
@@ -31,8 +33,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = None
     error: str | None = None
-    # The length up to which each drafter, by its index, has followed; absent: it does not know the prompt.
-    followed: dict[int, int] = field(default_factory=dict)
+    logprobs: list[float] | None = None
+    n_reused: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, Integral) or not 0 <= self.id < 2**32:  # a word of the random numbers' counter

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.graphs import Captured
 from engine.modes import Drafts, verification_in
+from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import Filters
+from engine.sampling import Filters, SamplingParams
 
 
 class Outcome(NamedTuple):
@@ -121,6 +123,52 @@ class Round:
             Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.gamma :])
             for drafted, accepted, next_token, *rest in packed
         ]
+
+
+class Rounds:
+    """A decoder's rounds, each made once: of every choice and number of rows, for one mode and one set of filters."""
+
+    def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
+        self._runner, self._drafters = runner, drafters
+        self._made_for: tuple[str, Filters] | None = None
+        self._rounds: dict[tuple[Choice, int], Round] = {}
+
+    def batch_for(self, mode: str, filters: Filters) -> Batch:
+        """All rows; another batch than before, with rounds of its own, where something samples in a new way."""
+        if self._made_for != (mode, filters):
+            self._made_for, self._rounds = (mode, filters), {}
+            self._whole, self._captured = batch_and_parts(self._runner, self._drafters, mode, filters)
+        return self._whole
+
+    def of(self, choice: Choice, batch: Batch) -> Round:
+        """Errors: ConfigError if the drafter has no such gamma."""
+        kind = choice, len(batch.rows)
+        if kind not in self._rounds:
+            drafter = None if choice.drafter is None else self._drafters[choice.drafter]
+            most = 0 if drafter is None else drafter.gamma
+            if not 0 <= choice.gamma <= most:
+                required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
+                raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
+            assert self._made_for is not None, "a batch is asked for first"
+            mode, _ = self._made_for
+            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, mode, self._captured)
+        return self._rounds[kind]
+
+
+def first_token(
+    runner: ModelRunner, mode: str, sampling: SamplingParams, request: int, prompt: Sequence[int], logits: Tensor
+) -> int:
+    """The token that follows a prompt, by its last `logits [V]`: that of a round without drafts whose last known token
+    is the prompt's."""
+    batch = Batch(1, Filters.of([sampling]), runner.device)
+    batch.set_rows([sampling], [request])
+    batch.set_state([len(prompt) - 1], [0], prompt[-1:])
+    first = verification_in(mode, batch, 0, runner.model)
+
+    def next_token() -> Tensor:
+        return first.verify(Drafts(batch.current.new_empty(1, 0)), logits[None, None]).next_token
+
+    return int(runner.ranks.decided(next_token, 1))
 
 
 def batch_and_parts(

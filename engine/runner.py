@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from models.attention import MAX_BLOCK, ObservingAttention
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
+Value = TypeVar("Value")
 OnTokens: TypeAlias = "Callable[[int], None] | None"
+# What a prompt's prefill is: it yields the number of tokens of every chunk that ran.
+Chunks: TypeAlias = Generator[int, None, Value]
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
 # launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms
 # for an 8B model, whose products take as long with 4096 tokens.
@@ -30,12 +34,13 @@ CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 512, 4096
 @dataclass(frozen=True)
 class Prefilled:
     """A prompt in its row: the logits `[V]` after its last token (of a sharded model only on the rank that decides, on
-    others an empty `[0]`), and its first position that is not finite."""
+    others an empty `[0]`), its first position that is not finite, and the tokens that the row holds behind it."""
 
     model: Transformer
     prompt: tuple[int, ...]
     logits: Tensor
     bad_position: int | None
+    answer: tuple[int, ...] = ()
 
 
 def finite_rows(x: Tensor) -> Tensor:
@@ -48,6 +53,17 @@ def not_finite(where: str, seen: str) -> UserError:
     required = "finite logits at every position of every row"
     fix = f"check the checkpoint (convert again), or use a wider {flag('dtype')} (float32)"
     return UserError("the model's logits are not finite", where, seen, required, fix)
+
+
+def run_through(chunks: Chunks[Value], on_tokens: OnTokens = None) -> Value:
+    """All chunks at once; `on_tokens` is given each one's length."""
+    while True:
+        try:
+            n_tokens = next(chunks)
+        except StopIteration as done:
+            return done.value
+        if on_tokens is not None:
+            on_tokens(n_tokens)
 
 
 def prefill_chunk_of(device: torch.device) -> int:
@@ -63,8 +79,8 @@ def captured_sizes(max_batch: int) -> list[int]:
 class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
-    A row that still begins with the prompt asked for is rolled back to it instead of being run again, so a baseline
-    and a speculation decode from the same state. `ranks` are the processes that run the same calls beside this one,
+    A row that still holds the prompt asked for is rolled back to it instead of being run again, so a baseline and a
+    speculation decode from the same state. `ranks` are the processes that run the same calls beside this one,
     where the model is sharded. With `new_graphs` (`CudaGraphs` on a GPU) the parts of a round are captured and
     replayed, see `engine.graphs`; `noise_source` draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
@@ -113,47 +129,95 @@ class ModelRunner:
 
     def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> Prefilled:
         """Fill one row with `prompt` unless it holds it; `on_tokens` is given each chunk's length."""
-        positions, held = torch.arange(len(prompt), device=self.device)[None], self.cache.notes.get(row)
-        if isinstance(held, Prefilled) and held.model is self.model and held.prompt == tuple(prompt):
-            own = self.cache.view(slice(row, row + 1))
-            if torch.equal(own.positions[:, : len(prompt)], positions):
-                own.rollback(positions[:, -1] + 1)
-                return held
-        hidden, finite = self.fill_row(row, prompt, on_tokens)
-        logits = self.model.logits(hidden)
+        return run_through(self.prefilling(row, prompt)[1], on_tokens)
 
-        def n_finite() -> Tensor:
-            """Positions before the first that is not finite, `[1]`."""
-            finite[-1] &= finite_rows(logits)
-            return finite.long().cumprod(dim=0).sum(dim=0, keepdim=True)
+    def prefilling(
+        self, row: int, prompt: Sequence[int], chunk: int | None = None, reuses: bool = False
+    ) -> tuple[int, Chunks[Prefilled]]:
+        """How many tokens of a prompt need not be run, and the same for the others in steps of at most `chunk` tokens.
 
-        n = int(self.ranks.decided(n_finite, 1))
-        done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
+        reuses: any first tokens that the row shares with the prompt need not. They may have been computed in other
+        chunks, or by rounds, so that their last bits differ.
+        """
+        held, n_prompt = self.cache.notes.pop(row, None), len(prompt)
+        n_shared = self._n_shared(row, held, prompt)
+        if not (isinstance(held, Prefilled) and n_shared == len(held.prompt) == n_prompt):
+            n_shared, held = min(n_shared, n_prompt - 1) if reuses else 0, None
+        return n_shared, self._prefill(row, prompt, n_shared, held, chunk)
+
+    def _prefill(
+        self, row: int, prompt: Sequence[int], n_shared: int, whole: Prefilled | None, chunk: int | None
+    ) -> Chunks[Prefilled]:
+        if whole is not None:
+            self._forget_from(row, len(prompt))
+            done = replace(whole, answer=())
+        else:
+            hidden, finite = yield from self.filling(row, prompt, n_shared, chunk)
+            logits = self.model.logits(hidden)
+
+            def n_finite() -> Tensor:
+                """Positions before the first that is not finite, `[1]`."""
+                finite[-1] &= finite_rows(logits)
+                return n_shared + finite.long().cumprod(dim=0).sum(dim=0, keepdim=True)
+
+            n = int(self.ranks.decided(n_finite, 1))
+            done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
         self.cache.notes[row] = done
         return done
 
-    def fill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> tuple[Tensor, Tensor]:
-        """Run `prompt` into one row, in chunks; what the row held is forgotten. Returns the last token's hidden state
-        `[dim]`, and which positions have finite ones, `[n]` bool."""
+    def shared_prefix(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """How many tokens of the prompt the row holds, and how many it holds in all."""
+        held = self.cache.notes.get(row)
+        n_held = len(held.prompt) + len(held.answer) if isinstance(held, Prefilled) else 0
+        return self._n_shared(row, held, prompt), n_held
+
+    def note_answer(self, row: int, answer: Sequence[int]) -> None:
+        """The row, which was prefilled, holds these tokens behind its prompt."""
+        held = self.cache.notes.get(row)
+        if isinstance(held, Prefilled):
+            self.cache.notes[row] = replace(held, answer=tuple(answer))
+
+    def _n_shared(self, row: int, held: object, prompt: Sequence[int]) -> int:
+        if not isinstance(held, Prefilled) or held.model is not self.model:
+            return 0
+        pairs = zip(held.prompt + held.answer, prompt, strict=False)
+        n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        positions = self.cache.view(slice(row, row + 1)).positions[0, :n]
+        return int((positions == torch.arange(n, device=self.device)).cumprod(dim=0).sum())
+
+    def _forget_from(self, row: int, length: int) -> None:
+        self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
+
+    def fill_row(self, row: int, prompt: Sequence[int], n_held: int = 0) -> tuple[Tensor, Tensor]:
+        """`filling`, at once."""
+        return run_through(self.filling(row, prompt, n_held))
+
+    def filling(
+        self, row: int, prompt: Sequence[int], n_held: int = 0, chunk: int | None = None
+    ) -> Chunks[tuple[Tensor, Tensor]]:
+        """Run into one row what it does not hold of `prompt`, all but the first tokens; what else it held is forgotten.
+        Returns the last token's hidden state `[dim]`, and which positions of those run have finite ones, `[n]` bool."""
         own, n_token = self.cache, len(prompt)
         if own.n_observed and n_token > own.capacity:
             # It selects by attention: the prompt runs over a whole cache of its own first.
             whole = FullKVCache(self.model.config, 1, n_token, own.device, own.keys.dtype)
             runner = self.over(whole)
-            result = runner.fill_row(0, prompt, on_tokens)
+            result = yield from runner.filling(0, prompt, chunk=chunk)
             own.fill_row(row, whole, n_token, queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
             return result
-        own.reset_row(row)
+        if n_held:
+            self._forget_from(row, n_held)
+        else:
+            own.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]
         positions = torch.arange(n_token, device=self.device)[None]
-        finite = []
-        for start in range(0, n_token, self.prefill_chunk):
-            end = min(start + self.prefill_chunk, n_token)
+        finite, n_run = [], min(self.prefill_chunk, chunk or n_token)
+        for start in range(n_held, n_token, n_run):
+            end = min(start + n_run, n_token)
             view = own.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
             finite.append(finite_rows(hidden[0]))
-            if on_tokens is not None:
-                on_tokens(end - start)
+            yield end - start
         return hidden[0, -1], torch.cat(finite)
 
     def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
@@ -163,6 +227,10 @@ class ModelRunner:
         for row, (text, held) in behind.items():
             lacking.setdefault(len(text) - held, []).append(row)
         for n_missed, group in lacking.items():
+            if len(group) * MAX_BLOCK < n_missed and not self.cache.n_observed:  # in chunks these are fewer forwards
+                for row in group:
+                    self.fill_row(row, *behind[row])
+                continue
             texts = [behind[row][0] for row in group]
             places = [[*range(len(text) - n_missed, len(text))] for text in texts]
             missed = [text[-n_missed:] for text in texts]

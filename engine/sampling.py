@@ -168,6 +168,12 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def logprobs_of(tokens: Sequence[int], logits: Tensor) -> list[float]:
+    """Each token's log-probability by its row of `logits [>= len(tokens), V]`, at temperature 1, without filters."""
+    rows, chosen = logits[: len(tokens)].float(), torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    return (rows.gather(1, chosen[:, None])[:, 0] - rows.logsumexp(dim=-1)).tolist()
+
+
 def _is_int63(value: object) -> bool:
     return isinstance(value, Integral) and 0 <= int(value) < 2**63
 

@@ -4,7 +4,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -27,13 +28,9 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 def serve(flags: ServeFlags) -> None:
     """Until SIGTERM or Ctrl-C, and the end of what was asked before. Errors: UserError; what the engine raises."""
     scheduler, server = open_server(flags)
-    if server is None:
-        for number in STOPPING:  # the leader's word counts
-            signal.signal(number, signal.SIG_IGN)
-        scheduler.run()
-    else:
-        _on_signals(lambda: server.end(flags.http.drain_seconds))
-        server.run()
+    # Of several ranks the leader's word counts.
+    with _signals((lambda: server.end(flags.http.drain_seconds)) if server else (lambda: None)):
+        (server or scheduler).run()
 
 
 def open_server(flags: ServeFlags) -> tuple[Scheduler, "Server | None"]:
@@ -109,14 +106,24 @@ def _bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _on_signals(end: Callable[[], None]) -> None:
-    """The first one ends the server in good order. Of a process alone, a second Ctrl-C ends it at once; of several, all
-    get each signal more than once."""
+@contextmanager
+def _signals(end: Callable[[], None]) -> Iterator[None]:
+    """Each one calls `end`; of a process alone, a second one ends it at once. torchrun sends one to the ranks that are
+    left when a rank has died: whoever fails then ends by it, as nobody waits for another word."""
+    received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        for one in STOPPING:
-            signal.signal(one, signal.SIG_IGN if world_size() > 1 else signal.default_int_handler)
+        received.append(number)
+        if len(received) > 1 and world_size() == 1:
+            raise KeyboardInterrupt
         end()
 
-    for number in STOPPING:
-        signal.signal(number, stop)
+    before = {number: signal.signal(number, stop) for number in STOPPING}
+    try:
+        yield
+    except BaseException:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received and world_size() > 1:
+            signal.raise_signal(received[0])
+        raise

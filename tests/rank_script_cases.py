@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import CheckpointError
 from engine.parallel.all_reduce import AllReduce
 from engine.parallel.ranks import Ranks
-from engine.runner import ModelRunner
+from engine.runner import Chunks, ModelRunner
 from models import Transformer
 
 BROKEN_RANK = 1
@@ -69,14 +69,14 @@ def skew_sums() -> None:
 
 def spoil_a_prompt() -> None:
     """Logits in the middle of the first prompt that are not finite."""
-    fill_row, prompts = ModelRunner.fill_row, count()
+    filling, prompts = ModelRunner.filling, count()
 
-    def spoiled(self: ModelRunner, *args: object) -> tuple[Tensor, Tensor]:
-        hidden, finite = fill_row(self, *args)
+    def spoiled(self: ModelRunner, *args: object) -> Chunks[tuple[Tensor, Tensor]]:
+        hidden, finite = yield from filling(self, *args)
         finite[5] &= next(prompts) > 0
         return hidden, finite
 
-    ModelRunner.fill_row = spoiled
+    ModelRunner.filling = spoiled
 
 
 BUGS = raise_in_a_step, refuse_the_checkpoint, change_a_decision, skew_sums, spoil_a_prompt

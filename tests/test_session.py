@@ -56,8 +56,8 @@ def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, mo
     rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)
     assert rehearsed == 2 * fixed > 0
     filled: list[ModelRunner] = []
-    fill_row = ModelRunner.fill_row
-    monkeypatch.setattr(ModelRunner, "fill_row", lambda own, *args: filled.append(own) or fill_row(own, *args))
+    filling = ModelRunner.filling
+    monkeypatch.setattr(ModelRunner, "filling", lambda own, *args: filled.append(own) or filling(own, *args))
     for session, n_runs in zip(sessions, (1, 2), strict=True):
         (drafter,) = session.drafters()
         assert costs_of(session, [drafter], whole=True) if session.plan.chooses else session.generate(drafter)

@@ -66,8 +66,8 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     counts = total(forced_acceptance(runner, drafter, PROMPTS, BOOK, SamplingParams(0.8, seed=3)))
     assert counts.rounds == 3 * 4 and 0 <= counts.accepted <= counts.verified
     prefilled = []
-    run = runner.fill_row
-    runner.fill_row = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)
+    run = runner.filling
+    runner.filling = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)
     out = generate(runner, PROMPTS, max_new_tokens=9, drafter=drafter)
     assert not prefilled
     assert out.tokens == [continue_by_recomputing(target, prompt, 9) for prompt in PROMPTS]

@@ -36,11 +36,12 @@ class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
     gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
-    for its own.
+    for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     """
 
     gamma: int
     verification_cache: VerificationCache
+    follows_parts: bool
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
@@ -61,6 +62,7 @@ class TextDrafter(ABC):
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
 
     verification_cache: VerificationCache = None
+    follows_parts = False
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -90,6 +92,7 @@ class ModelDrafter(ABC):
     """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
 
     verification_cache: VerificationCache = None
+    follows_parts = False
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)

@@ -1,0 +1,233 @@
+"""Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
+
+import random
+
+import pytest
+import torch
+from pacings import Scripted
+from scenarios import random_sampling
+from test_decoder import SCRIPT, drafters_of, witness_runner
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from witness import VOCAB, continue_plainly, cut
+
+from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.pacing import PLAIN, Choice, Fixed
+from engine.runner import run_through
+from engine.sampling import logits_to_probs
+from kv_cache import StreamingKVCache
+
+COUNTED = {"reused": 0, "scenarios": 0}
+
+
+def conversations(rng: random.Random, mode: str) -> list[Request]:
+    """Most prompts begin with a part, or all, of the text that an earlier request ends with."""
+    texts, requests = [[rng.randrange(VOCAB)]], []
+    for id_ in range(14):
+        begin = rng.choice(texts)
+        begin = begin[: rng.choice([len(begin), rng.randint(0, len(begin))])][:30]
+        prompt = begin + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 9]) or not begin)]
+        sampling = SamplingParams() if mode == "greedy" else random_sampling(rng)
+        stops = rng.sample(range(VOCAB), rng.choice([0, 0, 1]))
+        requests.append(Request(prompt, rng.randint(1, 16), stops, sampling, id_))
+        texts.append(prompt + expected(requests[-1]))
+    return requests
+
+
+def expected(request: Request) -> list[int]:
+    future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
+    return cut(future, list(request.stop_tokens))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("seed", range(25))
+def test_rows_that_go_on_behind_what_they_hold_emit_what_a_request_gets_alone(seed, mode):
+    """Whatever else runs, in chunks of any size; requests are cancelled while they wait, are prefilled and decode."""
+    rng = random.Random(f"{seed} {mode}")
+    runner = witness_runner(rng.randint(1, 3))
+    pacing = Scripted(drafters_of(runner), SCRIPT)
+    decoder = Decoder(runner, pacing, verification=mode, prefill_tokens=rng.choice([1, 3, 7, None]), reuses=True)
+    requests, cancelled = conversations(rng, mode), set()
+    waiting = list(requests)
+    while waiting or not decoder.idle:
+        if waiting and rng.random() < 0.3:
+            decoder.submit(waiting.pop(0))
+        started = requests[: len(requests) - len(waiting)]
+        if rng.random() < 0.06 and (going := [one for one in started if one.finish_reason is None]):
+            cancelled.add(one := rng.choice(going))
+            decoder.cancel(one)
+        decoder.step()
+    for request in requests:
+        wanted = expected(request)
+        assert request.tokens == (wanted[: len(request.tokens)] if request in cancelled else wanted)
+        assert 0 <= request.n_reused <= len(request.prompt)
+        COUNTED["reused"] += request.n_reused > 1
+    COUNTED["scenarios"] += 1
+
+
+def test_most_scenarios_reused_something():
+    """Runs behind those above, if they ran in this process."""
+    assert COUNTED["reused"] >= 2 * COUNTED["scenarios"]
+
+
+class Counting(ModelRunner):
+    """Notes how many tokens each forward ran, and of how many rows."""
+
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.model, self.ran = tiny_model(), []
+        hidden = self.model.hidden
+        self.model.hidden = lambda tokens, *rest: self.ran.append(tuple(tokens.shape)) or hidden(tokens, *rest)
+
+
+def counting(n_rows: int, seed: int = 0) -> Counting:
+    model = tiny_model(seed=seed)
+    return Counting(model, full_cache(model, n_rows))
+
+
+def test_a_row_that_decodes_waits_for_one_chunk_at_most():
+    """Of the target and of a draft model alike, however many long prompts wait."""
+    target, own = counting(3), counting(3, seed=5)
+    decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=8)
+    prompts = random_prompts([5, 60, 41])
+    first, *others = (Request(prompt, 40) for prompt in prompts)
+    decoder.submit(first)
+    assert decoder.step().busy == 1
+    for request in others:
+        decoder.submit(request)
+    while not first.finish_reason:
+        target.ran.clear(), own.ran.clear()
+        n_tokens, stats = len(first.tokens), decoder.step()
+        assert stats.busy and len(first.tokens) > n_tokens
+        for ran, again in ((target.ran, 0), (own.ran, 1)):  # a draft model runs its last known token once more
+            prefilled = [n for rows, n in ran if rows == 1]
+            assert len(prefilled) <= 1 and sum(prefilled) <= 8 + again
+    while not decoder.idle:
+        decoder.step()
+    model = tiny_model()
+    for request in (first, *others):
+        assert request.tokens == continue_by_recomputing(model, request.prompt, request.limit)
+
+
+@pytest.mark.parametrize("parts", [None, 8])
+def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
+    """Behind the answer, on the target and on a draft model, while another conversation has its own row."""
+    target, own = counting(2), counting(2, seed=5)
+    decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=parts, reuses=True)
+    turns = [Request(prompt, 9) for prompt in random_prompts([50, 45])]
+
+    def answer(*requests: Request) -> None:
+        for request in requests:
+            decoder.submit(request)
+        while not decoder.idle:
+            decoder.step()
+        for request in requests:
+            assert request.tokens == continue_by_recomputing(tiny_model(), request.prompt, request.limit)
+
+    answer(*turns)
+    for request in turns[::-1]:
+        follow_up = Request([*request.prompt, *request.tokens, 5, 7, 11], 6)
+        target.ran.clear(), own.ran.clear()
+        answer(follow_up)
+        assert follow_up.n_reused == len(follow_up.prompt) - 4  # the last token emitted was never run
+        assert max(n for _, n in target.ran) == 4 and max(n for _, n in own.ran) <= 5
+    again = Request(turns[0].prompt, 9)
+    target.ran.clear()
+    answer(again)
+    assert again.n_reused == len(again.prompt) - 1 and max(n for _, n in target.ran) == 3
+
+
+def test_a_prompt_takes_the_row_that_shares_half_or_the_one_left_longest_ago():
+    runner = witness_runner(3)
+    decoder = Decoder(runner, reuses=True)
+
+    def row_of(prompt: list[int]) -> tuple[int, int]:
+        request = Request(prompt, 2)
+        decoder.submit(request)
+        while not decoder.idle:
+            decoder.step()
+        held = [runner.shared_prefix(row, prompt) for row in range(3)]
+        return held.index(max(held)), request.n_reused
+
+    assert [row_of([n] * 8) for n in (1, 2, 3)] == [(0, 0), (1, 0), (2, 0)]
+    assert row_of([2] * 8 + [4]) == (1, 8)
+    assert row_of([1, 1, 5, 5, 5, 5]) == (0, 2)  # left longest ago, and of what it holds the beginning is the same
+    assert row_of([2, 2, 6, 6, 6]) == (2, 0)  # row 1 shares less than half, and was left later
+
+
+def test_a_row_holds_nothing_behind_its_prompt():
+    """Of an earlier text that began alike and was longer."""
+    target = counting(1)
+    [prompt] = random_prompts([20])
+    target.prefill_row(0, prompt)
+    n_shared, chunks = target.prefilling(0, [*prompt[:7], 1], reuses=True)
+    run_through(chunks)
+    assert n_shared == 7 and target.cache.positions[0].tolist() == [*range(8)] + [-1] * (target.cache.capacity - 8)
+
+
+def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
+    """The next prompt shares the beginning of the text that the row holds, of which the draft's cache holds the end."""
+    own = ModelRunner(tiny_model(seed=5), StreamingKVCache(TINY, 1, 12, 2, dtype=torch.float64))
+    decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses=True)
+    [prompt] = random_prompts([60])
+    for text in (prompt, [*prompt[:40], 1]):
+        decoder.submit(request := Request(text, 2))
+        while not decoder.idle:
+            decoder.step()
+        held = own.cache.positions[0]
+        n_behind = int(((held >= 2) & (held < len(text))).sum())
+        assert request.n_reused == (40 if text is not prompt else 0) and n_behind >= own.cache.window - 2
+
+
+def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
+    target = counting(1)
+    decoder = Decoder(target, prefill_tokens=8)
+    first, second = (Request(prompt, 4) for prompt in random_prompts([30, 10]))
+    for request in (first, second):
+        decoder.submit(request)
+    assert decoder.step() is None and not decoder.idle
+    decoder.cancel(first)
+    while not decoder.idle:
+        decoder.step()
+    assert first.tokens == [] and second.tokens == continue_by_recomputing(tiny_model(), second.prompt, 4)
+    assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
+
+
+def test_a_row_that_is_prefilled_is_not_disturbed_by_rounds_that_compute_it():
+    """One row decodes; rounds compute two, of which the second is being filled meanwhile."""
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3)
+    decoder = Decoder(runner, Scripted([drafter], [Choice(0, 3), PLAIN]), prefill_tokens=4)
+    first, second = (Request(prompt, 30) for prompt in random_prompts([6, 50]))
+    decoder.submit(first)
+    decoder.step()
+    decoder.submit(second)
+    while not decoder.idle:
+        decoder.step()
+    for request in (first, second):
+        assert request.tokens == continue_by_recomputing(model, request.prompt, 30)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_logprobs_are_the_models_own(sampling, drafts):
+    """At temperature 1 and without filters, of those rows that ask; a stop token in a block ends them with the text."""
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 2))
+    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3) if drafts else None
+    decoder = Decoder(runner, drafter=drafter, verification="coupled")
+    prompts = random_prompts([30, 11, 19])
+    stop = generate(runner, prompts[:1], max_new_tokens=12, sampling=sampling, verification="coupled").tokens[0][7]
+    requests = [Request(prompt, 12, [stop], sampling, 0, logprobs=[]) for prompt in prompts]
+    requests[1].logprobs = None
+    for request in requests:
+        decoder.submit(request)
+    while not decoder.idle:
+        decoder.step()
+    assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
+    for request in (requests[0], requests[2]):
+        text, n = [*request.prompt, *request.tokens], len(request.tokens)
+        whole = ModelRunner(model, full_cache(model, 1))
+        logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
+        wanted = logits_to_probs(logits, SamplingParams(1.0)).log().gather(1, torch.tensor(request.tokens)[:, None])
+        assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
