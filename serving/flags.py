@@ -30,6 +30,10 @@ class Batch:
     """requests that decode at the same time, each in a row of the KV cache"""
     max_length: int = 8192
     """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
+    prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
+    """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
+    no_prefix_reuse: bool = False
+    """run every prompt from its beginning, whatever its row holds of it"""
     verification: Literal["coupled", "rejection"] = "coupled"
     """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
     sampling, which accepts a little more"""
@@ -99,7 +103,7 @@ class ServeFlags:
         """Errors: ConfigError for a number too small, and for what cannot be served."""
         limits, least = vars(self.limits) | vars(self.batch), {"max_queue": 0, "request_seconds": 0.001}
         for name, value in limits.items():
-            if value is not None and name != "verification":
+            if value is not None and not isinstance(value, bool | str):
                 require_at_least(name, value, least.get(name, 1))
         require_at_least("drain_seconds", self.http.drain_seconds, 0)
         if not 0 <= self.http.port <= LAST_PORT:

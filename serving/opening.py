@@ -16,6 +16,8 @@ from engine.pacing import PLAIN, Choice, Fixed, Pacing
 
 # What requests are taken to be as long as where costs are measured, if rows are at least four times as long.
 REPRESENTATIVE_LENGTH = 2048
+# A server decodes for so long that all measuring pays.
+MANY = 10_000
 
 
 class Opened(NamedTuple):
@@ -47,7 +49,8 @@ def open_session(config: RunConfig, max_batch: int, max_length: int) -> Opened:
         # What is in a cache does not change what a round costs.
         fill_with_noise(session.runner, session.prompts)
         warm_up(session, drafters)
-    if (costs := costs_of(session, drafters)) is not None:
+    endless = replace(session, prompts=session.prompts * MANY)
+    if (costs := costs_of(endless, drafters)) is not None:
         # What was accepted of noise says nothing of text.
         by_rows = {n: [replace(one, acceptance=None) for one in each] for n, each in costs.by_rows.items()}
         costs = replace(costs, by_rows=by_rows)

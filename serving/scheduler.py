@@ -8,17 +8,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from engine.bench.session import Session
 from engine.decoding import Decoder
 from engine.requests import FinishReason, Progress, Request
 from engine.sampling import SamplingParams
+from serving.flags import Batch
 from serving.opening import Switchable
 
 # While nothing runs, ranks hear of each other so often, in seconds: no collective waits for a request.
 HEARTBEAT_SECONDS = 1.0
+# The most prompt tokens that run between two rounds.
+CPU_PREFILL, GPU_PREFILL = 256, 2048
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,13 @@ class Scheduler:
     """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
     on every rank. tell: is called on the leader with what each prefill and each round did."""
 
-    def __init__(self, session: Session, pacing: Switchable, verification: str) -> None:
+    def __init__(self, session: Session, pacing: Switchable, batch: Batch) -> None:
         self.tell: Callable[[list[Update]], None] = lambda updates: None
         self._ranks, self._pacing, self._rows = session.ranks, pacing, session.runner.max_batch
-        self._decoder = Decoder(session.runner, pacing, verification=verification, progress=Emitted(self._tell_new))
+        chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
+        how: dict[str, Any] = {"verification": batch.verification, "progress": Emitted(self._tell_new)}
+        how |= {"prefill_tokens": chunk, "reuses": not batch.no_prefix_reuse}
+        self._decoder = Decoder(session.runner, pacing, **how)
         self._inbox: SimpleQueue[Submission | int | None] = SimpleQueue()
         self._waiting: deque[Submission] = deque()
         self._running: dict[int, Running] = {}
@@ -153,7 +159,9 @@ class Scheduler:
         for number in orders.cancel:
             self._decoder.cancel(self._running.pop(number).request)
         for one in orders.submit:
-            running = Running(one, Request(one.prompt, one.limit, one.stop_tokens, one.sampling))
+            request = Request(one.prompt, one.limit, one.stop_tokens, one.sampling)
+            request.logprobs = [] if one.wants_logprobs else None
+            running = Running(one, request)
             try:
                 self._decoder.submit(running.request)
                 self._running[one.number] = running
@@ -171,25 +179,22 @@ class Scheduler:
         request, counts = running.request, running.request.counts
         if len(request.tokens) == running.n_told and request.finish_reason is None:
             return None
-        tokens = request.tokens[running.n_told :]
+        tokens, logprobs = request.tokens[running.n_told :], (request.logprobs or [])[running.n_told :]
         drafted, accepted = counts.drafted - running.told_drafted, counts.accepted - running.told_accepted
-        running.n_told, running.told_drafted, running.told_accepted = (
-            len(request.tokens),
-            counts.drafted,
-            counts.accepted,
-        )
+        running.n_told = len(request.tokens)
+        running.told_drafted, running.told_accepted = counts.drafted, counts.accepted
         if request.finish_reason is not None:
             del self._running[running.submission.number]
         return Update(
             running.submission.number,
             tokens,
-            [],
+            logprobs,
             drafted,
             accepted,
             counts.rounds,
             running.started,
             time.perf_counter(),
-            0,
+            request.n_reused,
             request.finish_reason,
             request.error,
         )

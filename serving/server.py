@@ -38,7 +38,7 @@ def open_server(flags: ServeFlags) -> tuple[Scheduler, "Server | None"]:
     config = flags.config()
     sock = _bound(flags.http.host, flags.http.port) if is_leader() else None
     opened = open_session(config, flags.batch.max_batch, flags.batch.max_length)
-    scheduler = Scheduler(*opened, flags.batch.verification)
+    scheduler = Scheduler(*opened, flags.batch)
     return scheduler, Server(Service(flags, opened.session, scheduler), sock) if sock else None
 
 
