@@ -71,7 +71,7 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     shown = figures(page)
     assert shown.pop("first token").endswith(" s")
     assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
-    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; 4 tokens of prompt, 3 of them found in")
+    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
 
 
 def test_figures_are_live(fake, page):
