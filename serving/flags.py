@@ -92,6 +92,8 @@ class ServeFlags:
     def config(self) -> RunConfig:
         """The run that its session is opened for. Errors: ConfigError."""
         self.check()
+        if self.draft.gamma == 0:
+            self.draft.variants({"draft": "self"})  # refuses flags of what does not draft
         draft = None if self.draft.gamma == 0 else self.draft.config()
         if draft is not None and draft.needs_baseline:
             required, fix = "a draft that needs no plain decoding before it", f"leave out {flag('draft')}: self drafts"

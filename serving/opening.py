@@ -63,8 +63,8 @@ def plan_of(config: RunConfig, max_batch: int, max_length: int) -> Plan:
     plan = resolve(replace(config, sizes=Sizes(B=max_batch, gen_len=2)), [[0]] * max_batch)
     room = min(max_length, plan.target.config.max_context)
     prefix_len = max(1, min(REPRESENTATIVE_LENGTH, room // 4))
+    require_at_least("max_length", room, plan.gamma + 4)
     gen_len = room - prefix_len - plan.gamma - 1
-    require_at_least("max_length", gen_len, 2)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(plan.target.config.vocab_size, (max_batch, prefix_len), generator=generator).tolist()
     config = replace(plan.config, sizes=Sizes(B=max_batch, gen_len=gen_len))
