@@ -8,11 +8,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE = 20_000  # ms, on a machine that is busy
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 
 
 @pytest.fixture(scope="module")
 def browser():
+    playwright.expect.set_options(timeout=PATIENCE)
     with playwright.sync_playwright() as api:
         browser = api.chromium.launch(executable_path=BROWSER)
         yield browser
@@ -23,7 +25,7 @@ def browser():
 def tab(browser):
     """An empty page of a browser, which may not complain of anything."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(5000)
+    context.set_default_timeout(PATIENCE)
     page, complaints = context.new_page(), []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     yield page
@@ -152,7 +154,7 @@ def test_stopping_closes_the_connection(fake, page, way):
     page.click("#stop") if way == "click" else page.keyboard.press("Escape")
     expect(page, "#state").to_have_text("stopped")
     expect(page, "#columns").to_contain_text("stopped after 1 token")
-    assert fake.gone.wait(5)
+    assert fake.gone.wait(PATIENCE / 1000)
     assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
 
 
