@@ -6,10 +6,11 @@ RUN := $(VENV)/bin/python
 REPRODUCTION ?= reproduction
 # The default model was made from a file of 4 bits: a draft of 4 bits misses next to nothing of it.
 DEMO ?= --draft_weights int4 --draft_budget 1024
+SERVE ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo reproduce test test-all mutants certify lint format clean
+.PHONY: help demo serve reproduce test test-all mutants certify lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +25,11 @@ demo: $(VENV)/.installed  ## fetch the default model and book, then self-specula
 	@echo "  python tests/selfspec_benchmark.py --temperature 0.6 --verification coupled     the samples of plain decoding"
 	@echo "  python tests/selfspec_benchmark.py --gamma auto --draft_budget auto             what pays best on this machine"
 	@echo "  python tests/selfspec_benchmark.py --help                                       all else; README.md says more"
+
+serve: $(VENV)/.installed  ## fetch the default model, then serve it on http://127.0.0.1:8000
+	$(RUN) download.py
+	$(RUN) convert_hf_checkpoint.py
+	$(RUN) -m serving $(SERVE)
 
 # Measured here, whatever is recorded in reproduce/results/ already. An interrupted run goes on where it was.
 # Acceptance behind 4000 tokens is measured once, by budget; --all puts it among the contexts too.

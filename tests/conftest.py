@@ -103,3 +103,28 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from published_runs import Runs
 
     return Runs(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`serving_cases.make_checkpoint`: long enough for answers, and with a chat template."""
+    from serving_cases import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("chat_checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def alone(chat_checkpoint: Path):
+    """`serving_cases.Alone`: what plain decoding of one request gives."""
+    from serving_cases import Alone
+
+    return Alone(chat_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def served(chat_checkpoint: Path):
+    """`serving_cases.Served`: a server in this process."""
+    from serving_cases import serving
+
+    with serving(chat_checkpoint) as one:
+        yield one

@@ -158,15 +158,20 @@ class Job:
 @contextmanager
 def started(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> Iterator[Job]:
     """Start a benchmark on two ranks; whatever is left of it in the end is killed."""
-    job_id = str(uuid.uuid4())
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", JOB: job_id} | ({"PYTHONPATH": str(ROOT)} if fault else {})
     path = str(ROOT / "tests" / f"{script}_benchmark.py")
     command = [path] if fault is None else [str(ROOT / "tests" / "rank_script_cases.py"), fault, path]
+    with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if fault else {}) as job:
+        yield job
+
+
+@contextmanager
+def launched(folder: Path, command: list[str], environment: dict[str, str]) -> Iterator[Job]:
+    """Start a command that starts others; whatever is left of them in the end is killed."""
+    job_id = str(uuid.uuid4())
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    own |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        launcher = subprocess.Popen(
-            [*LAUNCHER, *command, *arguments], cwd=folder, env=environment, stdout=out, stderr=err
-        )
+        launcher = subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err)
     job = Job(launcher, folder, f"{JOB}={job_id}")
     try:
         yield job

@@ -13,7 +13,7 @@ from models.llama import logits_dtype
 def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
     """Every row holds random keys and values at the positions of its prompt, and counts as prefilled with it."""
     cache, model = runner.cache, runner.model
-    randomise(cache)
+    randomise(cache.view(extent=max(map(len, prompts))))
     dtype = logits_dtype(model.dtype, cache.device)
     for row, prompt in enumerate(prompts):
         cache.reset_row(row)

@@ -27,10 +27,10 @@ class PositionalTarget(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft(EveryDraft):
+class NamedDraft(EveryDraft):
     """What drafts, and how."""
 
-    draft: Positional[Annotated[str, arg(metavar="[DRAFT]", help=DRAFT_HELP)]] = "self"
+    draft: Annotated[str, arg(help=DRAFT_HELP)] = "self"
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Errors: ConfigError also for a draft that there is not, and where nothing would be drafted."""
@@ -42,6 +42,13 @@ class Draft(EveryDraft):
                 raise ConfigError("there is no such draft", flag("draft"), self.draft[:80], required, fix)
             chosen = {"draft": "standalone", "draft_model": self.draft} | chosen
         return super().config(**chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft(NamedDraft):
+    """What drafts, and how."""
+
+    draft: Positional[Annotated[str, arg(metavar="[DRAFT]", help=DRAFT_HELP)]] = "self"
 
 
 @dataclass(frozen=True, kw_only=True)

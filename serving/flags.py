@@ -1,0 +1,122 @@
+"""The command line of the server: what is served, how it drafts, where it listens, and what it refuses."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from tyro.conf import arg
+
+from common.errors import ConfigError, flag, require_at_least
+from engine.bench.config import Passes, RankOptions, RunConfig, Sampling, Target
+from engine.terminal.models import NamedDraft
+
+API_KEY = "FORETOKEN_API_KEY"
+LAST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedDraft(NamedDraft):
+    """What drafts, and how."""
+
+    gamma: int | Literal["auto"] = "auto"
+    """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
+    acceptance seen so far, chosen before every round; 0: plain decoding"""
+    draft_ranks: tuple[int, ...] | None = None
+    """standalone: ranks that share the draft (default: those of --rank_group)"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is decoded together."""
+
+    max_batch: int = 8
+    """requests that decode at the same time, each in a row of the KV cache"""
+    max_length: int = 8192
+    """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
+    prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
+    """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
+    no_prefix_reuse: bool = False
+    """run every prompt from its beginning, whatever its row holds of it"""
+    verification: Literal["coupled", "rejection"] = "coupled"
+    """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
+    sampling, which accepts a little more"""
+
+
+@dataclass(frozen=True)
+class Http:
+    """Where it listens, and to whom."""
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 for other machines, too"""
+    port: int = 8000
+    """0: any that is free"""
+    api_key: Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")] = None
+    """what requests have to bring as `Authorization: Bearer KEY`, but for /health and the page; processes on this
+    machine can read command lines, so the environment is the better place"""
+    log_prompts: bool = False
+    """log prompts and answers, too"""
+    drain_seconds: float = 25
+    """after SIGTERM or Ctrl-C: seconds that requests have to finish; torchrun itself waits for 30"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is refused."""
+
+    max_queue: int = 64
+    """requests that wait for a row; one more is answered with 429"""
+    max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None
+    """tokens of a prompt"""
+    max_new_tokens: int = 2048
+    """tokens that a request may ask for"""
+    max_stop_sequences: int = 8
+    """stop strings of a request"""
+    max_body_bytes: int = 2_000_000
+    """of a request"""
+    request_seconds: float = 600
+    """what a request may take, waiting included"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """Those of the server."""
+
+    FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft"}
+
+    target: Target = field(default_factory=Target)
+    draft: ServedDraft = field(default_factory=ServedDraft)
+    batch: Batch = field(default_factory=Batch)
+    http: Http = field(default_factory=Http)
+    limits: Limits = field(default_factory=Limits)
+    ranks: RankOptions = field(default_factory=RankOptions)
+    measure_costs: bool = False
+    """measure what `auto` chooses by, whatever an earlier start has measured"""
+
+    def config(self) -> RunConfig:
+        """The run that its session is opened for. Errors: ConfigError."""
+        self.check()
+        if self.draft.gamma == 0:
+            self.draft.variants({"draft": "self"})  # refuses flags of what does not draft
+        draft = None if self.draft.gamma == 0 else self.draft.config()
+        if draft is not None and draft.needs_baseline:
+            required, fix = "a draft that needs no plain decoding before it", f"leave out {flag('draft')}: self drafts"
+            raise ConfigError("nothing is known of an answer beforehand", flag("draft"), draft.name, required, fix)
+        sampling, passes = Sampling(verification=self.batch.verification), Passes(measure_costs=self.measure_costs)
+        return RunConfig(target=self.target, draft=draft, sampling=sampling, ranks=self.ranks, passes=passes)
+
+    def check(self) -> None:
+        """Errors: ConfigError for a number too small, and for what cannot be served."""
+        limits, least = vars(self.limits) | vars(self.batch), {"max_queue": 0, "request_seconds": 0.001}
+        for name, value in limits.items():
+            if value is not None and not isinstance(value, bool | str):
+                require_at_least(name, value, least.get(name, 1))
+        require_at_least("drain_seconds", self.http.drain_seconds, 0)
+        if not 0 <= self.http.port <= LAST_PORT:
+            where, required = flag("port"), f"0 to {LAST_PORT}"
+            raise ConfigError("there is no such port", where, self.http.port, required, f"leave out {where}")
+        if self.ranks.data_parallel != 1:
+            where, required = flag("data_parallel"), "1: every replica is a server of its own"
+            fix = f"leave out {where}, and start one server a replica"
+            raise ConfigError("a server has one copy of the model", where, self.ranks.data_parallel, required, fix)
+        if self.target.load_format == "dummy":
+            where, what = flag("load_format"), "random weights have nothing to say"
+            raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")

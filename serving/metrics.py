@@ -1,0 +1,83 @@
+"""Metrics in the names of text-generation-inference and vLLM, and a few of our own, in a registry of the app's."""
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from serving.jobs import Job
+from serving.scheduler import Update
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TOKENS = tuple(float(2**i) for i in range(15))
+
+
+class Metrics:
+    """gamma: the most that a round drafts."""
+
+    def __init__(self, gamma: int) -> None:
+        self.registry = CollectorRegistry()
+        skipped = [float(i) for i in range(gamma + 1)]
+        self._skipped = self._histogram("tgi_request_skipped_tokens", "Accepted drafts of a row and round", skipped)
+        self.requests = self._counter("tgi_request_count", "Requests for tokens")
+        self._success = self._counter("tgi_request_success", "Requests that were answered")
+        self._failure = self._counter("tgi_request_failure", "Requests that were not", "err")
+        self._queue = self._histogram("tgi_request_queue_duration", "Seconds until a row was free")
+        self._inference = self._histogram("tgi_request_inference_duration", "Seconds in a row")
+        per_token = "tgi_request_mean_time_per_token_duration"
+        self._per_token = self._histogram(per_token, "Seconds per token behind the first")
+        self._duration = self._histogram("tgi_request_duration", "Seconds from request to answer")
+        self._generated = self._histogram("tgi_request_generated_tokens", "New tokens of a request", TOKENS)
+        self._input = self._histogram("tgi_request_input_length", "Prompt tokens of a request", TOKENS)
+        self._n_drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds of a row with drafts")
+        self._n_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts")
+        self._n_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts")
+        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        at = self._counter(per_position, "Accepted drafts by their place in a round", "position")
+        self._accepted_at = [at.labels(str(position)) for position in range(gamma)]
+        self._prefilled = self._counter("foretoken_prefill_tokens", "Prompt tokens that were run")
+        self._reused = self._counter("foretoken_reused_prompt_tokens", "Prompt tokens that a row still held")
+        self._decoded = self._counter("foretoken_decode_tokens", "New tokens")
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, labels, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(name, what, registry=self.registry, buckets=buckets)
+
+    def show(self, name: str, what: str, value: Callable[[], float]) -> None:
+        """A gauge that is read whenever metrics are."""
+        Gauge(name, what, registry=self.registry).set_function(value)
+
+    def stepped(self, update: Update, is_first: bool, n_prompt: int) -> None:
+        """A step of one request."""
+        if is_first:
+            self._prefilled.inc(n_prompt - update.n_reused)
+            self._reused.inc(update.n_reused)
+        self._decoded.inc(len(update.tokens))
+        if update.round > 0:
+            self._skipped.observe(update.accepted)
+        if update.drafted:
+            self._n_drafts.inc()
+            self._n_draft_tokens.inc(update.drafted)
+            self._n_accepted.inc(update.accepted)
+            for counter in self._accepted_at[: update.accepted]:
+                counter.inc()
+
+    def answered(self, job: Job) -> None:
+        """A request that was answered to its end."""
+        assert job.started is not None and job.first is not None and job.ended is not None
+        n_new = len(job.pieces)
+        self._success.inc()
+        self._queue.observe(job.started - job.received)
+        self._inference.observe(job.ended - job.started)
+        self._duration.observe(job.ended - job.received)
+        self._generated.observe(n_new)
+        self._input.observe(len(job.request.prompt))
+        if n_new > 1:
+            self._per_token.observe((job.ended - job.first) / (n_new - 1))
+
+    def failed(self, kind: str) -> None:
+        self._failure.labels(kind).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,150 @@
+"""The routes of OpenAI's API that a server of one language model has."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from serving.events import Events, stream
+from serving.failures import Failure
+from serving.jobs import LENGTH, Job, Piece
+from serving.schemas import ChatCompletion, Completion, TextCompletion
+from serving.service import Service
+
+# What the API gives a completion that says nothing of its length.
+COMPLETION_TOKENS = 16
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+    @router.post("/completions")
+    async def completions(request: Request, body: TextCompletion) -> Response:
+        given = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+        if isinstance(given, str):
+            text = given
+            prompt = await service.encode(lambda: service.tokenizer.encode(text), "prompt")
+        else:
+            prompt = [token for token in body.prompt if isinstance(token, int)]
+        usual = min(COMPLETION_TOKENS, service.limits.max_new_tokens)
+        n_new, names = body.max_tokens or usual, ("prompt", "max_tokens", "stop")
+        how: dict[str, Any] = {"names": names, "logprobs": body.logprobs is not None, "speculate": body.speculate}
+        job = service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
+        return await _answer(service, job, body, Text(service, job))
+
+    @router.post("/chat/completions")
+    async def chat_completions(request: Request, body: ChatCompletion) -> Response:
+        prompt = await service.conversation([{"role": one.role, "content": one.text} for one in body.messages])
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        n_new, names = getattr(body, name), ("messages", name, "stop")
+        how: dict[str, Any] = {"names": names, "logprobs": bool(body.logprobs), "speculate": body.speculate}
+        job = service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
+        return await _answer(service, job, body, Chat(service, job))
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.session.name:
+            raise Failure(404, "model_not_found", f"there is no model {name[:80]}", "model")
+        return _model(service)
+
+    return router
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.session.name, "object": "model", "created": service.created, "owned_by": "foretoken"}
+
+
+class Text:
+    """An answer of /v1/completions, whole or in chunks."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self._job, self._has_logprobs, self._n_shown = job, job.request.logprobs is not None, 0
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self.head |= {"model": service.session.name, "system_fingerprint": "foretoken"}
+
+    def whole(self, reason: str) -> dict[str, Any]:
+        return self.chunk(self._job.pieces, reason)
+
+    def chunk(self, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
+        return {"index": 0, "text": _shown(pieces), "logprobs": self.logprobs(pieces), "finish_reason": reason}
+
+    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        offsets = []
+        for piece in pieces:
+            offsets.append(self._n_shown)
+            self._n_shown += len(piece.shown)
+        tokens, values = [piece.text for piece in pieces], [piece.logprob for piece in pieces]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+class Chat(Text):
+    """The same of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _begun = False
+
+    def whole(self, reason: str) -> dict[str, Any]:
+        pieces = self._job.pieces
+        message = {"role": "assistant", "content": _shown(pieces)}
+        return {"index": 0, "message": message, "logprobs": self.logprobs(pieces), "finish_reason": reason}
+
+    def chunk(self, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
+        delta = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        delta |= {"content": _shown(pieces)} if pieces else {}
+        return {"index": 0, "delta": delta, "logprobs": self.logprobs(pieces), "finish_reason": reason}
+
+    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        each = [{"token": one.text, "logprob": one.logprob, "bytes": [*one.text.encode()]} for one in pieces]
+        return {"content": [one | {"top_logprobs": []} for one in each]}
+
+
+async def _answer(service: Service, job: Job, body: Completion, form: Text) -> Response:
+    if body.stream:
+        wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        return await stream(service, job, _chunks(job, form, wants_usage), is_openai=True)
+    await job.wait()
+    choices = [form.whole(_reason(job))]
+    answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job), "seed": _seed(job)}
+    return JSONResponse(answer | job.report())
+
+
+async def _chunks(job: Job, form: Text, wants_usage: bool) -> Events:
+    head = form.head | {"object": form.chunk_kind} | ({"usage": None} if wants_usage else {})
+    async for pieces in job.batches():
+        yield [head | {"choices": [form.chunk(pieces, None)]}]
+    last = [head | {"choices": [form.chunk([], _reason(job))], "seed": _seed(job)} | job.report()]
+    if wants_usage:
+        last.append(head | {"choices": [], "usage": _usage(job)})
+    yield last
+
+
+def _shown(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.shown for piece in pieces)
+
+
+def _reason(job: Job) -> str:
+    return LENGTH if job.finish == LENGTH else "stop"
+
+
+def _seed(job: Job) -> int:
+    return job.request.sampling.seed
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    n_prompt, n_new = len(job.request.prompt), len(job.pieces)
+    usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    return usage | {"prompt_tokens_details": {"cached_tokens": job.n_reused}}

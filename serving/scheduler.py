@@ -1,0 +1,167 @@
+"""The one user of the Decoder: between rounds requests join and leave it, and after each all are told what they got.
+
+Where ranks share the model the leader decides who joins and leaves, and every rank does the same.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from common.errors import UserError
+from engine.bench.session import Session
+from engine.decoding import Decoder
+from engine.requests import FinishReason, Progress, Request
+from serving.flags import Batch
+from serving.opening import Switchable
+
+# While nothing runs, ranks hear of each other so often, in seconds: no collective waits for a request.
+HEARTBEAT_SECONDS = 1.0
+# The most prompt tokens that run between two rounds.
+CPU_PREFILL, GPU_PREFILL = 256, 2048
+
+
+@dataclass(eq=False)
+class Asked(Request):
+    """A request of a client, and what has been told of it; its `index` is its number. speculate: False for plain
+    rounds while it runs. started: seconds of `time.perf_counter`, when it has got a row."""
+
+    speculate: bool = True
+    started: float = 0.0
+    n_told: int = 0
+    told_drafted: int = 0
+    told_accepted: int = 0
+
+
+class Update(NamedTuple):
+    """What a prefill or a round did for a request: the tokens that it emitted, the first `accepted` of them as drafted.
+
+    round: of the request, 0 for its prefill. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens
+    that the row still held.
+    """
+
+    number: int
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int
+    accepted: int
+    round: int
+    started: float
+    seen: float
+    n_reused: int
+    finish: FinishReason
+    error: str | None
+
+
+class Orders(NamedTuple):
+    """What every rank does before a step."""
+
+    submit: list[Asked]
+    cancel: list[int]
+    stop: bool
+
+
+class Emitted(Progress):
+    """Calls back whenever tokens were emitted: behind a prompt's prefill already, before the round that follows."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def emitted(self, n_tokens: int) -> None:
+        self._call()
+
+
+class Scheduler:
+    """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
+    on every rank. tell: is called on the leader with what each prefill and each round did."""
+
+    def __init__(self, session: Session, pacing: Switchable, batch: Batch) -> None:
+        self.tell: Callable[[list[Update]], None] = lambda updates: None
+        self._ranks, self._pacing, self._rows = session.ranks, pacing, session.runner.max_batch
+        chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
+        how: dict[str, Any] = {"verification": batch.verification, "progress": Emitted(self._tell_new)}
+        how |= {"prefill_tokens": chunk, "reuses": not batch.no_prefix_reuse}
+        self._decoder = Decoder(session.runner, pacing, **how)
+        self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
+        self._waiting: deque[Asked] = deque()
+        self._running: dict[int, Asked] = {}
+
+    def submit(self, request: Asked) -> None:
+        self._inbox.put(request)
+
+    def cancel(self, number: int) -> None:
+        """Of a request that has ended: does nothing."""
+        self._inbox.put(number)
+
+    def stop(self) -> None:
+        """End `run` before the next step."""
+        self._inbox.put(None)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting) + self._inbox.qsize()
+
+    @property
+    def n_running(self) -> int:
+        """Rows in use."""
+        return len(self._running)
+
+    def run(self) -> None:
+        """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
+        while True:
+            orders = self._ranks.shared(self._orders)
+            if orders.stop:
+                return
+            self._obey(orders)
+            if self._running:
+                self._decoder.step()
+            self._tell_new()
+
+    def _orders(self) -> Orders:
+        """What came in meanwhile; while there is nothing to decode, this waits for it."""
+        cancel, waits = list[int](), not self._running and not self._waiting
+        timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
+        with suppress(Empty):
+            while True:
+                event = self._inbox.get(waits, timeout)
+                waits = False
+                if event is None:
+                    return Orders([], [], True)
+                if isinstance(event, Asked):
+                    self._waiting.append(event)
+                elif event in self._running:
+                    cancel.append(event)
+                else:
+                    self._waiting = deque(one for one in self._waiting if one.index != event)
+        n_free = self._rows - len(self._running) + len(cancel)
+        submit = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
+        return Orders(submit, cancel, False)
+
+    def _obey(self, orders: Orders) -> None:
+        for number in orders.cancel:
+            self._decoder.cancel(self._running.pop(number))
+        for one in orders.submit:
+            one.started = time.perf_counter()
+            self._running[one.index] = one
+            try:
+                self._decoder.submit(one)
+            except UserError as error:
+                one.finish_reason, one.error = "error", str(error)
+        self._pacing.is_plain = any(not one.speculate for one in self._running.values())
+
+    def _tell_new(self) -> None:
+        new = [one for one in self._running.values() if len(one.tokens) > one.n_told or one.finish_reason]
+        if new:
+            self.tell([self._update(one) for one in new])
+
+    def _update(self, one: Asked) -> Update:
+        counts, now = one.counts, time.perf_counter()
+        new = one.tokens[one.n_told :], (one.logprobs or [])[one.n_told :]
+        done = counts.drafted - one.told_drafted, counts.accepted - one.told_accepted, counts.rounds
+        one.n_told, one.told_drafted, one.told_accepted = len(one.tokens), counts.drafted, counts.accepted
+        if one.finish_reason is not None:
+            del self._running[one.index]
+        return Update(one.index, *new, *done, one.started, now, one.n_reused, one.finish_reason, one.error)

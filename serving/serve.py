@@ -1,0 +1,15 @@
+"""foretoken.py serve, and `python -m serving`: the server."""
+
+from dataclasses import dataclass
+
+from serving.flags import ServeFlags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ServeFlags):
+    """an HTTP server with the routes of text-generation-inference and OpenAI, over speculative decoding"""
+
+    def run(self) -> None:
+        from serving.server import serve
+
+        serve(self)

@@ -1,0 +1,165 @@
+"""A server in this process over a tiny model, what is asked of it, and what plain decoding alone answers."""
+
+import http.client
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from transformers import LlamaConfig
+
+from common import cli
+from convert_hf_checkpoint import convert
+from engine import ModelRunner, SamplingParams, generate
+from kv_cache import FullKVCache
+from models import load_model
+from models.checkpoints.tokenizer import load_tokenizer
+from serving.serve import Serve
+from serving.server import Server, open_server
+
+END = 2
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+# Rows that differ in how many drafts are accepted: the draft sees little of its context.
+PLAIN = "--max_batch 4 --max_length 320 --dtype float64"
+FLAGS = f"{PLAIN} --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """One token a byte; one of them ends an answer. With a chat template."""
+    shape = SHAPE | {"max_position_embeddings": 400}
+    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)), folder)
+    convert(folder, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def without_template(checkpoint: Path, folder: Path) -> Path:
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream; the terminator as it is."""
+        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@dataclass(frozen=True)
+class Served:
+    server: Server
+    thread: threading.Thread
+    failures: list[BaseException]
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def connect(self, timeout: float = 30) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=timeout)
+
+    def ask(self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str = "POST") -> Answer:
+        """body: JSON, or bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with closing(self.connect()) as connection:
+            return asked(connection, path, data, headers, method)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask(path, b"", headers, "GET")
+
+    def generate(self, inputs: str, **parameters: Any) -> dict[str, Any]:
+        """The answer of /generate, with its details."""
+        answer = self.ask("/generate", {"inputs": inputs, "parameters": {"details": True, **parameters}})
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def begin(self, path: str, body: Any) -> http.client.HTTPConnection:
+        """Ask, and do not wait for the answer."""
+        connection = self.connect()
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def metrics(self) -> dict[str, float]:
+        lines = [line for line in self.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+            time.sleep(0.005)
+
+    def until_idle(self) -> None:
+        scheduler = self.server.service.scheduler
+        self.until(lambda: not (self.server.service.jobs or scheduler.n_running or scheduler.n_waiting), "idle")
+
+
+def asked(connection: http.client.HTTPConnection, path: str, data: bytes, headers: Any, method: str) -> Answer:
+    connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+    response = connection.getresponse()
+    return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+@contextmanager
+def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[Served]:
+    argv = f"--model {checkpoint} --port 0 {usual} {flags}".split()
+    _, server = open_server(cli.read(Serve, argv, prog="serving"))
+    assert server is not None
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.start()
+            server.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    server.service.ready.wait()
+    try:
+        yield Served(server, thread, failures)
+    finally:
+        if thread.is_alive():
+            server.end(0)
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not end"
+
+
+class Alone:
+    """What plain decoding of one request after the other gives."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+
+        model = load_model(checkpoint / "model.pth", dtype=torch.float64)
+        self._runner = ModelRunner(model, FullKVCache(model.config, 2, 400, dtype=torch.float64))
+        self.tokenizer, self.vocab_size = load_tokenizer(checkpoint), N_TOKENS
+
+    def tokens(self, inputs: str | Sequence[int], n: int, sampling: SamplingParams | None = None) -> list[int]:
+        prompt = self.tokenizer.encode(inputs) if isinstance(inputs, str) else [*inputs]
+        how = {"sampling": sampling or SamplingParams(), "verification": "coupled", "request_ids": [0]}
+        return generate(self._runner, [prompt], max_new_tokens=n, stop_tokens=[END], **how).tokens[0]
+
+    def text(self, inputs: str, n: int, sampling: SamplingParams | None = None) -> str:
+        return self.tokenizer.decode(self.tokens(inputs, n, sampling))

@@ -1,0 +1,223 @@
+"""The routes of text-generation-inference and OpenAI, by unmodified clients and as they are written."""
+
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import ValidationError
+from openai import OpenAI, UnprocessableEntityError
+from serving_cases import PLAIN, Alone, Served, serving, without_template
+
+from engine.sampling import SamplingParams
+
+PROMPTS = ["a", "of the cat and the hat", "Näher " * 9, "1, 2, 3, 4, 5, 6, 7, 8" * 4]
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def hub(served: Served) -> InferenceClient:
+    return InferenceClient(model=served.url)
+
+
+@pytest.fixture
+def openai(served: Served) -> OpenAI:
+    return OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+
+
+def test_greedy_text_is_that_of_plain_decoding(hub, alone: Alone):
+    for prompt in PROMPTS:
+        assert hub.text_generation(prompt, max_new_tokens=20) == alone.text(prompt, 20)
+
+
+def test_details_name_every_token(hub, alone: Alone):
+    prompt, sampling = PROMPTS[1], SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=11)
+    how = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 11}
+    answer = hub.text_generation(prompt, max_new_tokens=30, details=True, **how)
+    expected, details = alone.tokens(prompt, 30, sampling), answer.details
+    assert [token.id for token in details.tokens] == expected
+    assert answer.generated_text == alone.tokenizer.decode(expected)
+    assert (details.generated_tokens, details.seed, details.finish_reason) == (len(expected), 11, "length")
+    assert details.timings["prompt_n"] + details.timings["cache_n"] == len(alone.tokenizer.encode(prompt))
+    assert details.timings["predicted_n"] == len(expected)
+
+
+def test_streamed_tokens_are_those_of_the_answer(served: Served, hub, alone: Alone):
+    prompt = PROMPTS[2]
+    events = [*hub.text_generation(prompt, max_new_tokens=25, details=True, stream=True)]
+    *others, last = events
+    assert [event.token.id for event in events] == alone.tokens(prompt, 25)
+    assert [event.index for event in events] == [*range(1, 26)]
+    assert all(event.generated_text is None and event.details is None for event in others)
+    assert "".join(event.token.text for event in events) == last.generated_text == alone.text(prompt, 25)
+    assert last.details.finish_reason == "length" and last.details.generated_tokens == 25
+    assert last.details.input_length == len(alone.tokenizer.encode(prompt))
+    assert "".join(hub.text_generation(prompt, max_new_tokens=25, stream=True)) == last.generated_text
+
+
+def test_every_event_says_where_its_token_came_from(served: Served):
+    body = {"inputs": PROMPTS[3], "parameters": {"max_new_tokens": 40}}
+    events = served.ask("/generate_stream", body).events
+    rounds = [event["speculation"]["round"] for event in events]
+    drafted = [event["speculation"]["drafted"] for event in events]
+    assert rounds[0] == 0 and not drafted[0] and 0 not in rounds[1:]
+    assert rounds == sorted(rounds) and {*rounds} == {*range(rounds[-1] + 1)}
+    details = events[-1]["details"]
+    speculation, timings = details["speculation"], details["timings"]
+    assert speculation["rounds"] == rounds[-1]
+    assert events[-1]["speculation"]["acceptance_rate"] == speculation["acceptance_rate"] > 0
+    assert sum(drafted) == speculation["accepted"] == timings["draft_n_accepted"] > 0
+    assert speculation["drafted"] == timings["draft_n"] == 3 * rounds[-1]
+    assert speculation["mean_accepted_length"] == pytest.approx(39 / rounds[-1], abs=1e-4)
+    for number in range(1, rounds[-1] + 1):  # drafts come first, and what is left of a round is the target's own token
+        own = [is_draft for is_draft, of in zip(drafted, rounds, strict=True) if of == number]
+        assert own == sorted(own, reverse=True) and own.count(False) <= 1
+        assert number == rounds[-1] or own[-1] is False
+
+
+def test_plain_rounds_on_demand_give_the_same_tokens(served: Served):
+    how = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "seed": 5}
+    fast, plain = (served.generate(PROMPTS[3], speculate=one, **how) for one in (True, False))
+    assert fast["details"]["speculation"]["drafted"] > 0
+    assert plain["details"]["speculation"]["drafted"] == 0 and plain["details"]["speculation"]["rounds"] == 29
+    assert plain["details"]["speculation"]["acceptance_rate"] is None
+    assert plain["generated_text"] == fast["generated_text"]
+
+
+def test_the_root_answers_a_list_or_a_stream(served: Served):
+    body = {"inputs": "abc", "parameters": {"max_new_tokens": 4, "return_full_text": True}}
+    (whole,) = served.ask("/", body).json
+    assert whole["generated_text"].startswith("abc")
+    assert served.ask("/", body | {"stream": True}).events[-1]["generated_text"] == whole["generated_text"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "samples"),
+    [
+        ({}, False),
+        ({"seed": 3}, False),
+        ({"temperature": 1.0}, False),
+        ({"top_p": 1.0}, False),
+        ({"do_sample": False, "temperature": 0.5}, False),
+        ({"do_sample": True}, True),
+        ({"temperature": 0.5}, True),
+        ({"top_k": 9}, True),
+        ({"top_p": 0.5}, True),
+    ],
+)
+def test_what_asks_for_samples(served: Served, alone: Alone, parameters, samples):
+    seed = parameters.get("seed", 21)
+    details = served.generate("sample", max_new_tokens=12, **{"seed": 21, **parameters})["details"]
+    params = {"temperature": 1.0} | {key: value for key, value in parameters.items() if key != "do_sample"}
+    sampling = SamplingParams(**params | {"seed": seed}) if samples else SamplingParams()
+    assert [token["id"] for token in details["tokens"]] == alone.tokens("sample", 12, sampling)
+    assert details["seed"] == seed
+
+
+def test_a_seed_that_was_drawn_is_told_and_repeats_the_answer(served: Served):
+    first, other = (served.generate("x y z", max_new_tokens=20, do_sample=True) for _ in range(2))
+    seed = first["details"]["seed"]
+    assert seed != other["details"]["seed"] and first["generated_text"] != other["generated_text"]
+    assert (
+        served.generate("x y z", max_new_tokens=20, do_sample=True, seed=seed)["generated_text"]
+        == first["generated_text"]
+    )
+
+
+def test_an_end_token_ends_an_answer(served: Served, alone: Alone):
+    seed = next(seed for seed in range(99) if len(alone.tokens("q", 60, SamplingParams(1.0, seed=seed))) < 40)
+    expected = alone.tokens("q", 60, SamplingParams(1.0, seed=seed))
+    answer = served.generate("q", max_new_tokens=60, do_sample=True, seed=seed)
+    assert [token["id"] for token in answer["details"]["tokens"]] == expected
+    assert answer["details"]["finish_reason"] == "eos_token"
+    chat = served.ask("/v1/completions", {"prompt": "q", "max_tokens": 60, "seed": seed}).json
+    assert chat["choices"][0]["finish_reason"] == "stop" and chat["usage"]["completion_tokens"] == len(expected)
+
+
+def test_completions(openai, alone: Alone):
+    answer = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=9, seed=4, temperature=0.7, logprobs=0)
+    expected = alone.text(PROMPTS[1], 9, SamplingParams(temperature=0.7, seed=4))
+    (choice,) = answer.choices
+    assert choice.text == expected and choice.finish_reason == "length"
+    assert choice.logprobs.text_offset[0] == 0 and len(choice.logprobs.tokens) == 9
+    usage = answer.usage
+    assert (usage.completion_tokens, usage.total_tokens) == (9, usage.prompt_tokens + 9)
+    assert answer.timings["draft_n"] == answer.speculation["drafted"]
+    ids = openai.completions.create(model="m", prompt=alone.tokenizer.encode(PROMPTS[1]), temperature=0)
+    assert ids.choices[0].text == alone.text(PROMPTS[1], 16)
+    stream = openai.completions.create(model="m", prompt=[PROMPTS[1]], max_tokens=30, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == alone.text(PROMPTS[1], 30)
+
+
+def test_chat(openai, served: Served, alone: Alone):
+    text = "[user]hello\n[a]"
+    prompt = alone.tokenizer.encode(text, add_bos=False)
+    expected = alone.tokenizer.decode(alone.tokens(prompt, 15))
+    ask = openai.chat.completions.create
+    how = {"model": "m", "max_completion_tokens": 15, "temperature": 0}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    for messages in (MESSAGES, parts):
+        answer = ask(messages=messages, logprobs=True, **how)
+        assert answer.choices[0].message.content == expected
+        assert answer.usage.prompt_tokens == len(prompt)
+    assert len(answer.choices[0].logprobs.content) == 15
+    chunks = [*ask(messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **how)]
+    *some, last, usage = chunks
+    assert some[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in some) == expected
+    assert last.choices[0].finish_reason == "length" and last.speculation["rounds"] > 0
+    assert usage.choices == [] and usage.usage.completion_tokens == 15
+    raw = served.ask("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3, "stream": True})
+    assert raw.body.endswith(b"data: [DONE]\n\n") and raw.headers["content-type"].startswith("text/event-stream")
+
+
+def test_chat_by_the_hub_client(hub, served: Served):
+    how = {"max_tokens": 8, "seed": 2, "temperature": 0.9}
+    whole = hub.chat_completion(MESSAGES, **how).choices[0].message.content
+    deltas = [chunk.choices[0].delta.content or "" for chunk in hub.chat_completion(MESSAGES, stream=True, **how)]
+    assert "".join(deltas) == whole
+
+
+def test_clients_raise_what_is_refused(hub, openai):
+    with pytest.raises(ValidationError, match=r"parameters\.repetition_penalty: is not supported"):
+        hub.text_generation("a", repetition_penalty=1.2)
+    with pytest.raises(UnprocessableEntityError) as caught:
+        openai.chat.completions.create(model="m", messages=MESSAGES, n=2)
+    assert caught.value.param == "n" and "not supported" in caught.value.message
+
+
+def test_a_model_without_a_chat_template_says_so(chat_checkpoint, tmp_path):
+    with serving(without_template(chat_checkpoint, tmp_path / "model"), "--gamma 0", PLAIN) as one:
+        refused = one.ask("/v1/chat/completions", {"messages": MESSAGES})
+        assert refused.status == 422 and "has no chat template" in refused.json["error"]["message"]
+        question = {"inputs": "abc", "parameters": {"chat": True}}
+        assert "chat: " in one.ask("/generate_stream", question).json["error"]
+        assert one.get("/info").json["chat"] is False
+        assert one.generate("abc", max_new_tokens=5)["details"]["speculation"]["drafted"] == 0
+
+
+def test_a_question_in_the_chat_template(served: Served, alone: Alone):
+    answer = served.generate("hello", max_new_tokens=15, chat=True)
+    assert answer["generated_text"] == alone.text(alone.tokenizer.encode_chat("[user]hello\n[a]", control=False), 15)
+    assert answer["generated_text"] != alone.text("hello", 15)
+
+
+def test_what_a_server_says_of_itself(served: Served, openai):
+    info = served.get("/info").json
+    assert (info["max_total_tokens"], info["max_batch_size"], info["max_concurrent_requests"]) == (316, 4, 68)
+    assert info["speculation"] == {"draft": "self", "gamma": 3, "auto": False}
+    assert info["chat"] is True and info["verification"] == "coupled"
+    (model,) = openai.models.list().data
+    assert openai.models.retrieve(model.id) == model and model.id == info["model_id"]
+    assert served.get("/v1/models/another").json["error"]["code"] == "model_not_found"
+    assert served.get("/health").status == 200 and b"<html" in served.get("/").body.lower()
+    assert served.get("/nothing").json["error_type"] == "not_found"
+
+
+def test_tokenize(served: Served, alone: Alone):
+    tokens = served.ask("/tokenize", {"inputs": "aä"}).json
+    assert [token["id"] for token in tokens] == alone.tokenizer.encode("aä")
+    assert [(token["text"], token["start"], token["stop"]) for token in tokens] == [
+        ("<s>", 0, 0),
+        ("a", 0, 1),
+        ("", 1, 1),
+        ("ä", 1, 2),
+    ]
+    assert len(served.ask("/tokenize", {"inputs": "aä", "add_special_tokens": False}).json) == 3

@@ -1,0 +1,299 @@
+"""The server's playground in a browser: origins of tokens, side by side, errors, stopping, keys, narrow screens."""
+
+import shutil
+
+import pytest
+from fake_server import ANSWER, INFO, PAGE, PLAIN, events, pretending
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+playwright = pytest.importorskip("playwright.sync_api")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE = 20_000  # ms, on a machine that is busy
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright.expect.set_options(timeout=PATIENCE)
+    with playwright.sync_playwright() as api:
+        browser = api.chromium.launch(executable_path=BROWSER)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """An empty page of a browser, which may not complain of anything."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
+    page, complaints = context.new_page(), []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert not complaints
+
+
+@pytest.fixture(scope="module")
+def one_fake():
+    with pretending() as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(one_fake):
+    one_fake.forget()
+    return one_fake
+
+
+@pytest.fixture
+def page(fake, tab):
+    tab.goto(fake.url)
+    return tab
+
+
+def expect(page, selector):
+    return playwright.expect(page.locator(selector), selector)
+
+
+def figures(page, column=0):
+    of = page.locator("dl").nth(column)
+    return dict(zip(of.locator("dt").all_inner_texts(), of.locator("dd").all_inner_texts(), strict=True))
+
+
+def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
+    whole = b": a comment\n\n" + b"".join(events(ANSWER))
+    begin = (whole.index("🙂".encode()) + 2) % 7  # in the middle of that character, too
+    cut = [whole[:begin], *(whole[i : i + 7] for i in range(begin, len(whole), 7))]
+    fake.answers = [[part for chunk in cut for part in (chunk, 0.001)]]
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    classes = page.locator(".text span").evaluate_all("all => all.map(one => one.className)")
+    assert classes == ["prefill", "draft", "draft", "own", "draft", "own break"]
+    assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
+    shown = figures(page)
+    assert shown.pop("first token").endswith(" s")
+    assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
+    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
+
+
+def test_figures_are_live(fake, page):
+    first, second, third, fourth, *_ = events(ANSWER)
+    fake.answers = [[first, 0.5, second, third, fourth, 60.0]]
+    page.click("#send")
+    expect(page, "#state").to_have_text("speculation: decoding")
+    expect(page, "dl div:nth-child(5) dd").to_have_text("4")
+    shown = figures(page)
+    assert (shown["tokens per round"], shown["acceptance rate"]) == ("3.00", "0.33")
+    assert 1 < float(shown["tokens/s"]) < 10  # three in half a second
+    expect(page, ".text[aria-busy=true]").to_be_visible()
+
+
+def test_what_is_sent(fake, page):
+    fake.answers = [list(events(ANSWER)) for _ in range(3)]
+    page.fill("#prompt", "<img src=x onerror=alert(1)>")
+    page.click("#send")
+    expect(page, "#sampling").to_have_text("greedy")
+    expect(page, "#send").to_be_enabled()
+    for label, value in (("Temperature", "0.8"), ("Top p", "0.9"), ("New tokens", "7"), ("API key", "secret")):
+        page.get_by_label(label).fill(value)
+    page.get_by_label("chat template").uncheck()
+    page.click("#send")
+    expect(page, "#send").to_be_enabled()
+    page.get_by_label("Seed").fill("42")
+    page.click("#send")
+    expect(page, "#sampling").to_have_text("temperature 0.8, top p 0.9, seed 42")
+    greedy, drawn, given = fake.bodies
+    chosen = {"max_new_tokens": 128, "do_sample": False, "details": True, "chat": True, "speculate": True}
+    assert greedy == {"inputs": "<img src=x onerror=alert(1)>", "parameters": chosen}
+    assert [headers.get("authorization") for headers in fake.headers] == [None, "Bearer secret", "Bearer secret"]
+    sampled = {"max_new_tokens": 7, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "details": True}
+    assert given["parameters"] == sampled | {"speculate": True, "seed": 42}
+    assert drawn["parameters"].keys() == given["parameters"].keys() and drawn["parameters"]["seed"] != 42
+
+
+def test_a_token_with_markup_stays_text(fake, page):
+    hostile = "<img src=x onerror=document.title='!'><script>document.title='!'</script>"
+    fake.answers = [list(events([(hostile, False, 0), (hostile, True, 1)]))]
+    fake.info = INFO | {"model_id": hostile}
+    page.reload()
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 2 tokens")
+    assert page.locator(".text").inner_text() == 2 * hostile
+    expect(page, "#model").to_have_text(f"{hostile}: self drafts up to 3 tokens a round, coupled verification")
+    assert page.locator("img").count() == 0 and page.title() == "Foretoken"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (JSONResponse({"error": "no `top_k`", "error_type": "validation"}, 422), "422 (validation): no `top_k`"),
+        (JSONResponse({"error": "full", "error_type": "overloaded"}, 429, {"Retry-After": "3"}), "try again in 3 s"),
+        (PlainTextResponse("<h1>proxy</h1>", 502), "502: Bad Gateway"),
+        ([next(events(ANSWER)), b'data: {"error": "lost", "error_type": "generation"}\n\n'], "lost (generation)"),
+        ([*events(ANSWER)][:3], "the stream ended before the answer was complete"),
+        ([b"data: {no JSON\n\n"], "JSON"),
+    ],
+    ids=["refused", "busy", "proxy", "midstream", "cut", "garbage"],
+)
+def test_errors_stand_where_they_happened(fake, page, answer, said):
+    fake.answers = [answer]
+    page.click("#send")
+    expect(page, "#columns [role=alert]").to_contain_text(said)
+    expect(page, "#state").to_have_text("failed")
+    kept = 0 if isinstance(answer, Response) else sum(b'"token"' in chunk for chunk in answer)
+    assert page.locator(".text span").count() == kept
+    expect(page, "#send").to_be_enabled()
+
+
+@pytest.mark.parametrize("way", ["click", "Escape"])
+def test_stopping_closes_the_connection(fake, page, way):
+    fake.answers = [[next(events(ANSWER)), 60.0]]
+    page.check("#beside")
+    page.click("#send")
+    expect(page, ".text span").to_have_count(1)
+    page.click("#stop") if way == "click" else page.keyboard.press("Escape")
+    expect(page, "#state").to_have_text("stopped")
+    expect(page, "#columns").to_contain_text("stopped after 1 token")
+    assert fake.gone.wait(PATIENCE / 1000)
+    assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
+
+
+def test_side_by_side_of_the_same_tokens(fake, page):
+    fake.answers = [list(events(PLAIN, 6800.0, drafted=0)), list(events(ANSWER, 5200.0))]
+    page.check("#beside")
+    page.fill("#temperature", "1")
+    page.click("#send")
+    expect(page, "#verdict").to_contain_text("The same 6 tokens, 1.31 times as fast: 5.20 s instead of 6.80 s.")
+    expect(page, "#verdict").to_contain_text("Prefilling is left out: the second pass found 3 tokens of its prompt in")
+    before, after = (body["parameters"] for body in fake.bodies)
+    assert before == after | {"speculate": False} and after["speculate"]
+    assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
+    assert page.locator("h2").all_inner_texts() == ["plain decoding", "speculation"]
+    assert page.locator(".text").first.locator(".draft, .own, .prefill").count() == 0
+    assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.67"
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_side_by_side_of_other_tokens(fake, page, verification):
+    fake.info = INFO | {"verification": verification}
+    page.reload()
+    fake.answers = [list(events(PLAIN, 800.0, drafted=0)), list(events(ANSWER[:4], 960.0, ids=[0, 1, 9, 3], drafted=0))]
+    page.check("#beside")
+    page.fill("#temperature", "1")
+    page.click("#send")
+    verdict = expect(page, "#verdict")
+    # Five tokens in 0.8 s, three in 0.96 s.
+    verdict.to_contain_text(
+        "Not the same text from token 3 on, 0.50 times as fast: 3.1 tokens/s instead of 6.3 tokens/s."
+    )
+    verdict.to_contain_text('Token 3 is " <b>" (id 2) in plain decoding and " <b>" (id 9)')
+    verdict.to_contain_text("need not be the same" if verification == "rejection" else "near-tie")
+    verdict.to_contain_text("Nothing was drafted")
+    expect(page, ".differs").to_have_count(2)
+
+
+def test_by_keys_alone(fake, page):
+    fake.answers = [list(events(ANSWER))]
+    page.keyboard.press("Tab")
+    expect(page, "#prompt").to_be_focused()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("Why?")
+    page.keyboard.press("Control+Enter")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    assert fake.bodies[0]["inputs"] == "Why?"
+    for _ in range(10):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.className") == "text":
+            break
+    said = expect(page, "#tip")
+    said.to_have_text("token 1, id 0, log-probability 0.000 (p = 1.00), round 0, from prefill")
+    page.keyboard.press("ArrowRight")
+    said.to_have_text("token 2, id 1, log-probability -0.500 (p = 0.61), round 1, accepted draft")
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    said.to_contain_text(
+        "token 4, id 3, log-probability -1.500 (p = 0.22), round 1, the target's own, no whole character"
+    )
+    page.keyboard.press("Escape")
+    said.to_be_empty()
+    page.keyboard.press("Tab")  # one stop for all tokens
+    assert page.evaluate("document.activeElement.tagName") == "BODY"
+
+
+def test_hovering_says_what_a_token_is(fake, page):
+    fake.answers = [list(events(ANSWER))]
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    page.hover(".text span:nth-child(3)")
+    expect(page, "#tip").to_contain_text("token 3, id 2")
+    page.hover("h1")
+    expect(page, "#tip").to_be_empty()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_scrolls_one_way_only(fake, page, scheme):
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme=scheme)
+    long = [("w" * 300, False, 0), *[(" and more", True, 1)] * 40]
+    fake.answers = [list(events(long)), list(events(long))]
+    page.check("#beside")
+    page.click("#send")
+    expect(page, "#verdict").to_contain_text("The same 41 tokens")
+    page.locator(".text").last.locator("span").last.click()
+    expect(page, "#tip").to_contain_text("token 41")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    edges = page.locator("#tip").bounding_box()
+    assert edges["x"] >= 0 and edges["x"] + edges["width"] <= 390
+    lefts = page.locator("#columns > div").evaluate_all("all => all.map(one => one.getBoundingClientRect().left)")
+    assert lefts[0] == lefts[1]  # stacked
+    lines = []
+    for key in ("Shift+Tab", "Tab", "End", "ArrowUp", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+        if key not in ("Shift+Tab", "Tab"):
+            lines.append(page.evaluate("document.querySelector('.at').getBoundingClientRect().top + scrollY"))
+    assert lines[0] > lines[1] == lines[3] > lines[2]
+
+
+def test_no_chat_without_a_template(fake, page):
+    fake.info = INFO | {"chat": False}
+    page.reload()
+    expect(page, "#chat").to_be_disabled()
+    fake.answers = [list(events(ANSWER))]
+    page.click("#send")
+    expect(page, "#state").to_have_text("done: 6 tokens")
+    assert "chat" not in fake.bodies[0]["parameters"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_a_model_says_the_same_with_and_without_speculation(served, tab, temperature):
+    tab.goto(served.url)
+    tab.fill("#prompt", "<b>Why?")
+    tab.fill("#new", "60")
+    tab.fill("#temperature", temperature)
+    tab.fill("#seed", "11")
+    tab.check("#beside")
+    tab.click("#send")
+    expect(tab, "#verdict").to_contain_text("The same ")
+    first, second = (figures(tab, column) for column in (0, 1))
+    texts = [text.evaluate("text => text.textContent") for text in tab.locator(".text").all()]
+    assert texts[0] == texts[1] and first["tokens"] == second["tokens"]
+    assert float(second["tokens per round"]) > 1 and 0 < float(second["acceptance rate"]) <= 1
+    n_drafts, n_own, n_prefilled = (tab.locator(f".text .{kind}").count() for kind in ("draft", "own", "prefill"))
+    assert n_drafts and n_own and n_prefilled == 1 and n_drafts + n_own + n_prefilled == int(second["tokens"])
+
+
+def test_a_stopped_answer_frees_its_row(served, tab):
+    tab.goto(served.url)
+    tab.fill("#new", "250")
+    tab.click("#send")
+    expect(tab, ".text span").not_to_have_count(0)
+    tab.keyboard.press("Escape")
+    expect(tab, "#state").to_have_text("stopped")
+    served.until_idle()
+
+
+def test_the_page_is_one_file():
+    """Nothing is loaded from elsewhere, nor run from text."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert not [word for word in ("http://", "https://", "innerHTML", "eval(", "src=", "url(") if word in text]

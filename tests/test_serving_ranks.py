@@ -1,0 +1,95 @@
+"""`python -m serving` as a process, alone and on two ranks: what clients see when it ends, and when a rank dies."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from programs import ROOT
+from rank_jobs import LAUNCHER, Job, launched
+from serving_cases import FLAGS, Alone, Served
+
+from engine.sampling import SamplingParams
+
+LONG = {"inputs": "a b c", "parameters": {"max_new_tokens": 250}}
+
+
+@contextmanager
+def serving_process(folder: Path, checkpoint: Path, n_ranks: int) -> Iterator[tuple[Job, Served]]:
+    words = [*LAUNCHER] if n_ranks > 1 else [sys.executable]
+    command = [*words, "-m", "serving", f"--model={checkpoint}", "--port=0", *FLAGS.split()]
+    with launched(folder, command, {"PYTHONPATH": str(ROOT)}) as job:
+        job.until(lambda: "serving " in job.err or job.launcher.poll() is not None, "a server")
+        found = re.search(r"serving .* on (http://\S+)", job.err)
+        assert found, job.err
+        yield job, Served(SimpleNamespace(url=found[1]), None, [])  # type: ignore[arg-type]
+
+
+def begun(one: Served, n: int) -> list:
+    """Streams whose first events have been read."""
+    responses = [one.begin("/generate_stream", LONG).getresponse() for _ in range(n)]
+    for response in responses:
+        assert response.readline().startswith(b"data: ")
+    return responses
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_process(tmp_path, chat_checkpoint, alone: Alone):
+    def ask(number: int) -> list[int]:
+        how = {"temperature": 0.8, "seed": number, "max_new_tokens": 20 + number}
+        return [token["id"] for token in one.generate(f"number {number}", **how)["details"]["tokens"]]
+
+    sampling = [SamplingParams(0.8, seed=number) for number in range(8)]
+    expected = [alone.tokens(f"number {number}", 20 + number, own) for number, own in enumerate(sampling)]
+
+    with serving_process(tmp_path, chat_checkpoint, 2) as (job, one):
+        time.sleep(2.5)  # idle for longer than a heartbeat
+        with ThreadPoolExecutor(6) as pool:
+            assert [*pool.map(ask, range(8))] == expected
+        one.begin("/generate", LONG).close()
+        one.until(lambda: one.metrics()["tgi_batch_current_size"] == 0, "a free row")
+        leader = job.rank(0)
+        assert leader is not None
+        os.kill(leader, signal.SIGTERM)
+        assert job.end(30).code == 0
+
+
+def test_a_signal_lets_running_requests_end(tmp_path, chat_checkpoint, alone: Alone):
+    with serving_process(tmp_path, chat_checkpoint, 1) as (job, one):
+        streams = begun(one, 6)
+        job.launcher.send_signal(signal.SIGTERM)
+        for stream in streams:
+            last = json.loads(stream.read().decode().split("\n\n")[-2].removeprefix("data: "))
+            assert last["generated_text"] == alone.text("a b c", 250)
+        ended = job.end(30)
+        assert (ended.code, ended.out) == (0, "") and "Traceback" not in ended.err, ended.err
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_dies_is_told_to_clients(tmp_path, chat_checkpoint, rank):
+    with serving_process(tmp_path, chat_checkpoint, 2) as (job, one):
+        streams = begun(one, 2)
+        pid = job.rank(rank)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        for stream in streams:
+            if rank == 1:
+                last = stream.read().decode().split("\n\n")[-2].strip()
+                assert json.loads(last.removeprefix("data: "))["error_type"] == "unavailable"
+            else:
+                with pytest.raises((HTTPException, OSError)):
+                    stream.read()
+        assert time.monotonic() - started < 10
+        ended = job.end(60)
+        assert ended.code != 0 and not job.processes()
+        assert f"rank      : {rank}" in ended.first_to_fail

@@ -1,0 +1,123 @@
+"""What a server does with its rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from serving_cases import FLAGS, PLAIN, Alone, Served, serving
+
+from common import cli
+from engine.cost_model.adaptive import Adaptive
+from engine.sampling import SamplingParams
+from serving.opening import open_session
+from serving.serve import Serve
+
+SAID = [{"role": "user", "content": "how long is the coast of"}]
+
+
+def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
+    words = FLAGS.replace("--gamma 3", "--gamma auto").split()
+    flags = cli.read(Serve, [f"--model={chat_checkpoint}", *words], prog="serving")
+    first = open_session(flags.config(), 4, 320)
+    assert first.session.plan.capacity == first.session.runner.cache.capacity == 320
+    (kept,) = costs_folder.iterdir()
+    costs = json.loads(kept.read_text())
+    assert costs["key"]["rows"] == 4 and costs["costs"].keys() == {"2", "4"}
+    pacing = first.pacing._pacing
+    assert isinstance(pacing, Adaptive) and pacing._verified == [0]  # noise says nothing of text
+    assert not first.session.runner.cache.notes
+    open_session(flags.config(), 4, 320)
+    assert [*costs_folder.iterdir()] == [kept]
+
+
+def test_no_request_goes_on_behind_noise(chat_checkpoint, alone: Alone):
+    with serving(chat_checkpoint, "--gamma auto") as one:
+        prompt = one.server.service.session.prompts[0]
+        body = {"prompt": prompt[:60], "max_tokens": 20, "temperature": 0}
+        answer = one.ask("/v1/completions", body).json
+        assert answer["choices"][0]["text"] == alone.tokenizer.decode(alone.tokens(prompt[:60], 20))
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_plain_serving_has_no_draft(chat_checkpoint, alone: Alone):
+    with serving(chat_checkpoint, "--gamma 0", PLAIN) as one:
+        details = one.generate("abc", max_new_tokens=9)["details"]
+        assert details["speculation"]["drafted"] == 0 and one.get("/info").json["speculation"] is None
+        assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)
+
+
+def test_the_next_turn_runs_only_what_is_new(served: Served, alone: Alone):
+    def turn(messages):
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        answer = served.ask("/v1/chat/completions", body).json
+        return answer["choices"][0]["message"]["content"], answer["timings"]
+
+    first, timings = turn(SAID)
+    again, repeated = turn(SAID)
+    assert again == first and repeated["cache_n"] > 0.9 * (timings["prompt_n"] + timings["cache_n"])
+    before = served.metrics()
+    second, later = turn([*SAID, {"role": "assistant", "content": "a"}, {"role": "user", "content": "Norway"}])
+    assert later["cache_n"] >= len(alone.tokenizer.encode(f"[user]{SAID[0]['content']}\n[a", add_bos=False)) - 1
+    assert later["prompt_n"] < 40
+    text = f"[user]{SAID[0]['content']}\n[assistant]a\n[user]Norway\n[a]"
+    assert second == alone.tokenizer.decode(alone.tokens(alone.tokenizer.encode(text, add_bos=False), 12))
+    after = served.metrics()
+    for name, n in (
+        ("foretoken_prefill_tokens_total", "prompt_n"),
+        ("foretoken_reused_prompt_tokens_total", "cache_n"),
+    ):
+        assert after[name] - before[name] == later[n]
+
+
+def test_reuse_can_be_left_out(chat_checkpoint):
+    with serving(chat_checkpoint, "--no_prefix_reuse") as one:
+        for text in ("abcdef", "abcdefg"):
+            assert one.generate(text, max_new_tokens=3)["details"]["timings"]["cache_n"] == 0
+
+
+def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
+    with serving(chat_checkpoint, "--prefill_tokens 16") as one:
+        scheduler, ran = one.server.service.scheduler, []
+        hidden = scheduler._decoder._runner.model.hidden
+
+        def noted(tokens: torch.Tensor, *given: object) -> torch.Tensor:
+            ran.append(tuple(tokens.shape))
+            return hidden(tokens, *given)
+
+        scheduler._decoder._runner.model.hidden = noted
+        stream = one.begin("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 100}}).getresponse()
+        stream.readline()
+        answer = one.generate("b" * 200, max_new_tokens=5)
+        assert [token["id"] for token in answer["details"]["tokens"]] == alone.tokens("b" * 200, 5)
+        assert stream.read().count(b"data: ") == 99
+    chunks = [place for place, (rows, n) in enumerate(ran) if rows == 1 and n == 16]
+    assert len(chunks) == 12 and max(n for _, n in ran) == 16
+    assert all(later - earlier > 1 for earlier, later in pairwise(chunks))  # rounds in between
+
+
+def test_log_probabilities_are_the_models_own(served: Served, alone: Alone):
+    prompt, sampling = "logs", SamplingParams(0.7, top_k=5, seed=3)
+    how = {"temperature": 0.7, "top_k": 5, "seed": 3, "max_new_tokens": 20}
+    tokens = alone.tokens(prompt, 20, sampling)
+    text = torch.tensor([[*alone.tokenizer.encode(prompt), *tokens]])
+    from kv_cache import FullKVCache
+
+    model = alone._runner.model
+    cache = FullKVCache(model.config, 1, 99, dtype=torch.float64)
+    with torch.inference_mode():
+        logits = model(text, torch.arange(text.shape[1])[None], cache)[0]
+    expected = logits.log_softmax(-1)[len(text[0]) - 21 : -1].gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    details = served.generate(prompt, **how)["details"]
+    assert [token["logprob"] for token in details["tokens"]] == pytest.approx(expected, abs=1e-5)
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.7, "top_k": 5, "seed": 3, "logprobs": 0}
+    choice = served.ask("/v1/completions", body).json["choices"][0]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_rejection_takes_drafts_of_the_models_distribution(chat_checkpoint):
+    with serving(chat_checkpoint, "--verification rejection") as one:
+        assert one.get("/info").json["verification"] == "rejection"
+        details = one.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
+        assert details["generated_tokens"] == 60 or details["finish_reason"] == "eos_token"
+        assert details["speculation"]["accepted"] > 0
