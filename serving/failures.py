@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from common.errors import UserError
+
 
 class Failure(Exception):
     """status: of HTTP. kind: text-generation-inference's `error_type`, and OpenAI's `code`. param: what it is about."""
@@ -25,3 +27,10 @@ class Failure(Exception):
 def invalid(param: str, message: str) -> Failure:
     """A value that cannot be had, by the name of the parameter."""
     return Failure(422, "validation", f"{param}: {message}", param)
+
+
+def refused(param: str, error: UserError) -> Failure:
+    """The same of a value that the engine or a template refuses: what is wrong, and what was seen."""
+    what, *lines = str(error).splitlines()
+    seen = next((line.partition(":")[2].strip() for line in lines if line.strip().startswith("seen:")), "")
+    return invalid(param, f"{what}: {seen}")

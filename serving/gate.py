@@ -75,7 +75,7 @@ class Gate:
             metrics.failed(failure.kind if failure else CANCELLED if job else "refused")
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "id": uuid.uuid4().hex[:12] if job is None else f"{job.submission.number}",
+            "id": uuid.uuid4().hex[:12] if job is None else f"{job.request.index}",
             "route": scope["path"],
             "status": status,
             "total_ms": ms(seconds),
@@ -83,5 +83,5 @@ class Gate:
         if job is not None:
             line |= job.log()
             if self._flags.http.log_prompts:
-                line |= {"prompt": self._service.tokenizer.decode(job.submission.prompt), "answer": job.text}
+                line |= {"prompt": self._service.tokenizer.decode(job.request.prompt), "answer": job.text}
         print(json.dumps(line), file=sys.stderr, flush=True)

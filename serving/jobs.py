@@ -10,11 +10,11 @@ from engine.stats import Counts
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from serving.failures import Failure
-from serving.scheduler import Submission, Update
+from serving.scheduler import Asked, Update
 from serving.stops import Stops
 
 EOS, LENGTH, STOP, CANCELLED = "eos_token", "length", "stop_sequence", "cancelled"
-REASONS: Mapping[Any, str] = {"stop": EOS, "length": LENGTH, "cancelled": CANCELLED}
+REASONS: Mapping[str, str] = {"stop": EOS, "length": LENGTH}
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Piece:
 
 @dataclass
 class Job:
-    """submission: what was asked of the scheduler. prompt_text: None if it came as token ids."""
+    """request: what was asked of the scheduler. specials: the names of control tokens."""
 
-    submission: Submission
+    request: Asked
     tokenizer: Tokenizer
     specials: Mapping[int, str]
     stops: Stops
@@ -68,9 +68,8 @@ class Job:
             text = self._stream.add(token)
             shown, has_ended = self.stops.add(text)
             special, drafted = self.specials.get(token), place < update.accepted
-            self.pieces.append(
-                Piece(token, special or text, shown, logprob, special is not None, drafted, update.round)
-            )
+            made_of = special or text, shown, logprob, special is not None, drafted, update.round
+            self.pieces.append(Piece(token, *made_of))
             if has_ended:
                 self.finish = STOP
                 break
@@ -125,7 +124,7 @@ class Job:
         counts, now = self.counts, time.perf_counter()
         started, ended = self.started or now, self.ended or now
         first = self.first or ended
-        n_prompt, n_new = len(self.submission.prompt), len(self.pieces)
+        n_prompt, n_new = len(self.request.prompt), len(self.pieces)
         timings = {
             "prompt_n": n_prompt - self.n_reused,
             "cache_n": self.n_reused,
@@ -149,7 +148,7 @@ class Job:
         started, first = self.started or self.ended or self.received, self.first
         return {
             "finish": self.finish,
-            "prompt_tokens": len(self.submission.prompt),
+            "prompt_tokens": len(self.request.prompt),
             "new_tokens": len(self.pieces),
             "reused": self.n_reused,
             "queue_ms": ms(started - self.received),

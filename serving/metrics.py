@@ -72,7 +72,7 @@ class Metrics:
         self._inference.observe(job.ended - job.started)
         self._duration.observe(job.ended - job.received)
         self._generated.observe(n_new)
-        self._input.observe(len(job.submission.prompt))
+        self._input.observe(len(job.request.prompt))
         if n_new > 1:
             self._per_token.observe((job.ended - job.first) / (n_new - 1))
 

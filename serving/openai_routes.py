@@ -31,16 +31,18 @@ def routes(service: Service) -> APIRouter:
             prompt = [token for token in body.prompt if isinstance(token, int)]
         usual = min(COMPLETION_TOKENS, service.limits.max_new_tokens)
         n_new, names = body.max_tokens or usual, ("prompt", "max_tokens", "stop")
-        job = _submit(service, request, body, prompt, n_new, names, body.logprobs is not None)
-        return await _answer(service, job, body, Text(service, job, body.logprobs is not None))
+        how: dict[str, Any] = {"names": names, "logprobs": body.logprobs is not None, "speculate": body.speculate}
+        job = service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
+        return await _answer(service, job, body, Text(service, job))
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         prompt = await service.conversation([{"role": one.role, "content": one.text} for one in body.messages])
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         n_new, names = getattr(body, name), ("messages", name, "stop")
-        job = _submit(service, request, body, prompt, n_new, names, bool(body.logprobs))
-        return await _answer(service, job, body, Chat(service, job, bool(body.logprobs)))
+        how: dict[str, Any] = {"names": names, "logprobs": bool(body.logprobs), "speculate": body.speculate}
+        job = service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
+        return await _answer(service, job, body, Chat(service, job))
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -64,8 +66,8 @@ class Text:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, service: Service, job: Job, has_logprobs: bool) -> None:
-        self._job, self._has_logprobs, self._n_shown = job, has_logprobs, 0
+    def __init__(self, service: Service, job: Job) -> None:
+        self._job, self._has_logprobs, self._n_shown = job, job.request.logprobs is not None, 0
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
         self.head |= {"model": service.session.name, "system_fingerprint": "foretoken"}
 
@@ -110,19 +112,6 @@ class Chat(Text):
         return {"content": [one | {"top_logprobs": []} for one in each]}
 
 
-def _submit(
-    service: Service,
-    request: Request,
-    body: Completion,
-    prompt: list[int],
-    n_new: int | None,
-    names: tuple[str, str, str],
-    logprobs: bool,
-) -> Job:
-    how: dict[str, Any] = {"names": names, "logprobs": logprobs, "speculate": body.speculate}
-    return service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
-
-
 async def _answer(service: Service, job: Job, body: Completion, form: Text) -> Response:
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -152,10 +141,10 @@ def _reason(job: Job) -> str:
 
 
 def _seed(job: Job) -> int:
-    return job.submission.sampling.seed
+    return job.request.sampling.seed
 
 
 def _usage(job: Job) -> dict[str, Any]:
-    n_prompt, n_new = len(job.submission.prompt), len(job.pieces)
+    n_prompt, n_new = len(job.request.prompt), len(job.pieces)
     usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
     return usage | {"prompt_tokens_details": {"cached_tokens": job.n_reused}}

@@ -6,7 +6,8 @@ Where ranks share the model the leader decides who joins and leaves, and every r
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from common.errors import UserError
 from engine.bench.session import Session
 from engine.decoding import Decoder
 from engine.requests import FinishReason, Progress, Request
-from engine.sampling import SamplingParams
 from serving.flags import Batch
 from serving.opening import Switchable
 
@@ -24,17 +24,16 @@ HEARTBEAT_SECONDS = 1.0
 CPU_PREFILL, GPU_PREFILL = 256, 2048
 
 
-@dataclass(frozen=True)
-class Submission:
-    """A request to decode. number: its own; wants_logprobs: of each token; speculate: False for plain rounds."""
+@dataclass(eq=False)
+class Asked(Request):
+    """A request of a client, and what has been told of it; its `index` is its number. speculate: False for plain
+    rounds while it runs. started: seconds of `time.perf_counter`, when it has got a row."""
 
-    number: int
-    prompt: list[int]
-    limit: int
-    stop_tokens: frozenset[int]
-    sampling: SamplingParams
-    wants_logprobs: bool = False
     speculate: bool = True
+    started: float = 0.0
+    n_told: int = 0
+    told_drafted: int = 0
+    told_accepted: int = 0
 
 
 class Update(NamedTuple):
@@ -60,21 +59,9 @@ class Update(NamedTuple):
 class Orders(NamedTuple):
     """What every rank does before a step."""
 
-    submit: list[Submission]
+    submit: list[Asked]
     cancel: list[int]
     stop: bool
-
-
-@dataclass
-class Running:
-    """A request in the decoder, and what has been told of it."""
-
-    submission: Submission
-    request: Request
-    started: float = field(default_factory=time.perf_counter)
-    n_told: int = 0
-    told_drafted: int = 0
-    told_accepted: int = 0
 
 
 class Emitted(Progress):
@@ -98,14 +85,14 @@ class Scheduler:
         how: dict[str, Any] = {"verification": batch.verification, "progress": Emitted(self._tell_new)}
         how |= {"prefill_tokens": chunk, "reuses": not batch.no_prefix_reuse}
         self._decoder = Decoder(session.runner, pacing, **how)
-        self._inbox: SimpleQueue[Submission | int | None] = SimpleQueue()
-        self._waiting: deque[Submission] = deque()
-        self._running: dict[int, Running] = {}
+        self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
+        self._waiting: deque[Asked] = deque()
+        self._running: dict[int, Asked] = {}
         # Of all rounds so far; between: neither a round nor a prefill, while something decodes.
         self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
 
-    def submit(self, submission: Submission) -> None:
-        self._inbox.put(submission)
+    def submit(self, request: Asked) -> None:
+        self._inbox.put(request)
 
     def cancel(self, number: int) -> None:
         """Of a request that has ended: does nothing."""
@@ -141,66 +128,46 @@ class Scheduler:
 
     def _orders(self) -> Orders:
         """What came in meanwhile; while there is nothing to decode, this waits for it."""
-        cancel: list[int] = []
-        is_idle, timeout = not self._running and not self._waiting, HEARTBEAT_SECONDS if self._ranks.size > 1 else None
-        try:
+        cancel, waits = list[int](), not self._running and not self._waiting
+        timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
+        with suppress(Empty):
             while True:
-                event = self._inbox.get(is_idle, timeout)
-                is_idle = False
+                event = self._inbox.get(waits, timeout)
+                waits = False
                 if event is None:
                     return Orders([], [], True)
-                if isinstance(event, Submission):
+                if isinstance(event, Asked):
                     self._waiting.append(event)
                 elif event in self._running:
                     cancel.append(event)
                 else:
-                    self._waiting = deque(one for one in self._waiting if one.number != event)
-        except Empty:
-            pass
+                    self._waiting = deque(one for one in self._waiting if one.index != event)
         n_free = self._rows - len(self._running) + len(cancel)
         submit = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
         return Orders(submit, cancel, False)
 
     def _obey(self, orders: Orders) -> None:
         for number in orders.cancel:
-            self._decoder.cancel(self._running.pop(number).request)
+            self._decoder.cancel(self._running.pop(number))
         for one in orders.submit:
-            request = Request(one.prompt, one.limit, one.stop_tokens, one.sampling)
-            request.logprobs = [] if one.wants_logprobs else None
-            running = Running(one, request)
+            one.started = time.perf_counter()
+            self._running[one.index] = one
             try:
-                self._decoder.submit(running.request)
-                self._running[one.number] = running
+                self._decoder.submit(one)
             except UserError as error:
-                now = time.perf_counter()
-                self.tell([Update(one.number, [], [], 0, 0, 0, now, now, 0, "error", str(error))])
-        self._pacing.is_plain = any(not one.submission.speculate for one in self._running.values())
+                one.finish_reason, one.error = "error", str(error)
+        self._pacing.is_plain = any(not one.speculate for one in self._running.values())
 
     def _tell_new(self) -> None:
-        updates = [update for running in [*self._running.values()] if (update := self._update(running))]
-        if updates and self._ranks.leads:
-            self.tell(updates)
+        new = [one for one in self._running.values() if len(one.tokens) > one.n_told or one.finish_reason]
+        if new:
+            self.tell([self._update(one) for one in new])
 
-    def _update(self, running: Running) -> Update | None:
-        request, counts = running.request, running.request.counts
-        if len(request.tokens) == running.n_told and request.finish_reason is None:
-            return None
-        tokens, logprobs = request.tokens[running.n_told :], (request.logprobs or [])[running.n_told :]
-        drafted, accepted = counts.drafted - running.told_drafted, counts.accepted - running.told_accepted
-        running.n_told = len(request.tokens)
-        running.told_drafted, running.told_accepted = counts.drafted, counts.accepted
-        if request.finish_reason is not None:
-            del self._running[running.submission.number]
-        return Update(
-            running.submission.number,
-            tokens,
-            logprobs,
-            drafted,
-            accepted,
-            counts.rounds,
-            running.started,
-            time.perf_counter(),
-            request.n_reused,
-            request.finish_reason,
-            request.error,
-        )
+    def _update(self, one: Asked) -> Update:
+        counts, now = one.counts, time.perf_counter()
+        new = one.tokens[one.n_told :], (one.logprobs or [])[one.n_told :]
+        done = counts.drafted - one.told_drafted, counts.accepted - one.told_accepted, counts.rounds
+        one.n_told, one.told_drafted, one.told_accepted = len(one.tokens), counts.drafted, counts.accepted
+        if one.finish_reason is not None:
+            del self._running[one.index]
+        return Update(one.index, *new, *done, one.started, now, one.n_reused, one.finish_reason, one.error)

@@ -3,17 +3,18 @@
 A value that a parameter has no effect with is taken: clients send some of them whether asked to or not.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
 
-def only(*neutral: Any) -> AfterValidator:
-    """Of a parameter that is not supported: these values, and null, ask for nothing."""
+def only(neutral: Any) -> AfterValidator:
+    """Of a parameter that is not supported: this value, and null, ask for nothing."""
 
     def check(value: Any) -> Any:
-        if value is None or any(type(value) in (type(one), int, float) and value == one for one in neutral):
+        if value is None or (type(value) in (type(neutral), int, float) and value == neutral):
             return value
         raise PydanticCustomError("unsupported", "is not supported: leave it out")
 
@@ -36,13 +37,24 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def refusing(neutral: Mapping[str, Any]) -> Any:
+    """A body whose parameters are not supported, with the value of each that asks for nothing."""
+    fields: dict[str, Any] = {name: (Annotated[Any, only(value)], None) for name, value in neutral.items()}
+    return create_model("Refusing", __base__=Body, **fields)
+
+
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Mass = Annotated[float, Field(gt=0, le=1)]
 Heat = Annotated[float, Field(ge=1e-5, le=1e6)]
 
 
-class Parameters(Body):
+NO_PENALTIES: Any = {"best_of": 1, "repetition_penalty": 1, "frequency_penalty": 0, "typical_p": 1, "top_n_tokens": 0}
+NO_OTHERS = {"watermark": False, "decoder_input_details": False, "grammar": None, "adapter_id": None}
+TgiRefusing: Any = refusing(NO_PENALTIES | NO_OTHERS)
+
+
+class Parameters(TgiRefusing):
     """Of text-generation-inference. do_sample: false is greedy, whatever else is given; absent, a temperature other
     than 1, top_k or top_p asks for samples. chat: the inputs are what a user says, in the model's chat template."""
 
@@ -58,15 +70,6 @@ class Parameters(Body):
     return_full_text: bool | None = None
     speculate: bool = True
     chat: bool = False
-    best_of: Annotated[Any, only(1)] = None
-    repetition_penalty: Annotated[Any, only(1)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
-    typical_p: Annotated[Any, only(1)] = None
-    top_n_tokens: Annotated[Any, only(0)] = None
-    watermark: Annotated[Any, only(False)] = None
-    decoder_input_details: Annotated[Any, only(False)] = None
-    grammar: Annotated[Any, only()] = None
-    adapter_id: Annotated[Any, only()] = None
 
     @property
     def samples(self) -> bool:
@@ -84,6 +87,10 @@ class Generate(Body):
     inputs: Text
     parameters: Parameters | None = None
 
+    @property
+    def own(self) -> Parameters:
+        return self.parameters or Parameters()
+
 
 class GenerateOrStream(Generate):
     stream: bool | None = None
@@ -99,7 +106,10 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, only(False)] = None
 
 
-class Completion(Body):
+Refusing: Any = refusing({"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}})
+
+
+class Completion(Refusing):
     """What both of OpenAI's routes take. model and user are for the client's own use: one server has one model."""
 
     model: str | None = None
@@ -113,10 +123,6 @@ class Completion(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculate: bool = True
-    n: Annotated[Any, only(1)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
-    presence_penalty: Annotated[Any, only(0)] = None
-    logit_bias: Annotated[Any, only({})] = None
 
     @property
     def sampling(self) -> tuple[float, int, float, int | None]:
@@ -132,14 +138,14 @@ class Completion(Body):
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)]
 
 
-class TextCompletion(Completion):
+TextRefusing: Any = refusing({"best_of": 1, "echo": False, "suffix": ""})
+
+
+class TextCompletion(TextRefusing, Completion):
     """logprobs: 0 for those of the chosen tokens."""
 
     prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
-    best_of: Annotated[Any, only(1)] = None
-    echo: Annotated[Any, only(False)] = None
-    suffix: Annotated[Any, only("")] = None
 
 
 class TextPart(Body):
@@ -147,17 +153,14 @@ class TextPart(Body):
     text: Text
 
 
-class Message(Body):
+NO_CALLS: Any = {"name": None, "tool_calls": [], "tool_call_id": None, "function_call": None}
+NO_MEDIA: Any = {"refusal": None, "audio": None, "annotations": [], "reasoning": None}
+MessageRefusing: Any = refusing(NO_CALLS | NO_MEDIA)
+
+
+class Message(MessageRefusing):
     role: Annotated[Text, Field(max_length=64)]
     content: Text | list[TextPart] | None = None
-    name: Annotated[Any, only()] = None
-    tool_calls: Annotated[Any, only([])] = None
-    tool_call_id: Annotated[Any, only()] = None
-    function_call: Annotated[Any, only()] = None
-    refusal: Annotated[Any, only()] = None
-    audio: Annotated[Any, only()] = None
-    annotations: Annotated[Any, only([])] = None
-    reasoning: Annotated[Any, only()] = None
 
     @property
     def text(self) -> str:
@@ -165,24 +168,15 @@ class Message(Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class ChatCompletion(Completion):
+NO_TOOLS: Any = {"tools": [], "tool_choice": "none", "tool_prompt": None, "parallel_tool_calls": False}
+NO_TOOLS |= {"functions": [], "function_call": "none", "web_search_options": None}
+NO_FORMS: Any = {"top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"], "audio": None}
+NO_FORMS |= {"prediction": None, "reasoning_effort": None, "verbosity": None}
+NO_SERVICE = {"service_tier": "auto", "store": False, "metadata": {}}
+ChatRefusing: Any = refusing(NO_TOOLS | NO_FORMS | NO_SERVICE)
+
+
+class ChatCompletion(ChatRefusing, Completion):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Any, only(0)] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    tool_prompt: Annotated[Any, only()] = None
-    functions: Annotated[Any, only([])] = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(True, False)] = None
-    modalities: Annotated[Any, only(["text"])] = None
-    audio: Annotated[Any, only()] = None
-    prediction: Annotated[Any, only()] = None
-    reasoning_effort: Annotated[Any, only()] = None
-    verbosity: Annotated[Any, only()] = None
-    service_tier: Annotated[Any, only("auto", "default")] = None
-    store: Annotated[Any, only(False)] = None
-    metadata: Annotated[Any, only({})] = None
-    web_search_options: Annotated[Any, only()] = None

@@ -67,6 +67,7 @@ class Server:
         say(f"serving {service.session.name} on {self.url}")
         try:
             service.scheduler.run()
+            assert self._http.should_exit, "the HTTP server ended by itself"
         except BaseException as error:
             text = f"the engine has failed ({type(error).__name__}), and the server ends"
             service.run_soon(service.fail, Failure(503, "unavailable", text))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,14 +17,13 @@ from engine.bench.session import Session
 from engine.sampling import SamplingParams
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
-from serving.failures import Failure, invalid
+from serving.failures import Failure, invalid, refused
 from serving.flags import ServeFlags
 from serving.jobs import CANCELLED, Job
 from serving.metrics import Metrics
-from serving.scheduler import Scheduler, Submission, Update
+from serving.scheduler import Asked, Scheduler, Update
 from serving.stops import Stops
 
-Value = TypeVar("Value")
 # Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
 DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
@@ -75,15 +74,24 @@ class Service:
 
     def _kv_use(self) -> float:
         running = [job for job in self.jobs.values() if job.started is not None]
-        held = sum(len(job.submission.prompt) + len(job.pieces) for job in running)
+        held = sum(len(job.request.prompt) + len(job.pieces) for job in running)
         return held / (self._rows * self.session.plan.capacity)
 
+    def require_room(self) -> None:
+        """Raises Failure where a request cannot even wait."""
+        if self.down is not None:
+            raise self.down
+        if len(self.jobs) >= self._rows + self.limits.max_queue:
+            headers, text = {"Retry-After": str(RETRY_SECONDS)}, "the queue is full: try again later"
+            raise Failure(429, "overloaded", text, headers=headers)
+
     async def encode(self, encode: Callable[[], list[int]], param: str) -> list[int]:
-        """A prompt's token ids, made beside the event loop."""
+        """A prompt's token ids, made beside the event loop. Raises Failure."""
+        self.require_room()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
         except UserError as error:
-            raise invalid(param, str(error).partition("\n")[0]) from None
+            raise refused(param, error) from None
 
     @property
     def has_template(self) -> bool:
@@ -114,49 +122,44 @@ class Service:
         sampling: temperature, top_k, top_p and seed, None for one that is drawn. names: what the route calls the
         prompt, the number of new tokens and the stop strings. Raises Failure.
         """
+        self.require_room()
         of_prompt, of_length, of_stops = names
-        if self.down is not None:
-            raise self.down
-        if not prompt:
-            raise invalid(of_prompt, "is empty")
-        if max(prompt) >= self.vocab_size or min(prompt) < 0:
-            raise invalid(of_prompt, f"has a token id outside 0 to {self.vocab_size - 1}")
-        if len(prompt) > self.max_input:
-            raise invalid(of_prompt, f"has {len(prompt)} tokens; this server takes {self.max_input}")
-        room = self.max_total - len(prompt)
-        limit = min(room, self.limits.max_new_tokens) if max_new_tokens is None else max_new_tokens
-        if limit > self.limits.max_new_tokens:
-            raise invalid(of_length, f"is {limit}; this server gives {self.limits.max_new_tokens}")
-        if limit > room:
-            text = f"is {limit}; behind {len(prompt)} prompt tokens there is room for {room}"
-            raise invalid(of_length, text)
-        if len(stops) > self.limits.max_stop_sequences:
-            raise invalid(of_stops, f"has {len(stops)} strings; this server takes {self.limits.max_stop_sequences}")
-        if not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
-            raise invalid(of_stops, f"has a string that is empty or longer than {LONGEST_STOP} characters")
-        if len(self.jobs) >= self._rows + self.limits.max_queue:
-            headers, text = {"Retry-After": str(RETRY_SECONDS)}, "the queue is full: try again later"
-            raise Failure(429, "overloaded", text, headers=headers)
+        n_prompt, most, n_stops = len(prompt), self.limits.max_new_tokens, self.limits.max_stop_sequences
+        room = self.max_total - n_prompt
+        limit = min(room, most) if max_new_tokens is None else max_new_tokens
+        outside = min(prompt, default=0) < 0 or max(prompt, default=0) >= self.vocab_size
+        for is_wrong, param, says in (
+            (n_prompt == 0, of_prompt, "is empty"),
+            (outside, of_prompt, f"has a token id outside 0 to {self.vocab_size - 1}"),
+            (n_prompt > self.max_input, of_prompt, f"has {n_prompt} tokens; this server takes {self.max_input}"),
+            (limit > most, of_length, f"is {limit}; this server gives {most}"),
+            (limit > room, of_length, f"is {limit}; behind {n_prompt} prompt tokens there is room for {room}"),
+            (len(stops) > n_stops, of_stops, f"has {len(stops)} strings; this server takes {n_stops}"),
+            (not all(stops), of_stops, "has an empty string"),
+            (len(max(stops, key=len, default="")) > LONGEST_STOP, of_stops, f"has more than {LONGEST_STOP} characters"),
+        ):
+            if is_wrong:
+                raise invalid(param, says)
         temperature, top_k, top_p, seed = sampling
+        seed = secrets.randbelow(DRAWN_SEEDS) if seed is None else seed
         try:
-            seed = secrets.randbelow(DRAWN_SEEDS) if seed is None else seed
             params = SamplingParams(temperature, top_k, top_p, seed)
         except UserError as error:
-            raise invalid("temperature", str(error).partition("\n")[0]) from None
-        number = next(self._numbers)
-        submission = Submission(number, prompt, limit, self.ends, params, logprobs, speculate)
-        counts = Counts.of_gamma(self.session.plan.gamma)
-        job = Job(submission, self.tokenizer, self.specials, Stops(stops, keeps_stop), counts)
+            raise refused("temperature", error) from None
+        number, counts = next(self._numbers), Counts.of_gamma(self.session.plan.gamma)
+        wanted = Asked(prompt, limit, self.ends, params, index=number, speculate=speculate)
+        wanted.logprobs = [] if logprobs else None
+        job = Job(wanted, self.tokenizer, self.specials, Stops(stops, keeps_stop), counts)
         self.jobs[number] = request.scope["state"]["job"] = job
-        self.scheduler.submit(submission)
+        self.scheduler.submit(wanted)
         self._watch(request, job)
         return job
 
     def _watch(self, request: Request, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        text = f"not done within {self.limits.request_seconds} seconds"
-        late = Failure(408, "timeout", text)
-        timer = loop.call_later(self.limits.request_seconds, self.end, job, "timeout", late)
+        seconds = self.limits.request_seconds
+        late = Failure(408, "timeout", f"not done within {seconds} seconds")
+        timer = loop.call_later(seconds, self.end, job, "timeout", late)
 
         async def until_gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -174,8 +177,8 @@ class Service:
 
     def end(self, job: Job, finish: str, failure: Failure | None = None) -> None:
         """Free its row before the next round; one that has ended stays as it is."""
-        if self.jobs.pop(job.submission.number, None) is not None:
-            self.scheduler.cancel(job.submission.number)
+        if self.jobs.pop(job.request.index, None) is not None:
+            self.scheduler.cancel(job.request.index)
             job.end(finish, failure)
 
     def told(self, updates: Sequence[Update]) -> None:
@@ -184,7 +187,7 @@ class Service:
             job = self.jobs.get(update.number)
             if job is None:  # ended meanwhile
                 continue
-            self.metrics.stepped(update, job.started is None, len(job.submission.prompt))
+            self.metrics.stepped(update, job.started is None, len(job.request.prompt))
             job.take(update)
             if job.finish is not None:
                 del self.jobs[update.number]

@@ -9,10 +9,10 @@ from models.checkpoints.text_stream import TextStream
 from serving.events import Events, stream
 from serving.failures import invalid
 from serving.jobs import Job, Piece, rounded
-from serving.schemas import Generate, GenerateOrStream, Parameters, Tokenize
+from serving.schemas import Generate, GenerateOrStream, Tokenize
 from serving.service import Service
 
-NAMES = "inputs", "max_new_tokens", "stop"
+NAMES = "inputs", "parameters.max_new_tokens", "parameters.stop"
 VERSION = "0.1.0"
 
 
@@ -74,7 +74,7 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _submit(service: Service, request: Request, body: Generate, logprobs: bool) -> Job:
-    own = body.parameters or Parameters()
+    own = body.own
     if own.chat:
         prompt = await service.conversation([{"role": "user", "content": body.inputs}], "chat")
     else:
@@ -83,21 +83,12 @@ async def _submit(service: Service, request: Request, body: Generate, logprobs: 
         prompt = prompt[-own.truncate :]
     if not body.inputs:
         raise invalid("inputs", "is empty")
-    return service.submit(
-        request,
-        prompt,
-        own.sampling,
-        own.max_new_tokens,
-        own.stop or [],
-        names=NAMES,
-        keeps_stop=True,
-        logprobs=logprobs,
-        speculate=own.speculate,
-    )
+    how: dict[str, Any] = {"names": NAMES, "keeps_stop": True, "logprobs": logprobs, "speculate": own.speculate}
+    return service.submit(request, prompt, own.sampling, own.max_new_tokens, own.stop or [], **how)
 
 
 async def _answer(service: Service, request: Request, body: Generate) -> dict[str, Any]:
-    own = body.parameters or Parameters()
+    own = body.own
     job = await _submit(service, request, body, logprobs=bool(own.details))
     await job.wait()
     answer: dict[str, Any] = {"generated_text": (body.inputs if own.return_full_text else "") + job.text}
@@ -108,7 +99,7 @@ async def _answer(service: Service, request: Request, body: Generate) -> dict[st
 
 
 async def _stream(service: Service, request: Request, body: Generate) -> Response:
-    own = body.parameters or Parameters()
+    own = body.own
     job = await _submit(service, request, body, logprobs=True)
     prefix = body.inputs if own.return_full_text else ""
 
@@ -138,7 +129,7 @@ def _details(job: Job) -> dict[str, Any]:
     return {
         "finish_reason": job.finish,
         "generated_tokens": len(job.pieces),
-        "input_length": len(job.submission.prompt),
-        "seed": job.submission.sampling.seed,
+        "input_length": len(job.request.prompt),
+        "seed": job.request.sampling.seed,
         **job.report(),
     }

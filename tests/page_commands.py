@@ -48,6 +48,7 @@ UNPLANNED = (
     *("reproduce/performance_page.py", "reproduce/published_page.py", "reproduce/roofline_error.py"),
 )
 BUILT_IN = (DEFAULT_NAME, "SmolLM2-draft")
+SERVER = "serving"
 # What a page's commands call that the reader makes.
 MADE_UP = ("yours",)
 
@@ -120,6 +121,8 @@ def is_built_in(words: Sequence[str]) -> bool:
 def started(words: Sequence[str]) -> tuple[str, list[str], int, int] | None:
     """The program of ours that a command starts, its flags, on how many machines, and in how many processes on each."""
     launcher, *rest = words
+    if SERVER in rest:  # whose flags are those of a subcommand
+        return "foretoken.py", ["serve", *_given(rest[rest.index(SERVER) + 1 :])], 1, 1
     if launcher == "torchrun":
         job = get_args_parser().parse_args(rest)
         program, flags, n_nodes, n_local = job.training_script, job.training_script_args, job.nnodes, job.nproc_per_node

@@ -29,7 +29,8 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 # Rows that differ in how many drafts are accepted: the draft sees little of its context.
-FLAGS = "--max_batch 4 --max_length 320 --dtype float64 --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
+PLAIN = "--max_batch 4 --max_length 320 --dtype float64"
+FLAGS = f"{PLAIN} --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
 
 
 def make_checkpoint(folder: Path) -> Path:
@@ -120,8 +121,8 @@ def asked(connection: http.client.HTTPConnection, path: str, data: bytes, header
 
 
 @contextmanager
-def serving(checkpoint: Path, flags: str = "") -> Iterator[Served]:
-    argv = f"--model {checkpoint} --port 0 {FLAGS} {flags}".split()
+def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[Served]:
+    argv = f"--model {checkpoint} --port 0 {usual} {flags}".split()
     _, server = open_server(cli.read(Serve, argv, prog="serving"))
     assert server is not None
     failures: list[BaseException] = []

@@ -3,7 +3,7 @@
 import pytest
 from programs import ROOT, python
 
-LIBRARY = ("common", "kv_cache", "models", "engine")
+LIBRARY = ("common", "kv_cache", "models", "engine", "serving")
 SURFACE = """
 from models import load_model, ModelConfig
 from kv_cache import FullKVCache, StreamingKVCache

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
 from openai import OpenAI, UnprocessableEntityError
-from serving_cases import Alone, Served, serving, without_template
+from serving_cases import PLAIN, Alone, Served, serving, without_template
 
 from engine.sampling import SamplingParams
 
@@ -183,7 +183,7 @@ def test_clients_raise_what_is_refused(hub, openai):
 
 
 def test_a_model_without_a_chat_template_says_so(chat_checkpoint, tmp_path):
-    with serving(without_template(chat_checkpoint, tmp_path / "model"), "--gamma 0 --draft self") as one:
+    with serving(without_template(chat_checkpoint, tmp_path / "model"), "--gamma 0", PLAIN) as one:
         refused = one.ask("/v1/chat/completions", {"messages": MESSAGES})
         assert refused.status == 422 and "has no chat template" in refused.json["error"]["message"]
         assert one.generate("abc", max_new_tokens=5)["details"]["speculation"]["drafted"] == 0

@@ -113,11 +113,21 @@ def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, p
     [
         (TGI, {"inputs": "a" * 60}, "inputs", "has 61 tokens; this server takes 60"),
         (V1, {"prompt": [5] * 61}, "prompt", "has 61 tokens"),
-        (TGI, {"inputs": "a", "parameters": {"max_new_tokens": 9}}, "max_new_tokens", "is 9; this server gives 8"),
+        (
+            TGI,
+            {"inputs": "a", "parameters": {"max_new_tokens": 9}},
+            "parameters.max_new_tokens",
+            "is 9; this server gives 8",
+        ),
         (CHATS, CHAT | {"max_completion_tokens": 9}, "max_completion_tokens", "is 9"),
-        (TGI, {"inputs": "a", "parameters": {"stop": ["a", "b", "c"]}}, "stop", "3 strings; this server takes 2"),
+        (
+            TGI,
+            {"inputs": "a", "parameters": {"stop": ["a", "b", "c"]}},
+            "parameters.stop",
+            "3 strings; this server takes 2",
+        ),
         (V1, {"prompt": "a", "stop": ["a", ""]}, "stop", "empty"),
-        (V1, {"prompt": "a", "stop": "a" * 257}, "stop", "longer than 256"),
+        (V1, {"prompt": "a", "stop": "a" * 257}, "stop", "more than 256"),
     ],
 )
 def test_limits_are_told(strict: Served, path, body, param, says):
@@ -127,7 +137,10 @@ def test_limits_are_told(strict: Served, path, body, param, says):
 
 def test_a_row_has_an_end(served: Served):
     body = {"inputs": "a" * 299, "parameters": {"max_new_tokens": 17}}
-    assert refusal(served, TGI, body)[1] == "max_new_tokens: is 17; behind 300 prompt tokens there is room for 16"
+    assert (
+        refusal(served, TGI, body)[1]
+        == "parameters.max_new_tokens: is 17; behind 300 prompt tokens there is room for 16"
+    )
     body["parameters"] = {"max_new_tokens": 16}
     assert served.ask(TGI, body).status == 200
     assert refusal(served, TGI, {"inputs": "a" * 400})[1] == "inputs: has 401 tokens; this server takes 315"

@@ -146,6 +146,15 @@ def test_a_client_that_leaves_frees_its_row(served: Served, path):
     assert metrics["tgi_batch_current_size"] == metrics["foretoken_kv_use"] == 0
 
 
+def test_a_stop_string_frees_the_row(served: Served, alone: Alone):
+    text = alone.text("stop", 8)
+    with slow(served, 0.03):
+        started = time.perf_counter()
+        answer = served.generate("stop", max_new_tokens=250, stop=[text[:2]])
+        served.until_idle()
+        assert time.perf_counter() - started < 1 and answer["generated_text"] == text[:2]
+
+
 def test_one_that_leaves_while_it_waits_never_starts(served: Served):
     before = served.metrics()
     with slow(served):

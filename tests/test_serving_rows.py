@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from serving_cases import FLAGS, Alone, Served, serving
+from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 
 from common import cli
 from engine.cost_model.adaptive import Adaptive
@@ -41,7 +41,7 @@ def test_no_request_goes_on_behind_noise(chat_checkpoint, alone: Alone):
 
 
 def test_plain_serving_has_no_draft(chat_checkpoint, alone: Alone):
-    with serving(chat_checkpoint, "--gamma 0") as one:
+    with serving(chat_checkpoint, "--gamma 0", PLAIN) as one:
         details = one.generate("abc", max_new_tokens=9)["details"]
         assert details["speculation"]["drafted"] == 0 and one.get("/info").json["speculation"] is None
         assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)

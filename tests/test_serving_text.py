@@ -10,7 +10,7 @@ from serving_cases import Alone, Served
 from engine.stats import Counts
 from models.checkpoints.tokenizer import Tokenizer
 from serving.jobs import Job
-from serving.scheduler import Submission, Update
+from serving.scheduler import Asked, Update
 from serving.stops import Stops
 
 TEXTS = st.text("ab.", max_size=14)
@@ -40,8 +40,7 @@ def test_stop_strings_cut_a_text_however_it_comes(text, stops, keeps, data):
 
 
 def job(tokenizer: Tokenizer, stops: list[str], keeps: bool = False, n_prompt: int = 3) -> Job:
-    submission = Submission(0, [1] * n_prompt, 99, frozenset(), None)  # type: ignore[arg-type]
-    return Job(submission, tokenizer, {0: "<s>"}, Stops(stops, keeps), Counts.of_gamma(3))
+    return Job(Asked([1] * n_prompt, 99), tokenizer, {0: "<s>"}, Stops(stops, keeps), Counts.of_gamma(3))
 
 
 def update(tokens: list[int], round: int, drafted: int = 0, accepted: int = 0, finish: str | None = None) -> Update:
