@@ -106,8 +106,8 @@ class Job:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            new, n_sent = self.pieces[n_sent:], len(self.pieces)
-            if new:
+            while n_sent < len(self.pieces):  # more may have come while the last ones were written
+                new, n_sent = self.pieces[n_sent:], len(self.pieces)
                 yield new
             if self.failure is not None:
                 raise self.failure

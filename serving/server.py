@@ -28,6 +28,8 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 def serve(flags: ServeFlags) -> None:
     """Until SIGTERM or Ctrl-C, and the end of what was asked before. Errors: UserError; what the engine raises."""
     scheduler, server = open_server(flags)
+    if server is not None:
+        server.start()
     # Of several ranks the leader's word counts.
     with _signals((lambda: server.end(flags.http.drain_seconds)) if server else (lambda: None)):
         (server or scheduler).run()
@@ -50,6 +52,7 @@ class Server:
         key = service.flags.http.api_key or os.environ.get(API_KEY) or None
         how: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "on", "server_header": False}
         how["timeout_graceful_shutdown"] = FLUSH_SECONDS
+        self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
         self._http = uvicorn.Server(uvicorn.Config(make_app(service, key), **how))
 
     @property
@@ -57,13 +60,15 @@ class Server:
         address, port = self._sock.getsockname()[:2]
         return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
+    def start(self) -> None:
+        """Returns when clients can connect."""
+        self._sock.listen()  # uvicorn does so a little after it says that it is ready
+        self._thread.start()
+        self.service.ready.wait()
+
     def run(self) -> None:
         """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
         service = self.service
-        self._sock.listen()  # uvicorn does so a little after it says that it is ready
-        thread = threading.Thread(target=self._listen, name="http", daemon=True)
-        thread.start()
-        service.ready.wait()
         say(f"serving {service.session.name} on {self.url}")
         try:
             service.scheduler.run()
@@ -74,7 +79,7 @@ class Server:
             self.end(0)
             raise
         finally:
-            thread.join(FLUSH_SECONDS)
+            self._thread.join(FLUSH_SECONDS)
 
     def end(self, drain_seconds: float) -> None:
         """Drain, then end; for another thread than HTTP's, and returns at once."""

@@ -68,9 +68,10 @@ class Service:
         self.ready.set()
 
     def run_soon(self, do: Callable[..., None], *given: Any) -> None:
-        """From another thread."""
+        """From another thread; when HTTP has ended, there is nobody to tell."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(do, *given)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(do, *given)
 
     def _kv_use(self) -> float:
         running = [job for job in self.jobs.values() if job.started is not None]

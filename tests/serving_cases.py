@@ -129,6 +129,7 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
 
     def run() -> None:
         try:
+            server.start()
             server.run()
         except BaseException as error:
             failures.append(error)

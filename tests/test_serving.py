@@ -62,6 +62,7 @@ def test_every_event_says_where_its_token_came_from(served: Served):
     details = events[-1]["details"]
     speculation, timings = details["speculation"], details["timings"]
     assert speculation["rounds"] == rounds[-1]
+    assert events[-1]["speculation"]["acceptance_rate"] == speculation["acceptance_rate"] > 0
     assert sum(drafted) == speculation["accepted"] == timings["draft_n_accepted"] > 0
     assert speculation["drafted"] == timings["draft_n"] == 3 * rounds[-1]
     assert speculation["mean_accepted_length"] == pytest.approx(39 / rounds[-1], abs=1e-4)
@@ -186,13 +187,23 @@ def test_a_model_without_a_chat_template_says_so(chat_checkpoint, tmp_path):
     with serving(without_template(chat_checkpoint, tmp_path / "model"), "--gamma 0", PLAIN) as one:
         refused = one.ask("/v1/chat/completions", {"messages": MESSAGES})
         assert refused.status == 422 and "has no chat template" in refused.json["error"]["message"]
+        question = {"inputs": "abc", "parameters": {"chat": True}}
+        assert "chat: " in one.ask("/generate_stream", question).json["error"]
+        assert one.get("/info").json["chat"] is False
         assert one.generate("abc", max_new_tokens=5)["details"]["speculation"]["drafted"] == 0
+
+
+def test_a_question_in_the_chat_template(served: Served, alone: Alone):
+    answer = served.generate("hello", max_new_tokens=15, chat=True)
+    assert answer["generated_text"] == alone.text(alone.tokenizer.encode_chat("[user]hello\n[a]", control=False), 15)
+    assert answer["generated_text"] != alone.text("hello", 15)
 
 
 def test_what_a_server_says_of_itself(served: Served, openai):
     info = served.get("/info").json
     assert (info["max_total_tokens"], info["max_batch_size"], info["max_concurrent_requests"]) == (316, 4, 68)
     assert info["speculation"] == {"draft": "self", "gamma": 3, "auto": False}
+    assert info["chat"] is True and info["verification"] == "coupled"
     (model,) = openai.models.list().data
     assert openai.models.retrieve(model.id) == model and model.id == info["model_id"]
     assert served.get("/v1/models/another").json["error"]["code"] == "model_not_found"

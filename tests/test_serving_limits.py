@@ -1,6 +1,8 @@
 """What a server refuses, by name and in its family's words; never with a 500."""
 
 import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -152,9 +154,15 @@ def test_bodies_are_bounded(strict: Served):
     for path in (TGI, V1):
         _, message = refusal(strict, path, {"inputs": "a" * 4000}, 413)
         assert "too large" in message.lower()
-    with_chunks = strict.connect()
-    with_chunks.request("POST", TGI, iter([b"x" * 3000] * 3), {"Content-Type": "application/json"}, encode_chunked=True)
-    assert with_chunks.getresponse().status == 413
+
+    def pieces() -> Iterator[bytes]:
+        for piece in (b'{"inputs": "', b"x" * 3000, b"y" * 2000, b'", "parameters": {"max_new_tokens": 1}}'):
+            yield piece
+            time.sleep(0.05)  # the server has read it
+
+    in_pieces = strict.connect()
+    in_pieces.request("POST", TGI, pieces(), {"Content-Type": "application/json"}, encode_chunked=True)
+    assert in_pieces.getresponse().status == 413
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"inputs": "\xff\xfe"}', b"[" * 3000, b"", b"nul", b'{"inputs": "\\ud800"}'])

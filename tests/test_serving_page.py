@@ -1,107 +1,20 @@
 """The server's playground in a browser: origins of tokens, side by side, errors, stopping, keys, narrow screens."""
 
-import asyncio
-import json
 import shutil
-import threading
-import time
 
 import pytest
-import uvicorn
-from programs import ROOT
-from starlette.applications import Starlette
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.routing import Route
-
-from engine.bench.config import Target
-from serving.app import make_app
-from serving.flags import Batch, ServedDraft, ServeFlags
-from serving.opening import open_session
-from serving.scheduler import Scheduler
-from serving.service import Service
+from fake_server import ANSWER, INFO, PAGE, PLAIN, events, pretending
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE = 20_000  # ms, on a machine that is busy
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-PAGE = ROOT / "serving/page.html"
-DRAFTS = {"draft": "self", "gamma": 3, "auto": True}
-INFO = {"model_id": "a model", "chat": True, "verification": "coupled", "max_new_tokens": 256, "speculation": DRAFTS}
-# Text, whether it is an accepted draft, and round: the halves of a character are two tokens.
-ANSWER = [("Hé", False, 0), ("llo", True, 1), (" <b>", True, 1), ("", False, 1), ("🙂", True, 2), ("\n", False, 2)]
-PLAIN = [(text, False, number) for number, (text, *_) in enumerate(ANSWER)]
-
-
-def events(tokens, predicted_ms=50.0, drafted=6, seed=1, ids=None):
-    """A stream's bytes, event by event; the last one has details."""
-    accepted = sum(is_draft for _, is_draft, _ in tokens)
-    timings = {"predicted_ms": predicted_ms, "cache_n": 3, "draft_n": drafted, "draft_n_accepted": accepted}
-    for place, (text, is_draft, number) in enumerate(tokens):
-        is_last = place == len(tokens) - 1
-        event = {
-            "index": place + 1,
-            "token": {"id": ids[place] if ids else place, "text": text, "logprob": -0.5 * place, "special": False},
-            "generated_text": "".join(text for text, *_ in tokens) if is_last else None,
-            "details": {"finish_reason": "length", "input_length": 4, "seed": seed, "timings": timings}
-            if is_last
-            else None,
-            "speculation": {"drafted": is_draft, "round": number, "acceptance_rate": number / 3 if number else None},
-        }
-        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
-
-
-class Fake:
-    """Serves the page, and to each request the next answer: a response, or chunks of bytes and seconds between them."""
-
-    def __init__(self):
-        self.info, self.answers, self.requests, self.gone = INFO, [], [], threading.Event()
-        routes = [
-            Route("/", lambda request: FileResponse(PAGE)),
-            Route("/info", lambda request: JSONResponse(self.info)),
-            Route("/generate_stream", self.stream, methods=["POST"]),
-        ]
-        self.app = Starlette(routes=routes)
-
-    async def stream(self, request):
-        self.requests.append((dict(request.headers), await request.json()))
-        answer = self.answers.pop(0)
-        return answer if hasattr(answer, "status_code") else StreamingResponse(self.chunks(answer))
-
-    async def chunks(self, answer):
-        try:
-            for item in answer:
-                if isinstance(item, bytes):
-                    yield item
-                else:
-                    await asyncio.sleep(item)
-        except asyncio.CancelledError:
-            self.gone.set()
-            raise
-
-    @property
-    def bodies(self):
-        return [body for _, body in self.requests]
-
-
-@pytest.fixture(scope="module")
-def address():
-    """Where the fake serves, and the application that it asks, which a test sets."""
-    asked = {}
-
-    async def app(scope, receive, send):
-        await asked["app"](scope, receive, send)
-
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while thread.is_alive() and not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/", asked
-    server.should_exit = True
-    thread.join(10)
 
 
 @pytest.fixture(scope="module")
 def browser():
+    playwright.expect.set_options(timeout=PATIENCE)
     with playwright.sync_playwright() as api:
         browser = api.chromium.launch(executable_path=BROWSER)
         yield browser
@@ -112,7 +25,7 @@ def browser():
 def tab(browser):
     """An empty page of a browser, which may not complain of anything."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(5000)
+    context.set_default_timeout(PATIENCE)
     page, complaints = context.new_page(), []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     yield page
@@ -120,16 +33,21 @@ def tab(browser):
     assert not complaints
 
 
-@pytest.fixture
-def fake(address):
-    fake = Fake()
-    address[1]["app"] = fake.app
-    return fake
+@pytest.fixture(scope="module")
+def one_fake():
+    with pretending() as fake:
+        yield fake
 
 
 @pytest.fixture
-def page(fake, address, tab):
-    tab.goto(address[0])
+def fake(one_fake):
+    one_fake.forget()
+    return one_fake
+
+
+@pytest.fixture
+def page(fake, tab):
+    tab.goto(fake.url)
     return tab
 
 
@@ -155,7 +73,7 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     shown = figures(page)
     assert shown.pop("first token").endswith(" s")
     assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
-    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; 4 tokens of prompt, 3 of them found in")
+    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
 
 
 def test_figures_are_live(fake, page):
@@ -184,10 +102,10 @@ def test_what_is_sent(fake, page):
     page.get_by_label("Seed").fill("42")
     page.click("#send")
     expect(page, "#sampling").to_have_text("temperature 0.8, top p 0.9, seed 42")
-    (headers, greedy), (with_key, drawn), (_, given) = fake.requests
+    greedy, drawn, given = fake.bodies
     chosen = {"max_new_tokens": 128, "do_sample": False, "details": True, "chat": True, "speculate": True}
     assert greedy == {"inputs": "<img src=x onerror=alert(1)>", "parameters": chosen}
-    assert "authorization" not in headers and with_key["authorization"] == "Bearer secret"
+    assert [headers.get("authorization") for headers in fake.headers] == [None, "Bearer secret", "Bearer secret"]
     sampled = {"max_new_tokens": 7, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "details": True}
     assert given["parameters"] == sampled | {"speculate": True, "seed": 42}
     assert drawn["parameters"].keys() == given["parameters"].keys() and drawn["parameters"]["seed"] != 42
@@ -222,7 +140,7 @@ def test_errors_stand_where_they_happened(fake, page, answer, said):
     page.click("#send")
     expect(page, "#columns [role=alert]").to_contain_text(said)
     expect(page, "#state").to_have_text("failed")
-    kept = 0 if hasattr(answer, "status_code") else sum(b'"token"' in chunk for chunk in answer)
+    kept = 0 if isinstance(answer, Response) else sum(b'"token"' in chunk for chunk in answer)
     assert page.locator(".text span").count() == kept
     expect(page, "#send").to_be_enabled()
 
@@ -236,8 +154,8 @@ def test_stopping_closes_the_connection(fake, page, way):
     page.click("#stop") if way == "click" else page.keyboard.press("Escape")
     expect(page, "#state").to_have_text("stopped")
     expect(page, "#columns").to_contain_text("stopped after 1 token")
-    assert fake.gone.wait(5)
-    assert len(fake.requests) == 1 and page.inner_text("#verdict") == ""
+    assert fake.gone.wait(PATIENCE / 1000)
+    assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
 
 
 def test_side_by_side_of_the_same_tokens(fake, page):
@@ -265,8 +183,10 @@ def test_side_by_side_of_other_tokens(fake, page, verification):
     page.click("#send")
     verdict = expect(page, "#verdict")
     # Five tokens in 0.8 s, three in 0.96 s.
-    verdict.to_contain_text("Not the same text from token 3 on, 0.50 times as fast: 0.96 s instead of 0.80 s.")
-    verdict.to_contain_text('Token 3 is " <b>" in plain decoding')
+    verdict.to_contain_text(
+        "Not the same text from token 3 on, 0.50 times as fast: 3.1 tokens/s instead of 6.3 tokens/s."
+    )
+    verdict.to_contain_text('Token 3 is " <b>" (id 2) in plain decoding and " <b>" (id 9)')
     verdict.to_contain_text("need not be the same" if verification == "rejection" else "near-tie")
     verdict.to_contain_text("Nothing was drafted")
     expect(page, ".differs").to_have_count(2)
@@ -345,37 +265,9 @@ def test_no_chat_without_a_template(fake, page):
     assert "chat" not in fake.bodies[0]["parameters"]
 
 
-@pytest.fixture(scope="module")
-def served(checkpoint, tmp_path_factory):
-    """The application over a model with a chat template, and its service."""
-    folder = tmp_path_factory.mktemp("served") / "talker"
-    shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
-    flags = ServeFlags(
-        target=Target(model=str(folder), device="cpu", dtype="float64"),
-        draft=ServedDraft(gamma=3, draft_budget=16),
-        batch=Batch(max_batch=2, max_length=200),
-    )
-    session, pacing = open_session(flags.config(), flags.batch.max_batch, flags.batch.max_length)
-    scheduler = Scheduler(session, pacing, flags.batch)
-    service = Service(flags, session, scheduler)
-    inner = make_app(service, None)
-
-    async def app(scope, receive, send):
-        service.begin()
-        await inner(scope, receive, send)
-
-    thread = threading.Thread(target=scheduler.run, daemon=True)
-    thread.start()
-    yield app, service
-    scheduler.stop()
-    thread.join(10)
-
-
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
-def test_a_model_says_the_same_with_and_without_speculation(served, address, tab, temperature):
-    address[1]["app"], _ = served
-    tab.goto(address[0])
+def test_a_model_says_the_same_with_and_without_speculation(served, tab, temperature):
+    tab.goto(served.url)
     tab.fill("#prompt", "<b>Why?")
     tab.fill("#new", "60")
     tab.fill("#temperature", temperature)
@@ -391,18 +283,14 @@ def test_a_model_says_the_same_with_and_without_speculation(served, address, tab
     assert n_drafts and n_own and n_prefilled == 1 and n_drafts + n_own + n_prefilled == int(second["tokens"])
 
 
-def test_a_stopped_answer_frees_its_row(served, address, tab):
-    address[1]["app"], service = served
-    tab.goto(address[0])
-    tab.fill("#new", "100")
+def test_a_stopped_answer_frees_its_row(served, tab):
+    tab.goto(served.url)
+    tab.fill("#new", "250")
     tab.click("#send")
     expect(tab, ".text span").not_to_have_count(0)
     tab.keyboard.press("Escape")
     expect(tab, "#state").to_have_text("stopped")
-    until = time.monotonic() + 5
-    while (service.jobs or service.scheduler.n_running) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not service.jobs and not service.scheduler.n_running
+    served.until_idle()
 
 
 def test_the_page_is_one_file():

@@ -113,3 +113,11 @@ def test_log_probabilities_are_the_models_own(served: Served, alone: Alone):
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.7, "top_k": 5, "seed": 3, "logprobs": 0}
     choice = served.ask("/v1/completions", body).json["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_rejection_takes_drafts_of_the_models_distribution(chat_checkpoint):
+    with serving(chat_checkpoint, "--verification rejection") as one:
+        assert one.get("/info").json["verification"] == "rejection"
+        details = one.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
+        assert details["generated_tokens"] == 60 or details["finish_reason"] == "eos_token"
+        assert details["speculation"]["accepted"] > 0

@@ -1,5 +1,6 @@
 """Text as it grows: where stop strings cut it, characters of several tokens, and what was drafted."""
 
+import asyncio
 from itertools import pairwise
 
 import pytest
@@ -82,6 +83,20 @@ def test_what_might_have_become_a_stop_string_is_shown_in_the_end(alone: Alone):
     one.take(update([0], 2, finish="stop"))
     assert (one.text, one.finish) == ("ab ST", "eos_token")
     assert one.pieces[-1].special and one.pieces[-1].text == "<s>"
+
+
+def test_what_comes_while_something_is_written_is_written_next(alone: Alone):
+    async def written() -> list[int]:
+        one, found = job(alone.tokenizer, []), []
+        one.take(update([65], 0))
+        async for pieces in one.batches():
+            found += [piece.id for piece in pieces]
+            if len(found) == 1:  # a slow client: the answer is done before it has taken more
+                one.take(update([66, 67], 1, 3, 1))
+                one.take(update([68], 2, finish="length"))
+        return found
+
+    assert asyncio.run(written()) == [65, 66, 67, 68]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions", "/v1/completions, streamed"])
