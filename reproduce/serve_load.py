@@ -4,7 +4,7 @@
     python reproduce/serve_load.py --clients 8 --turns 6
     python reproduce/serve_load.py --clients 8 --peer http://127.0.0.1:8123 --peer_model /tmp/smollm2
 
-Starts `python -m serving` with the flags of --server; so many clients ask /v1/completions, each its next request when
+Starts the server with the flags of --server; so many clients ask /v1/completions, each its next request when
 the last one is answered. Every phase is run plainly, with speculation, and by the peer, in the other order every other
 time. Prompts are stretches of a book of which no two begin with the same token, and before a phase the server's rows
 are made to forget the last one's; with --turns a client goes on behind its own prompt and answer, of which the server
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -78,7 +77,7 @@ class Flags:
     temperature: float = 0.0  # 0 is greedy; else each request has a seed of its own
     in_process: int = 5  # pairs of plain rounds over HTTP and of a Decoder in this process; 0: none
     dataset: str = "default"  # what prompts are cut from, as of the benchmarks
-    server: str = "--draft_weights int4 --draft_budget 1024"  # flags of `python -m serving`
+    server: tuple[str, ...] = ("draft_weights=int4", "draft_budget=1024")  # flags of `python -m serving`: NAME=VALUE
     peer: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """address of another server with OpenAI's /v1/completions"""
     peer_model: str = "default"  # what the peer calls its model
@@ -106,7 +105,7 @@ def prompt_maker(flags: Flags, serve: Serve) -> tuple[Callable[[int], str], Call
     tokenizer = find_model(target.model, target.load_format, target.model_name, flag("model")).tokenizer()
     ids = tokenizer.encode(next(load_books(flags.dataset)), add_bos=False)
     n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients)) + STREAMS
-    cut = stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)
+    cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
     return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens]), tokenizer.encode
 
 
@@ -176,9 +175,10 @@ def main(flags: Flags) -> None:
     from engine.bench.record import rounded
 
     flags.check()
-    serve = cli.read(Serve, shlex.split(flags.server), "python -m serving")
+    serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
+    serve.config()  # which checks it
     (new_prompt, ids_of), put_off = prompt_maker(flags, serve), list[DataError]()
-    with served(flags.server) as url:
+    with served(words) as url:
         phases, overhead = run_load(flags, url, new_prompt, serve.batch.max_batch, put_off), None
         if flags.in_process:
             n_streams, lengths = min(STREAMS, serve.batch.max_batch), spread(flags.shortest, flags.longest)

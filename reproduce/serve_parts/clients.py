@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shlex
 import socket
 import subprocess
 import sys
@@ -51,19 +50,20 @@ class Endpoint(NamedTuple):
 
 
 @contextmanager
-def served(flags: str) -> Iterator[str]:
+def served(flags: Sequence[str]) -> Iterator[str]:
     """The address of a server with these flags, once it answers. Errors: ConfigError if it ends before."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "serving", *shlex.split(flags), "--port", port]
+    command = [sys.executable, str(ROOT / "foretoken.py"), "serve", *flags, "--port", port]
     quiet, url = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}, f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, cwd=ROOT, **quiet) as process:
+    with subprocess.Popen(command, **quiet) as process:
         try:
             while not is_healthy(url):
                 if process.poll() is not None:
-                    fix = f"look at what `python -m serving {flags}` says"
-                    raise ConfigError("the server has ended", flag("server"), flags, "what it starts with", fix)
+                    said = " ".join(flags)
+                    fix = f"look at what `python -m serving {said}` says"
+                    raise ConfigError("the server has ended", flag("server"), said, "what it starts with", fix)
                 time.sleep(0.2)
             yield url
         finally:
