@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 # By number of clients and mode.
 Phases = dict[int, dict[str, list[Phase]]]
-PLAIN, SPECULATION, PEER = "plain", "speculation", "peer"
+BENCHMARK = "serve_load"
+OURS = PLAIN, SPECULATION = "plain", "speculation"
 # Tokens of what makes a row forget, and streams over HTTP beside those of a Decoder.
 SHORT, STREAMS = 8, 8
 NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation leaves as it is: decode tok/s is of rounds alone."
@@ -61,6 +62,10 @@ COLUMNS = [
     *(Column("accepted_share", "accepted", ".3f"), Column("tokens_per_round", "tokens per round", ".2f")),
     *(Column("reused_prompt_tokens", "reused"), Column("identical_answers", "as plain")),
     Column("between_share", "between rounds", ".1%"),
+]
+OVER_HTTP = [
+    *(Column("streams", "streams"), Column("step_ms_http", "step over HTTP, ms", ".1f")),
+    *(Column("step_ms_in_process", "without a server, ms", ".1f"), Column("http_over_in_process", "ratio", ".3f")),
 ]
 
 
@@ -81,6 +86,7 @@ class Flags:
     peer: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """address of another server with OpenAI's /v1/completions"""
     peer_model: str = "default"  # what the peer calls its model
+    peer_name: str = "peer"  # what the record calls the peer
     output: Output = field(default_factory=Output)
 
     def check(self) -> None:
@@ -113,9 +119,9 @@ def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: i
     """Every phase that there was time for. put_off: takes what a run outlives. Errors: DataError for a server that does
     not answer at all."""
     began, how = time.monotonic(), {"max_tokens": flags.gen_len, "temperature": flags.temperature}
-    endpoints = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in (PLAIN, SPECULATION)}
+    endpoints = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in OURS}
     if flags.peer is not None:
-        endpoints[PEER] = Endpoint(flags.peer, how | {"model": flags.peer_model})
+        endpoints[flags.peer_name] = Endpoint(flags.peer, how | {"model": flags.peer_model})
     for endpoint in endpoints.values():  # what is done for the first time takes longer
         for error in failed(asyncio.run(load(endpoint, [new_prompt(SHORT)], 1)).answers):
             raise error
@@ -127,7 +133,7 @@ def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: i
             continue
         prompts = [new_prompt(length) for length in islice(lengths, flags.n_talks(n_clients))]
         for mode in modes[:: -1 if (repeat + place) % 2 else 1]:
-            if mode != PEER:  # the last phase's rows
+            if mode in OURS:  # the last phase's rows
                 asyncio.run(load(endpoints[mode], [new_prompt(SHORT) for _ in range(n_rows)], 1))
             phase = asyncio.run(load(endpoints[mode], prompts, n_clients, flags.turns))
             phases[n_clients][mode].append(phase)
@@ -190,8 +196,8 @@ def main(flags: Flags) -> None:
         for mode, own in of_modes.items()
     ]
     said = {name: value for name, value in asdict(flags).items() if name != "output"}
-    record = {"benchmark": "serve_load", **said, "rows": rows, "overhead": overhead, **provenance()}
-    texts = console(rows, COLUMNS), NOTE, f"A plain step over HTTP and without: {rounded(overhead)}"
+    record = {"benchmark": BENCHMARK, **said, "rows": rows, "overhead": overhead, **provenance()}
+    texts = [console(rows, COLUMNS), NOTE, *([console([overhead], OVER_HTTP)] if overhead else [])]
     publish(flags.output.output, rounded(record), *texts, put_off=put_off)
 
 

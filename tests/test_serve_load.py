@@ -14,6 +14,7 @@ from programs import Ended, run
 from serving_cases import FLAGS, Served
 
 from common.errors import ConfigError, DataError
+from reproduce.performance_page import page
 from reproduce.serve_parts.clients import Answer, Endpoint, Phase, failed, load
 from reproduce.serve_parts.clients import served as served_with
 from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches, summary
@@ -140,12 +141,12 @@ def measured(chat_checkpoint: Path, tmp_path: Path):
 
 def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_path: Path):
     """Exact arithmetic: speculation answers as plain rounds do, and as another server with the same model."""
-    out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --in_process 1"
+    out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --peer_name other --in_process 1"
     ended = measured(f"--clients 1 5 --requests 3 --repeats 1 --gen_len 9 {peer} --output {out}")
     record = ended.record
     assert json.loads(out.read_text()) == record and record["git_commit"]
     rows = {(row["clients"], row["mode"]): row for row in record["rows"]}
-    assert list(rows) == [(n, mode) for n in (1, 5) for mode in ("plain", "speculation", "peer")]
+    assert list(rows) == [(n, mode) for n in (1, 5) for mode in ("plain", "speculation", "other")]
     for (n, mode), row in rows.items():
         assert row["requests"] == row["identical_answers"] == max(3, n) and row["errors"] == 0
         assert row["output_tokens"] == rows[n, "plain"]["output_tokens"] > 3
@@ -157,6 +158,10 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
     assert spoken["tokens_per_round"] > 1 and 0 < spoken["accepted_share"] <= 1 and 0 < spoken["between_share"] < 1
     assert record["overhead"]["streams"] == 4 and record["overhead"]["http_over_in_process"] > 0
     assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
+    (tmp_path / "serve_load.jsonl").write_text(out.read_text())
+    served_table = page(tmp_path).partition("## Serving")[2].partition("\n## ")[0]
+    assert served_table.count("\n| 1 | 0.0 | 5 | ") == 3 and served_table.count("\n| 4 | ") == 1
+    assert "[serve_load.jsonl](" in served_table
 
 
 def test_a_conversation_goes_on_behind_what_its_row_holds(measured):
