@@ -43,15 +43,15 @@ class Rows:
         return None not in self.requests
 
     def place_for(self, prompt: Sequence[int], reuses: bool) -> int:
-        """A free row: if it may reuse what that holds, the one that shares most of its text with the prompt, where that
-        is at least half; else the one that was left longest ago, so that others can go on."""
+        """A free row: if it may reuse what that holds, the one that holds most of the prompt, where that is at least
+        half; else the one that was left longest ago, so that others can go on."""
         free = [row for row, request in enumerate(self.requests) if request is None]
         if not reuses:
             return free[0]
 
         def worth(row: int) -> tuple[int, int]:
-            n_shared, n_held = self._runner.shared_prefix(row, prompt)
-            return n_shared if 2 * n_shared >= n_held else 0, -self._left_at[row]
+            n_shared = self._runner.shared_prefix(row, prompt)
+            return n_shared if 2 * n_shared >= len(prompt) else 0, -self._left_at[row]
 
         return max(free, key=worth)
 

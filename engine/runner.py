@@ -139,8 +139,8 @@ class ModelRunner:
         reuses: any first tokens that the row shares with the prompt need not. They may have been computed in other
         chunks, or by rounds, so that their last bits differ.
         """
-        held, n_prompt = self.cache.notes.pop(row, None), len(prompt)
-        n_shared = self._n_shared(row, held, prompt)
+        n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
+        held = self.cache.notes.pop(row, None)
         if not (isinstance(held, Prefilled) and n_shared == len(held.prompt) == n_prompt):
             n_shared, held = min(n_shared, n_prompt - 1) if reuses else 0, None
         return n_shared, self._prefill(row, prompt, n_shared, held, chunk)
@@ -165,25 +165,21 @@ class ModelRunner:
         self.cache.notes[row] = done
         return done
 
-    def shared_prefix(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """How many tokens of the prompt the row holds, and how many it holds in all."""
+    def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
+        """How many tokens of the prompt the row holds."""
         held = self.cache.notes.get(row)
-        n_held = len(held.prompt) + len(held.answer) if isinstance(held, Prefilled) else 0
-        return self._n_shared(row, held, prompt), n_held
-
-    def note_answer(self, row: int, answer: Sequence[int]) -> None:
-        """The row, which was prefilled, holds these tokens behind its prompt."""
-        held = self.cache.notes.get(row)
-        if isinstance(held, Prefilled):
-            self.cache.notes[row] = replace(held, answer=tuple(answer))
-
-    def _n_shared(self, row: int, held: object, prompt: Sequence[int]) -> int:
         if not isinstance(held, Prefilled) or held.model is not self.model:
             return 0
         pairs = zip(held.prompt + held.answer, prompt, strict=False)
         n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         positions = self.cache.view(slice(row, row + 1)).positions[0, :n]
         return int((positions == torch.arange(n, device=self.device)).cumprod(dim=0).sum())
+
+    def note_answer(self, row: int, answer: Sequence[int]) -> None:
+        """The row, which was prefilled, holds these tokens behind its prompt."""
+        held = self.cache.notes.get(row)
+        if isinstance(held, Prefilled):
+            self.cache.notes[row] = replace(held, answer=tuple(answer))
 
     def _forget_from(self, row: int, length: int) -> None:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))

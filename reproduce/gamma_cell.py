@@ -1,11 +1,13 @@
-"""Speedups of fixed gammas and budgets, and of `auto`, interleaved with plain decoding from one prefilled state.
+"""Speedups of fixed drafts, and of `auto`, interleaved with plain decoding from one prefilled state.
 
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
+    python reproduce/gamma_cell.py --fixed --gammas 3 --budgets 512 --draft_weights same int8 --pointwise own eager
 
-Every repeat, every other one in reverse order, runs plain decoding, each fixed pair, `auto`, which chooses gamma at the
-largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are that
-flag's own. Right before each of their runs, what their rounds cost and accept is measured anew, on the same prompts;
-the time of that is in no speedup (`measured_costs_seconds`). The record is the last line of standard output;
+Every repeat, every other one in reverse order, runs plain decoding, each fixed draft, `auto`, which chooses gamma at
+the largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are
+that flag's own. Right before each of their runs, what their rounds cost and accept is measured anew, on the same
+prompts; the time of that is in no speedup (`measured_costs_seconds`). --pointwise has all of these run with each of
+several kinds of what lies between matrix products and attention. The record is the last line of standard output;
 cost_model_error.py compares it with what the cost model predicts.
 """
 
@@ -18,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
+
+from tyro.conf import arg
 
 import engine
 from common import cli
@@ -31,11 +35,22 @@ from common.jsonl import publish
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
+from reproduce.paper.reproduction import DraftDtype, DraftWeights
 
 if TYPE_CHECKING:
     from engine.bench.auto_costs import RunCosts
+    from engine.bench.passes import Decoded
+    from engine.noise import Source
+    from models.pointwise import Pointwise
 
-SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
+OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
+SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
+Kind = Literal["own", "compiled", "eager"]
+# Of runs that drafted, beside plain decoding in the same repeat.
+MEDIANS = (
+    *("wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms", "round_ms"),
+    *("draft_step_ms", "verify_step_ms", "mean_accepted_length", "identical_sequences", "sequences"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,12 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
+    draft_dtype: tuple[DraftDtype, ...] = ("auto",)  # the draft's dtypes; auto modes have the first
+    draft_weights: tuple[DraftWeights, ...] = ("same",)  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
+    pointwise: Annotated[tuple[Kind, ...], arg(help_behavior_hint="(default: as other runs with these flags)")] = ()
+    """own: those of a run without flags, compiled: as with --compile, eager: PyTorch's own"""
+    fixed: bool = False  # without the auto modes
     repeats: int = 3  # how often all are run, interleaved
 
     def check(self) -> None:
@@ -60,40 +80,59 @@ class Flags:
         require_at_least("repeats", self.repeats, 1)
 
     def drafts(self) -> dict[str, dict[str, Any]]:
-        """What each that drafts is chosen to be, by its name; every gamma and budget counts once."""
-        budgets, gammas = sorted(set(self.budgets)), sorted(set(self.gammas))
-        pairs = {f"b={budget} g={gamma}": (budget, gamma) for budget, gamma in itertools.product(budgets, gammas)}
-        pairs |= {AUTO: (budgets[-1], AUTO), AUTO_BUDGET: (AUTO, AUTO)}
+        """What each that drafts is chosen to be, by its name; every combination counts once."""
+        budgets, stored = sorted(set(self.budgets)), [tuple(dict.fromkeys(getattr(self, n))) for n in OPTIONS[2:]]
+        name = "b={} g={} {} {}" if len([*itertools.product(*stored)]) > 1 else "b={} g={}"
+        ways = {name.format(*one): one for one in itertools.product(budgets, sorted(set(self.gammas)), *stored)}
+        if not self.fixed:
+            first = [values[0] for values in stored]
+            ways |= {AUTO: (budgets[-1], AUTO, *first), AUTO_BUDGET: (AUTO, AUTO, *first)}
         return {
-            name: {"draft_policy": self.draft_policy, "draft_budget": budget, "gamma": gamma}
-            for name, (budget, gamma) in pairs.items()
+            name: {"draft_policy": self.draft_policy, **dict(zip(OPTIONS, way, strict=True))}
+            for name, way in ways.items()
         }
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One of what is compared; without drafters, plain decoding. outputs: of its runs. costs: what they chose by, where
-    there was something to choose.
+    """One of what is compared. plain: plain decoding beside it, None of that itself. functions: what lies between
+    matrix products and attention, and draws the noise, if not what the session has. draft: what was chosen. outputs:
+    of its runs. costs: what they chose by, where there was something to choose.
     """
 
     name: str
     session: engine.Session
+    functions: tuple[Pointwise, Source] | None = None
+    plain: Contender | None = None
     drafters: Sequence[engine.Drafter] = ()
-    budget: int | str | None = None
-    gamma: int | str = 0
-    outputs: list[engine.GenerateOutput] = field(default_factory=list)
+    draft: dict[str, Any] = field(default_factory=dict)
+    outputs: list[Decoded] = field(default_factory=list)
     costs: list[RunCosts] = field(default_factory=list)
+
+    def use_functions(self) -> None:
+        """Have all models of the session, which other contenders share, call its own."""
+        from models.pointwise import use_pointwise
+
+        if self.functions:
+            pointwise, self.session.runner.noise_source = self.functions
+            for model in (self.session.runner.model, *self.session.models.values()):
+                use_pointwise(model, pointwise)
 
     def run(self) -> None:
         from engine.bench.auto_costs import costs_of
         from engine.bench.passes import decode, make_pacing
+        from engine.timing import PhaseTimer
 
+        self.use_functions()
+        device = self.session.runner.device
         costs = costs_of(self.session, self.drafters, whole=True) if self.drafters else None
         self.costs.extend([costs] if costs else [])
         pacing = make_pacing(self.session, self.drafters, costs) if self.drafters else None
-        self.outputs.append(decode(self.session, self.name, pacing=pacing))
+        # On a CPU a phase needs no synchronisation, so timing it costs nothing.
+        timer = PhaseTimer(device) if self.drafters and device.type == "cpu" else None
+        self.outputs.append(decode(self.session, self.name, phase=timer, pacing=pacing))
 
-    def row(self, plain: Sequence[engine.GenerateOutput]) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """Lists have one value a repeat, but `measured_costs`, which has one a drafter and number of rows for each.
 
         speedups: to plain decoding in the same repeat; speedup: their median.
@@ -101,27 +140,54 @@ class Contender:
         from engine.bench.record import costs_record, drafting_budget, identical_rows, rounded, tokens_per_second
         from engine.stats import total
 
+        plain = (self.plain or self).outputs
         # LEAST_GEN_LEN makes every rate a number.
         rates, plain_rates = (list(map(tokens_per_second, each)) for each in (self.outputs, plain))
         speedups = list(map(operator.truediv, rates, plain_rates))
         choices = [[round_.choice for round_ in output.stats.rounds] for output in self.outputs]
         same = [identical_rows(a.tokens, b.tokens) for a, b in zip(self.outputs, plain, strict=True)]
         budgets = [[drafting_budget(self.session, choice) for choice in run] for run in choices]
+        budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
         row = {
             "way": self.name,
-            "draft_budget": self.budget,
-            "gamma": self.gamma,
+            "draft_budget": budget,
+            "gamma": gamma,
+            "pointwise": (self.functions[0] if self.functions else self.session.runner.model.pointwise).name,
             "tokens_per_second": rates,
             "speedup": median(speedups),
             "speedups": speedups,
             "acceptance_rate": total([output.stats.counts for output in self.outputs]).acceptance_rate,
             "identical_rows": min(same) if self.session.sampling.reproducible else None,
-            "gammas": [[choice.gamma for choice in run] for run in choices] if self.gamma == AUTO else None,
-            "budgets": budgets if self.budget == AUTO else None,
+            "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
+            "budgets": budgets if budget == AUTO else None,
             "measured_costs": [costs_record(self.session, one.by_rows) for one in self.costs] or None,
             "measured_costs_seconds": [one.seconds for one in self.costs] or None,
         }
-        return rounded(row)
+        return rounded(row | self._medians())
+
+    def _medians(self) -> dict[str, Any]:
+        """MEDIANS, and how the draft is stored; None where a way does not have the figure."""
+        from engine.bench.passes import Passes
+        from engine.bench.record import make_record
+
+        if self.plain is None:
+            return {}
+        pairs = zip(self.plain.outputs, self.outputs, strict=True)
+        passes = [Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
+        runs = [make_record("", self.session, each) for each in passes]
+        seen = {name: [run[name] for run in runs] for name in MEDIANS}
+        stored = {name: runs[0][name] for name in OPTIONS[2:]}
+        return stored | {name: None if None in values else median(values) for name, values in seen.items()}
+
+
+def functions_of(session: engine.Session, kind: Kind) -> tuple[Pointwise, Source]:
+    from engine.noise import compiled_source, in_passes
+    from models.pointwise import EAGER, compiled
+    from models.pointwise_cpp import pointwise_beside
+
+    if kind == "compiled":
+        return compiled(), compiled_source()
+    return EAGER if kind == "eager" else pointwise_beside(session.runner.model.backend), in_passes
 
 
 def main(flags: Flags) -> None:
@@ -132,18 +198,24 @@ def main(flags: Flags) -> None:
     chosen = flags.drafts()
     drafts = flags.draft.variants(*chosen.values())
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session = engine.Session.of_plan(resolve_several(config, drafts))
+    session, contenders = engine.Session.of_plan(resolve_several(config, drafts)), list[Contender]()
     prefill_seconds = passes.prefill(session)
-    contenders = [plain := Contender("plain", session)]
-    for (name, options), draft in zip(chosen.items(), drafts, strict=True):
-        own = session.variant(draft=draft)
-        contenders.append(Contender(name, own, own.drafters(), options["draft_budget"], options["gamma"]))
+    # One of each, whatever they run with: there is room for so many caches.
+    drafters = {name: session.variant(draft=draft).drafters() for name, draft in zip(chosen, drafts, strict=True)}
+    for kind in dict.fromkeys(flags.pointwise or [None]):
+        functions = functions_of(session, kind) if kind else None
+        kindred = session.variant(compile=kind == "compiled") if kind else session
+        contenders.append(plain := Contender("plain", kindred, functions))
+        for (name, options), draft in zip(chosen.items(), drafts, strict=True):
+            own = kindred.variant(draft=draft)
+            contenders.append(Contender(name, own, functions, plain, drafters[name], options))
     for one in contenders:
+        one.use_functions()
         passes.warm_up(one.session, one.drafters)
     for repeat in range(flags.repeats):
         for one in contenders if repeat % 2 == 0 else reversed(contenders):  # against drift
             one.run()
-    rows = [one.row(plain.outputs) for one in contenders]
+    rows = [one.row() for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))
 

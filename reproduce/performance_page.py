@@ -20,7 +20,7 @@ from common.checkout import ROOT
 from common.tables import Column, markdown
 from reproduce import serve_load, spec_bench
 from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, filled, read, table
-from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of
+from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
 from reproduce.paper.published import Record, grouped
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -73,6 +73,8 @@ def tables(folder: Path) -> dict[str, str]:
 
     pairs, peers, kernels = "cpu_fast_path.jsonl", "cpu_peers.jsonl", "kernel_report.jsonl"
     medians = [record | record["median"] for record in read(folder, pairs, "cpu_selfspec_summary")]
+    cells = [record | {"pairs": record["repeats"]} for record in read(folder, pairs, "gamma_cell")]
+    medians += [row for row in rows_of(cells) if row["way"] != "plain"]
     plain, costs = read(folder, peers, "cpu_peers"), done("gpu_costs")
     steps = dict.fromkeys(key for record in plain for key in record if key.startswith("step_ms: "))
     times = [measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in steps]

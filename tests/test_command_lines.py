@@ -15,8 +15,8 @@ from snapshots import PROGRAMS, TERMINAL, kept_of
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
 
-# One that only another program of ours starts, and one whose output is nobody's interface.
-UNKEPT = {"reproduce/sweeping/sleeper.py", "tests/mutants.py"}
+# One whose output is nobody's interface.
+UNKEPT = {"tests/mutants.py"}
 NO_PARSE = "Could not find valid parse for arguments"
 BENCHMARKS = [name for name in PROGRAMS if name.startswith("tests/")]
 

@@ -1,14 +1,115 @@
-"""A sample of the damage that reproduce/corruptions.py does to checkpoints, each kind to each file once or less."""
+"""Each kind of damage to each file of a tiny random checkpoint, converted and loaded: what it comes to.
 
-from reproduce.corruptions import all_cases, run
+A case is refused by the errors that a user is meant to see, accepted with the very weights, configuration and
+tokenizer of before ("harmless"), or accepted with others ("wrong"). With a manifest nothing that was changed may be
+accepted; without one, nothing with wrong values but flipped or zeroed tensor data.
 
-N_CASES = 60
+Some damage cannot be seen without a manifest and is tried with one only: values and names of keys in config.json,
+tokenizer.json or a GGUF's metadata that still make sense (another rope_theta, another token). Nor is a whole
+checkpoint of another model damage.
+"""
+
+import itertools
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from checkpoint_damage import EDITS, damage
+from checkpoint_folders import HF_CONFIG, OTHER, make_folders
+
+from common.errors import UserError
+from convert_hf_checkpoint import convert
+from models import load_model
+from models.checkpoints.manifest import MANIFEST
+from models.checkpoints.tokenizer import load_tokenizer
+
+MAY_BE_WRONG = ("flip in data", "zero in data")
+DATA_KINDS = (*MAY_BE_WRONG, "NaN or infinity")
+ANYWHERE = ("flip elsewhere", "zero elsewhere", "insert", "delete")
+WEIGHTS = {
+    "safetensors": "model.safetensors",
+    "sharded": "model-00001-of-00002.safetensors",
+    "bin": "pytorch_model.bin",
+    "gguf": "tiny.gguf",
+    "converted": "model.pth",
+}
 
 
-def test_damage_is_refused_or_harmless_or_inside_tensor_data():
-    cases = list(all_cases(repeats=1))
-    sample = cases[:: len(cases) // N_CASES]
-    assert {case.folder for case in sample} == {case.folder for case in cases}
-    results = run(sample, seed=0)
-    assert [(case, seen) for case, seen in results if not case.allows(seen)] == []
-    assert {seen for case, seen in results if case.manifest} == {"refused"}
+class Case(NamedTuple):
+    """One kind of damage to one file of a folder that `make_folders` made; `number` tells repeats apart."""
+
+    folder: str
+    file: str
+    kind: str
+    manifest: bool
+    number: int
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        if self.manifest:
+            return ("refused",)
+        return "refused", "harmless", *(["wrong"] if self.kind in MAY_BE_WRONG else [])
+
+
+def all_cases(repeats: int) -> Iterator[Case]:
+    """Every kind of damage to every file, `repeats` times at other places; every edit of JSON once."""
+    texts = [("sharded", "model.safetensors.index.json")]
+    texts += [(folder, file) for folder in ("safetensors", "converted") for file in EDITS if "index" not in file]
+    for (folder, file), manifest in itertools.product([*WEIGHTS.items(), *texts], (True, False)):
+        if file == MANIFEST and not manifest:
+            continue
+        is_fact = file == "tokenizer.json" or (folder, file) == ("safetensors", "config.json")
+        kinds = {
+            "truncate": repeats,
+            "append": repeats,
+            "drop": int(file != MANIFEST),
+            **dict.fromkeys(() if is_fact and not manifest else ANYWHERE, repeats),
+            "swap": int(manifest or not (is_fact or folder == "gguf")),  # a GGUF is a whole model
+            **dict.fromkeys(DATA_KINDS if file in WEIGHTS.values() else (), repeats),
+            "edit": len(EDITS.get(file, ())),
+        }
+        for kind, count in kinds.items():
+            yield from (Case(folder, file, kind, manifest, number) for number in range(count))
+
+
+def used(folder: Path) -> list[Any]:
+    """All of a checkpoint that a run uses, converted first if need be, as values that compare by ==."""
+    if folder.name != "converted":
+        folder = convert(folder, folder / "out").parent
+    model, tokenizer = load_model(folder, prepack=False), load_tokenizer(folder)
+    weights = {name: weight.numpy().tobytes() for name, weight in model.state_dict().items()}
+    return [model.config, weights, tokenizer.encode("Some text, and that is to be tokenised."), tokenizer.pieces()]
+
+
+def outcome(case: Case, made: Path, wanted: list[Any], scratch: Path) -> str:
+    folder = shutil.copytree(made / "model" / case.folder, scratch / case.folder)
+    other, rng = made / "other" / case.folder / case.file, random.Random(f"0 {case}")
+    damage(folder / case.file, case.kind, other, case.number, case.manifest, rng)
+    if not case.manifest:
+        (folder / MANIFEST).unlink()
+    try:
+        return "harmless" if used(folder) == wanted else "wrong"
+    except UserError:
+        return "refused"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of the tokenizers package is no Exception
+        return f"crashed: {type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("repeats,every", [(1, 10), pytest.param(6, 1, marks=pytest.mark.slow)])
+def test_damage_is_refused_or_harmless_or_inside_tensor_data(tmp_path: Path, repeats: int, every: int) -> None:
+    cases = list(all_cases(repeats))[::every]
+    assert {case.folder for case in cases} == WEIGHTS.keys() and len(cases) > 60
+    for name, config in {"model": HF_CONFIG, "other": OTHER}.items():
+        make_folders(tmp_path / name, config)
+    wanted = {name: used(shutil.copytree(tmp_path / "model" / name, tmp_path / "whole" / name)) for name in WEIGHTS}
+    seen = {case: outcome(case, tmp_path, wanted[case.folder], tmp_path / "scratch") for case in cases}
+    assert {case: what for case, what in seen.items() if what not in case.allowed} == {}
+    print(Counter((case.manifest, what) for case, what in seen.items()))

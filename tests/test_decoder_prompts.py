@@ -136,7 +136,7 @@ def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
     assert again.n_reused == len(again.prompt) - 1 and max(n for _, n in target.ran) == 3
 
 
-def test_a_prompt_takes_the_row_that_shares_half_or_the_one_left_longest_ago():
+def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ago():
     runner = witness_runner(3)
     decoder = Decoder(runner, reuses=True)
 
@@ -151,7 +151,8 @@ def test_a_prompt_takes_the_row_that_shares_half_or_the_one_left_longest_ago():
     assert [row_of([n] * 8) for n in (1, 2, 3)] == [(0, 0), (1, 0), (2, 0)]
     assert row_of([2] * 8 + [4]) == (1, 8)
     assert row_of([1, 1, 5, 5, 5, 5]) == (0, 2)  # left longest ago, and of what it holds the beginning is the same
-    assert row_of([2, 2, 6, 6, 6]) == (2, 0)  # row 1 shares less than half, and was left later
+    assert row_of([2, 2, 6, 6, 6]) == (2, 0)  # row 1 holds less than half of it, and was left later
+    assert row_of([2, 2, 2]) == (1, 2)
 
 
 def test_a_row_holds_nothing_behind_its_prompt():

@@ -1,11 +1,15 @@
 """The built-in default model on its own book, against transformers' reading of the same GGUF file."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, python
+from rank_jobs import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert_hf_checkpoint import convert
 from engine import ModelRunner, SelfSpeculation, generate
 from engine.bench.data import load_books
 from kv_cache import FullKVCache, StreamingKVCache
@@ -23,6 +27,9 @@ PERPLEXITY_TOKENS = 1000
 # It is 21; rotary pairs in the other layout give over 400.
 MAX_PERPLEXITY = 60
 NEW_TOKENS = 24
+# On two ranks: heads do not divide by them, and a draft model without four layers lies on one.
+SIZES = "--B 2 --prefix_len 1000 --gen_len 32 --gamma 3 --streamingllm_budget 128"
+COUPLED = "--temperature 0.6 --verification coupled --seed 3"
 MIXED_TEXT = """CHAPTER XXIII. "My dear Mr. Bennet," said his lady -- 'have you heard...?'
   In 1813 it cost 18s.; 3 vols. at $1,234.56 (or 99.9%) isn't cheap!\t\tE=mc^2; naïve café, “quotes” — 日本語 🙂
 
@@ -93,3 +100,16 @@ def test_self_speculation_equals_the_baseline(model: Transformer, tokenizer: Tok
     accepted = [row.accepted for row in speculative.stats.rows]
     assert all(accepted), "drafts of the same weights are right now and then"
     assert accepted[0] != accepted[1], "the rows are meant to accept different numbers of drafts"
+
+
+@pytest.mark.parametrize("script,more", [("selfspec", ""), ("longspec", ""), ("longspec", COUPLED)])
+def test_two_ranks_emit_the_tokens_of_one_process(script: str, more: str, gguf_name: str, tmp_path: Path) -> None:
+    flags, on_two = f"{SIZES} {more}".split(), ["--rank_group", "0", "1"]
+    if script == "longspec":
+        draft = convert(DEFAULT_CHECKPOINT, tmp_path / "draft", layers_to_drop=(4, 5, 16, 17))
+        flags += ["--target", str(DEFAULT_CHECKPOINT / "model.pth"), "--model", str(draft)]
+        on_two += ["--draft_ranks", "0"]
+    one = python(ROOT / "tests" / f"{script}_benchmark.py", *flags).record
+    two = on_two_ranks(tmp_path, script, [*flags, *on_two]).record
+    assert two["tokens_sha256"] == one["tokens_sha256"] and two["tensor_parallel"] == 2
+    assert max(two["peak_memory_bytes_per_rank"]) < one["peak_memory_bytes_per_rank"][0]

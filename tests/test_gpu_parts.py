@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import fake_flash_attn
+import gpu_correctness as correctness
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
@@ -17,7 +18,7 @@ from engine.noise import in_passes
 from models.attention.flash_backend import FA3, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
-from reproduce.gpu_parts import bandwidth, correctness, launch_gaps, speculation
+from reproduce.gpu_parts import bandwidth, launch_gaps, speculation
 from reproduce.gpu_parts.cells import Options
 from reproduce.gpu_parts.devices import Named
 from reproduce.gpu_parts.supervisor import PARTS, cells_of

@@ -117,8 +117,12 @@ def test_cpu_summaries_and_peers(tmp_path):
     summary = {"benchmark": "cpu_selfspec_summary", "B": 8, "prefix_len": 7500, "gamma": 3, "draft_dtype": "bfloat16"}
     summary |= {"verification": "greedy", "draft_budget": 512, "pairs": 5, "gpu": None}
     summary |= {"median": {"speedup": 1.456, "round_ms": 474.4, "draft_step_ms": None}}
-    page_of(tmp_path, summary, {"benchmark": "cpu_selfspec", "speedup": 9.99}, file="cpu_fast_path.jsonl")
+    rows = [{"way": "plain", "speedup": 9.99}, {"way": "b=64 g=1", "draft_budget": 64, "gamma": 1, "speedup": 1.234}]
+    cell = {"benchmark": "gamma_cell", "B": 8, "prefix_len": 2000, "repeats": 7, "rows": rows}
+    page_of(tmp_path, summary, {"benchmark": "cpu_selfspec", "speedup": 9.99}, cell, file="cpu_fast_path.jsonl")
     peers = {"benchmark": "cpu_peers", "B": 1, "prefix_len": 2000, "step_ms: ours": 38.51}
     text = section(page_of(tmp_path, peers, file="cpu_peers.jsonl"), "CPU")
-    assert all(shown in text for shown in ("1.46", "474.40", "| 2000 | 1 | 38.5 |", "a CPU, 2 cores", NONE))
+    assert all(
+        shown in text for shown in ("1.46", "474.40", "| 2000 | 1 | 38.5 |", "1.23 |", " | 7 |", "a CPU, 2 cores", NONE)
+    )
     assert "9.99" not in text

@@ -1,9 +1,7 @@
 """reproduce/sweep.py: every cell is recorded once, whatever kills the runner; failures, time limits, Ctrl-C."""
 
 import json
-import multiprocessing
 import os
-import random
 import re
 import signal
 import socket
@@ -11,19 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from programs import python
+from sweep_processes import fork, processes_of, wait_until
 
 from common import cli
 from common.checkout import ROOT
 from common.errors import ConfigError
-from common.exit import exit_on_user_error
-from reproduce import kill_sweep, sweep
+from reproduce import sweep
 from reproduce.sweeping import child, runner
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.guardian import die_with
@@ -83,19 +80,6 @@ def lines_of(output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def fork(act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
-    """A process that does it, without the seconds that a new Python takes to import torch."""
-
-    def run() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with open(said, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
-            exit_on_user_error(act)
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    return psutil.Process(process.pid)
-
-
 def fork_hanging(script: Path, act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
     """The same of a runner, once its cell hangs."""
     process = fork(act, said)
@@ -105,18 +89,6 @@ def fork_hanging(script: Path, act: Callable[[], object], said: Path | str = os.
 
 def run_sweep(*words: str) -> None:
     sweep.main(cli.read(sweep.Flags, words, "sweep.py"))
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 15) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.005)
-
-
-def processes_of(script: Path) -> list[psutil.Process]:
-    found = psutil.process_iter(["cmdline"])
-    return [process for process in found if str(script) in (process.info["cmdline"] or [])]
 
 
 def guardian_of(script: Path) -> psutil.Process:
@@ -242,12 +214,6 @@ def test_ctrl_c_says_what_is_done_and_how_to_go_on(script, output, tmp_path):
     assert f"interrupted: 1 of 2 cells have a row in {output}; how=hang was cut off" in text
     assert text.endswith("run the same command again to go on\n") and "Traceback" not in text
     assert len(lines_of(output)) == 1 and not processes_of(script)
-
-
-def test_after_kill_9_the_rows_are_those_of_an_undisturbed_run(tmp_path):
-    cells, rng = kill_sweep.sleepers(10, 2000), random.Random(0)
-    seen = kill_sweep.disturb(cells, 5, rng, tmp_path, lambda output: fork(lambda: run_cells(cells, output)))
-    assert seen["kills"] == 5 and not any(seen[name] for name in (*kill_sweep.WRONG, "survivors")), seen
 
 
 def test_a_sweep_by_flags(script, output, capsys):

@@ -9,7 +9,6 @@ import pytest
 
 from common.errors import ConfigError
 from common.jsonl import append_record, read_lines
-from reproduce import kill_sweep
 from reproduce.sweeping import runner
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.child import Outcome, last_words, read_object
@@ -94,26 +93,6 @@ def test_the_last_row_of_a_cell_counts(output):
     for row in (row_of(first, "failed"), row_of(second), row_of(first)):
         append_record(str(output), row)
     assert read_rows(output) == {first.key: row_of(first), second.key: row_of(second)}
-
-
-def test_the_comparison_of_rows_notices_what_is_wrong(tmp_path):
-    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    rows = [row_of(cell) | {"seconds": 1, "started": "now"} for cell in CELLS]
-    write(good, *rows)
-    torn = '{"key'
-    for lines, rest, wrong in (
-        ([row | {"seconds": 2, "started": "later"} for row in rows], "", {}),
-        (rows[:2], "", {"lost": 1, "out_of_order": 1}),
-        ([*rows, rows[2]], "", {"twice": 1, "out_of_order": 1}),
-        ([rows[1], rows[0], rows[2]], "", {"out_of_order": 1}),
-        ([rows[0] | {"status": "failed"}, *rows[1:]], "", {"changed": 1}),
-        (rows, torn, {"changed": 1}),
-        ([rows[0], torn, *rows[1:]], "", {}),
-    ):
-        write(bad, *lines)
-        bad.write_text(bad.read_text() + rest)
-        found = kill_sweep.differences(CELLS, bad, good)
-        assert {name: count for name, count in found.items() if count} == wrong
 
 
 def test_the_time_left_is_unknown_until_a_cell_went_well():

@@ -44,7 +44,6 @@ class Shape(NamedTuple):
         return q.to(options.dtype), cache.positions[:, -n_token:].clone()
 
 
-LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128)
 # Where a layer reads so much, a kernel has no excuse.
 LARGE_BYTES = 250_000_000
 # So many equal layers in turn that the second-level cache holds none when its turn comes, even in 4 bits.

@@ -19,9 +19,10 @@ from reproduce.gpu_parts.cells import ERROR, Cell, Options, Record, run_cells
 from reproduce.sweeping.child import run_child
 
 # By the letter of a part its module, and at most which share of the time limit it has; in the order in which they run:
-# what comes last is what can best be missed.
-PARTS = {"a": ("correctness", 0.25), "b": ("bandwidth", 0.25), "c": ("speculation", 0.45)}
-PARTS |= {"e": ("launch_gaps", 0.15), "d": ("speculation", 1.0)}
+# what comes last is what can best be missed. What can fail is among the tests.
+HERE = "reproduce.gpu_parts."
+PARTS = {"a": ("gpu_correctness", 0.25), "b": (HERE + "bandwidth", 0.25), "c": (HERE + "speculation", 0.45)}
+PARTS |= {"e": (HERE + "launch_gaps", 0.15), "d": (HERE + "speculation", 1.0)}
 WORKER = ("-m", "reproduce.gpu_parts.supervisor")
 # The exit code that asks to be started again behind the last cell: the device no longer works in this process.
 RESTART = 75
@@ -49,14 +50,14 @@ class Task:
 
 def cells_of(part: str, options: Options, share: tuple[int, int] = (0, 1)) -> list[Cell]:
     """A part's cells; of a share (first, n) every n-th."""
-    (first, n_share), module = share, importlib.import_module(f"reproduce.gpu_parts.{PARTS[part][0]}")
+    (first, n_share), module = share, importlib.import_module(PARTS[part][0])
     return [cell for cell in module.cells(options) if cell.part == part][first::n_share]
 
 
 def work() -> None:
     """Run the cells of the task that the command line has."""
     task = json.loads(sys.argv[1])
-    sys.path.append(str(ROOT / "tests"))  # for the attention cases of the tests
+    sys.path.append(str(ROOT / "tests"))
     cells = cells_of(task["part"], Options(**task["options"]), task["share"])[task["start"] :]
     went_on = run_cells(cells, task["deadline"], lambda record: print(json.dumps(record), flush=True))
     sys.exit(0 if went_on else RESTART)

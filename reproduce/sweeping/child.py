@@ -17,7 +17,6 @@ from common.checkout import ROOT
 
 GUARDIAN = Path(__file__).parent / "guardian.py"
 LAST_LINES, LAST_COLUMNS = 8, 500
-ON_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 STDOUT_FOLLOWS = "\n--- stdout ---\n"
 # How long output may be on its way after the end. A process that a child without its guardian left may hold the pipe.
 LAST_OUTPUT_SECONDS = 5.0

@@ -1,6 +1,4 @@
-"""Rules that choose drafter and gamma before every round, simulated on recorded costs, against an oracle.
-
-    python reproduce/pacing_rules.py --seeds 20
+"""The rule that chooses drafter and gamma before every round, simulated on recorded costs, against an oracle.
 
 The costs are the medians of those that `gamma_cell.py` measured before its runs of `auto budget`, of several budgets at
 five sizes, and those of a draft model that hardly pays. A scenario decodes a text whose stretches have acceptance rates
@@ -11,7 +9,6 @@ its tokens per ms as a share of that. A score above 1 is luck.
 import itertools
 import json
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,36 +16,28 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import pytest
 
-import common.startup
-
-from common import cli
-from common.errors import require_at_least
-from common.jsonl import publish, read_lines, require_appendable
-from common.provenance import provenance
-from common.tables import Column, console
+from common.checkout import ROOT
+from common.jsonl import read_lines
 from engine.acceptance import AcceptanceRate
-from engine.bench.config import Output
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
-from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from reproduce.paper.auto_against_fixed import AUTO_BUDGET, runs_of
 
-COSTS = Path(__file__).parent / "results" / "cost_model.jsonl"
-SCENARIOS = Path(__file__).with_suffix(".json")
+SCENARIOS = Path(__file__).with_name("pacing_scenarios.json")
+RESULTS = ROOT / "reproduce" / "results"
 GAMMAS = range(7)
 # Draft positions a row that were verified of each drafter while costs were measured.
 VERIFIED = 8
-# The draft model's size among those of COSTS.
+# The draft model's size among the recorded ones.
 PAIR = (4, 1500)
-RULES: dict[str, Callable[[Sequence[Drafter], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
+RULES: dict[str, Callable[[Sequence[Any], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
     "adaptive": Adaptive,
 }
-COLUMNS = (Column("scenario", "share of the oracle", align="<"), *(Column(rule, rule, ".3f") for rule in RULES))
 
 
 @dataclass(frozen=True)
@@ -73,22 +62,44 @@ class Scenario:
         alphas = next(alphas for end, (_, alphas) in zip(ends, self.stretches, strict=True) if position < end)
         return max(0.0, alphas[drafter] - self.spread), min(1.0, alphas[drafter] + self.spread)
 
+    def n_accepted(self, choice: Choice, position: float, rng: random.Random) -> int:
+        if choice.drafter is None:
+            return 0
+        rate = rng.choice(self.rates(choice.drafter, position))
+        return next(n for n in itertools.count() if n == choice.gamma or rng.random() >= rate)
+
+    def seen(self, drafter: int, rng: random.Random) -> AcceptanceRate | None:
+        """What was accepted while costs were measured."""
+        rate, n = (self.measured or self.stretches[0][1])[drafter], VERIFIED * self.rows
+        return None if rate is None else AcceptanceRate(sum(rng.random() < rate for _ in range(n)) / n, n)
+
+    def oracle_ms(self, costs: Sequence[Costs]) -> float:
+        position, ms = 0, 0.0
+        for n_tokens, _ in self.stretches:
+            per_token = [costs[0].plain_ms]
+            for (drafter, one), gamma in itertools.product(enumerate(costs), GAMMAS[1:]):
+                tokens = fmean(tokens_per_round(rate, gamma) for rate in self.rates(drafter, position))
+                per_token.append(one.round_ms(gamma) / tokens)
+            ms += n_tokens * min(per_token)
+            position += n_tokens
+        return ms
+
 
 def recorded_costs() -> dict[tuple[int, int], list[Costs]]:
     """By (rows, context), from the largest budget to the smallest, while all rows decode."""
     found = {}
-    for run in runs_of([line["record"] for _, line in read_lines(COSTS)]):
+    for run in runs_of([line["record"] for _, line in read_lines(RESULTS / "cost_model.jsonl")]):
         by_way, n_rows = {row["way"]: row for row in run["rows"]}, run["B"]
         if AUTO_BUDGET in by_way:
             each = by_way[AUTO_BUDGET]["measured_costs"]
             of_all_rows = ([one for one in costs if one.get("rows", n_rows) == n_rows] for costs in each)
-            found[n_rows, run["prefix_len"]] = [_median(runs) for runs in zip(*of_all_rows, strict=True)]
-    pairs = (line for _, line in read_lines(COSTS.with_name("old_new_pairs.jsonl")))
+            found[n_rows, run["prefix_len"]] = [medians(runs) for runs in zip(*of_all_rows, strict=True)]
+    pairs = (line for _, line in read_lines(RESULTS / "old_new_pairs.jsonl"))
     runs = [run["measured_costs"][0] for run in pairs if run["draft_model"] and run["measured_costs"]]
-    return found | {PAIR: [_median([run for run in runs if run["gammas"][-1] == GAMMAS[-1]])]}
+    return found | {PAIR: [medians([run for run in runs if run["gammas"][-1] == GAMMAS[-1]])]}
 
 
-def _median(runs: Sequence[dict]) -> Costs:
+def medians(runs: Sequence[dict]) -> Costs:
     plain, draft, other = (median(run[key] for run in runs) for key in ("plain_ms", "draft_ms", "other_ms"))
     verify = tuple(map(median, zip(*(run["verify_ms"] for run in runs), strict=True)))
     return Costs(plain, tuple(runs[0]["gammas"]), verify, draft, other)
@@ -97,16 +108,16 @@ def _median(runs: Sequence[dict]) -> Costs:
 def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) -> float:
     """Tokens per ms as a share of the oracle's."""
     rng, copies = random.Random(seed), tuple(scenario.size) != PAIR
-    stand_in: Any = SimpleNamespace(gamma=3, verification_cache=copies or None)
+    stand_in = SimpleNamespace(gamma=3, verification_cache=copies or None)
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
-    given = [replace(one, acceptance=_measured(scenario, index, rng)) for index, one in enumerate(costs)]
+    given = [replace(one, acceptance=scenario.seen(index, rng)) for index, one in enumerate(costs)]
     pacing = RULES[rule]([stand_in] * n_drafters, {scenario.rows: given}, GAMMAS)
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
         choice = pacing.choose(scenario.rows) or PLAIN
-        accepted = [_n_accepted(scenario, choice, position, rng) for _ in range(scenario.rows)]
+        accepted = [scenario.n_accepted(choice, position, rng) for _ in range(scenario.rows)]
         round_ms = costs[0].plain_ms
         n_rounds += 1
         if (index := choice.drafter) is not None:
@@ -117,53 +128,19 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
         emitted = 1 + fmean(accepted)
         ms += round_ms * min(1.0, (length - position) / emitted)
         position += emitted
-    return oracle_ms(scenario, costs) / ms
+    return scenario.oracle_ms(costs) / ms
 
 
-def _measured(scenario: Scenario, drafter: int, rng: random.Random) -> AcceptanceRate | None:
-    rate = (scenario.measured or scenario.stretches[0][1])[drafter]
-    if rate is None:
-        return None
-    n = VERIFIED * scenario.rows
-    return AcceptanceRate(sum(rng.random() < rate for _ in range(n)) / n, n)
-
-
-def _n_accepted(scenario: Scenario, choice: Choice, position: float, rng: random.Random) -> int:
-    if choice.drafter is None:
-        return 0
-    rate = rng.choice(scenario.rates(choice.drafter, position))
-    return next(n for n in itertools.count() if n == choice.gamma or rng.random() >= rate)
-
-
-def oracle_ms(scenario: Scenario, costs: Sequence[Costs]) -> float:
-    position, ms = 0, 0.0
-    for n_tokens, _ in scenario.stretches:
-        per_token = [costs[0].plain_ms]
-        for (drafter, one), gamma in itertools.product(enumerate(costs), GAMMAS[1:]):
-            tokens = fmean(tokens_per_round(rate, gamma) for rate in scenario.rates(drafter, position))
-            per_token.append(one.round_ms(gamma) / tokens)
-        ms += n_tokens * min(per_token)
-        position += n_tokens
-    return ms
-
-
-@dataclass(frozen=True)
-class Flags(Output):
-    seeds: int = 20  # how often every scenario is decoded by every rule
-
-
-def main(flags: Flags) -> None:
-    require_at_least("seeds", flags.seeds, 1)
-    require_appendable(flags.output)
-    costs, rows = recorded_costs(), list[dict]()
+@pytest.mark.parametrize("n_seeds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_rule_comes_near_an_oracle_where_nothing_fixed_does(n_seeds: int) -> None:
+    """In every scenario, and in the mean of all; -rP shows the scores."""
+    costs, shares = recorded_costs(), dict[str, dict[str, float]]()
     for scenario in [Scenario(**each) for each in json.loads(SCENARIOS.read_text())]:
         own = costs[*scenario.size]
-        shares = {rule: fmean(score(rule, scenario, own, seed) for seed in range(flags.seeds)) for rule in RULES}
-        rows.append({"scenario": scenario.name, **{rule: round(share, 4) for rule, share in shares.items()}})
-    rows.append({"scenario": "mean", **{rule: round(fmean(row[rule] for row in rows), 4) for rule in RULES}})
-    record = {"benchmark": "pacing_rules", "seeds": flags.seeds, "rows": rows, **provenance()}
-    publish(flags.output, record, console(rows, COLUMNS, indent=""))
-
-
-if __name__ == "__main__":
-    cli.run_alone(main, Flags)
+        each = {rule: fmean(score(rule, scenario, own, seed) for seed in range(n_seeds)) for rule in RULES}
+        print(scenario.name, each)
+        shares[scenario.name] = each
+    mean = {rule: fmean(each[rule] for each in shares.values()) for rule in RULES}
+    print(mean)
+    assert mean["adaptive"] > 0.95 and max(mean["plain"], mean["gamma 3"]) < 0.85
+    assert min(each["adaptive"] for each in shares.values()) > 0.85

@@ -1,4 +1,7 @@
-"""Part a of reproduce/gpu.py: attention against float64, random numbers, quantised layers, replayed rounds."""
+"""What has to hold on a device: attention against float64, random numbers, quantised layers, replayed rounds.
+
+The cells of part a of reproduce/gpu.py, which records them; test_gpu_correctness.py runs them on this machine.
+"""
 
 import itertools
 import math
@@ -25,12 +28,13 @@ from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, D
 from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
-from reproduce.gpu_parts.bandwidth import LLAMA_31_8B
+from reproduce.gpu_parts.bandwidth import Shape
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
 from reproduce.gpu_parts.devices import Named, backends, ours
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128)
 TOKENS = (1, 2, 4, 8, 16)
 STORAGES = (None, torch.int8, torch.float8_e4m3fn)
 # Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
