@@ -88,6 +88,8 @@ class Scheduler:
         self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
         self._waiting: deque[Asked] = deque()
         self._running: dict[int, Asked] = {}
+        # Of all rounds so far; between: neither a round nor a prefill, while something decodes.
+        self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
 
     def submit(self, request: Asked) -> None:
         self._inbox.put(request)
@@ -112,13 +114,17 @@ class Scheduler:
     def run(self) -> None:
         """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
         while True:
+            began, was_idle, prefilled = time.perf_counter(), not self._running, self._decoder.prefill_seconds
             orders = self._ranks.shared(self._orders)
             if orders.stop:
                 return
             self._obey(orders)
-            if self._running:
-                self._decoder.step()
+            done = self._decoder.step() if self._running else None
             self._tell_new()
+            if done is not None:
+                rest = time.perf_counter() - began - done.seconds - (self._decoder.prefill_seconds - prefilled)
+                self.n_rounds, self.round_seconds = self.n_rounds + 1, self.round_seconds + done.seconds
+                self.between_seconds += 0 if was_idle else rest
 
     def _orders(self) -> Orders:
         """What came in meanwhile; while there is nothing to decode, this waits for it."""

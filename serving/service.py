@@ -56,6 +56,10 @@ class Service:
         self.metrics.show("tgi_queue_size", "Requests that wait for a row", lambda: scheduler.n_waiting)
         self.metrics.show("tgi_batch_current_size", "Requests in a row", lambda: scheduler.n_running)
         self.metrics.show("foretoken_rows", "Rows", lambda: self._rows)
+        self.metrics.show("foretoken_rounds", "Rounds so far", lambda: scheduler.n_rounds)
+        self.metrics.show("foretoken_round_seconds", "Seconds of rounds so far", lambda: scheduler.round_seconds)
+        between = "Seconds so far in which something decodes, but in no round and no prefill"
+        self.metrics.show("foretoken_between_seconds", between, lambda: scheduler.between_seconds)
         self.metrics.show("foretoken_kv_use", "Share of the KV entries that running requests hold", self._kv_use)
 
     def begin(self) -> None:

@@ -1,0 +1,205 @@
+"""The server under load: speculation beside plain rounds of the same server, and beside any other server.
+
+    python reproduce/serve_load.py --output reproduction/serve_load.jsonl
+    python reproduce/serve_load.py --clients 8 --turns 6
+    python reproduce/serve_load.py --clients 8 --peer http://127.0.0.1:8123 --peer_model /tmp/smollm2
+
+Starts the server with the flags of --server; so many clients ask /v1/completions, each its next request when
+the last one is answered. Every phase is run plainly, with speculation, and by the peer, in the other order every other
+time. Prompts are stretches of a book of which no two begin with the same token, and before a phase the server's rows
+are made to forget the last one's; with --turns a client goes on behind its own prompt and answer, of which the server
+reuses what its row holds. Last come plain rounds over HTTP beside those of a Decoder in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise, product
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+from tyro.conf import arg
+
+from common import cli
+from common.errors import DataError, flag, require_at_least
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from common.tables import Column, console
+from engine.bench.config import Output
+from reproduce.paper.published import Record
+from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
+from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches
+from serving.serve import Serve
+
+if TYPE_CHECKING:
+    from engine import Decoder
+
+# By number of clients and mode.
+Phases = dict[int, dict[str, list[Phase]]]
+BENCHMARK = "serve_load"
+OURS = PLAIN, SPECULATION = "plain", "speculation"
+# Tokens of what makes a row forget, and streams over HTTP beside those of a Decoder.
+SHORT, STREAMS = 8, 8
+NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation leaves as it is: decode tok/s is of rounds alone."
+COLUMNS = [
+    *(Column("clients", "clients"), Column("mode", "rounds", align="<"), Column("requests", "requests")),
+    *(Column("errors", "errors"), Column("requests_per_second", "a second", ".2f")),
+    *(Column("output_tokens_per_second", "tok/s", ".1f"), Column("speedup", "over plain", ".2f")),
+    *(Column("decode_tokens_per_second", "decode tok/s", ".1f"), Column("decode_speedup", "over plain", ".2f")),
+    *(Column("ttft_ms_p50", "first token, ms: p50", ".0f"), Column("ttft_ms_p99", "p99", ".0f")),
+    *(Column("tpot_ms_p50", "per token, ms: p50", ".0f"), Column("tpot_ms_p99", "p99", ".0f")),
+    *(Column("accepted_share", "accepted", ".3f"), Column("tokens_per_round", "tokens per round", ".2f")),
+    *(Column("reused_prompt_tokens", "reused"), Column("identical_answers", "as plain")),
+    Column("between_share", "between rounds", ".1%"),
+]
+OVER_HTTP = [
+    *(Column("streams", "streams"), Column("step_ms_http", "step over HTTP, ms", ".1f")),
+    *(Column("step_ms_in_process", "without a server, ms", ".1f"), Column("http_over_in_process", "ratio", ".3f")),
+]
+
+
+@dataclass(frozen=True)
+class Flags:
+    clients: tuple[int, ...] = (1, 8, 32)  # that ask at the same time
+    turns: int = 1  # requests of a conversation
+    requests: int = 16  # of a phase, in which each client has at least one conversation
+    repeats: int = 2  # phases of each kind
+    seconds: float = 720  # once so many have gone, no more phases begin
+    shortest: int = 1000  # tokens of a prompt
+    longest: int = 4000  # tokens of a prompt
+    gen_len: int = 64  # new tokens of a request
+    temperature: float = 0.0  # 0 is greedy; else each request has a seed of its own
+    in_process: int = 5  # pairs of plain rounds over HTTP and of a Decoder in this process; 0: none
+    dataset: str = "default"  # what prompts are cut from, as of the benchmarks
+    server: tuple[str, ...] = ("draft_weights=int4", "draft_budget=1024")  # flags of `python -m serving`: NAME=VALUE
+    peer: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """address of another server with OpenAI's /v1/completions"""
+    peer_model: str = "default"  # what the peer calls its model
+    peer_name: str = "peer"  # what the record calls the peer
+    output: Output = field(default_factory=Output)
+
+    def check(self) -> None:
+        """Errors: ConfigError."""
+        least = {"turns": 1, "requests": 1, "repeats": 1, "shortest": SHORT, "longest": self.shortest, "gen_len": 2}
+        for name, value in (least | {"in_process": 0}).items():
+            require_at_least(name, getattr(self, name), value)
+        require_at_least("clients", min(self.clients), 1)
+        require_appendable(self.output.output)
+
+    def n_talks(self, n_clients: int) -> int:
+        """Conversations of a phase."""
+        return max(n_clients, -(-self.requests // self.turns))
+
+
+def prompt_maker(flags: Flags, serve: Serve) -> tuple[Callable[[int], str], Callable[[str], list[int]]]:
+    """What gives a new prompt of so many tokens, and what gives a prompt's token ids. Errors: UserError."""
+    from engine.bench.data import load_books
+    from models.checkpoints.model_source import find_model
+
+    target, n_rows, n_pairs = serve.target, serve.batch.max_batch, flags.repeats * len(flags.clients)
+    tokenizer = find_model(target.model, target.load_format, target.model_name, flag("model")).tokenizer()
+    ids = tokenizer.encode(next(load_books(flags.dataset)), add_bos=False)
+    n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients)) + STREAMS
+    cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
+    return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens]), tokenizer.encode
+
+
+def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: int, put_off: list[DataError]) -> Phases:
+    """Every phase that there was time for. put_off: takes what a run outlives. Errors: DataError for a server that does
+    not answer at all."""
+    began, how = time.monotonic(), {"max_tokens": flags.gen_len, "temperature": flags.temperature}
+    endpoints = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in OURS}
+    if flags.peer is not None:
+        endpoints[flags.peer_name] = Endpoint(flags.peer, how | {"model": flags.peer_model})
+    for endpoint in endpoints.values():  # what is done for the first time takes longer
+        for error in failed(asyncio.run(load(endpoint, [new_prompt(SHORT)], 1)).answers):
+            raise error
+    lengths, modes = spread(flags.shortest, flags.longest), list(endpoints)
+    phases: Phases = {n: {mode: [] for mode in modes} for n in flags.clients}
+    for repeat, (place, n_clients) in product(range(flags.repeats), enumerate(flags.clients)):
+        if time.monotonic() - began > flags.seconds:
+            say(f"{flags.seconds:g} seconds are over after {repeat} repeats with {n_clients} clients")
+            continue
+        prompts = [new_prompt(length) for length in islice(lengths, flags.n_talks(n_clients))]
+        for mode in modes[:: -1 if (repeat + place) % 2 else 1]:
+            if mode in OURS:  # the last phase's rows
+                asyncio.run(load(endpoints[mode], [new_prompt(SHORT) for _ in range(n_rows)], 1))
+            phase = asyncio.run(load(endpoints[mode], prompts, n_clients, flags.turns))
+            phases[n_clients][mode].append(phase)
+            put_off += failed(phase.answers)
+            say(f"{n_clients} clients, {mode}: {len(phase.answers)} requests in {phase.seconds:.1f} s")
+    return {n: of_modes for n, of_modes in phases.items() if of_modes[PLAIN]}
+
+
+def full_steps(decoder: Decoder, prompts: Sequence[Sequence[int]], gen_len: int) -> list[float]:
+    """Seconds from one step's end to the next one's, while all requests decode."""
+    from engine import Request
+
+    for prompt in prompts:
+        decoder.submit(Request(prompt, gen_len))
+    ends = []
+    while (done := decoder.step()) is not None:
+        if done.busy == len(prompts):
+            ends.append(time.perf_counter())
+    return [after - before for before, after in pairwise(ends)]
+
+
+def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], ids: list[list[int]]) -> Record:
+    """Medians of a plain step while all these decode: streamed by the server, and by a Decoder in this process, in
+    turns; both reuse the prompts' KV. Errors: UserError."""
+    from engine import Decoder
+    from serving.opening import open_session
+
+    session, pacing = open_session(serve.config(), serve.batch.max_batch, serve.batch.max_length)
+    decoder, pacing.is_plain = Decoder(session.runner, pacing, reuses=True), True
+    endpoint = Endpoint(url, {"max_tokens": flags.gen_len, "temperature": 0, "speculate": False})
+    turns: dict[str, Callable[[], list[float]]] = {
+        "http": lambda: full_gaps(asyncio.run(load(endpoint, prompts, len(prompts))).answers),
+        "in_process": lambda: full_steps(decoder, ids, flags.gen_len),
+    }
+    ms: dict[str, list[float]] = {name: [] for name in turns}
+    for pair in range(1 + flags.in_process):
+        for name in sorted(turns, reverse=pair % 2 == 0):
+            ms[name].append(1e3 * median(turns[name]()))
+    http, alone = (ms[name][1:] for name in turns)  # behind the pair that prefills
+    found = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
+    return found | {"http_over_in_process": median(map(operator.truediv, http, alone))}
+
+
+def main(flags: Flags) -> None:
+    from engine.bench.record import rounded
+
+    flags.check()
+    serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
+    serve.config()  # which checks it
+    (new_prompt, ids_of), put_off = prompt_maker(flags, serve), list[DataError]()
+    with served(words) as url:
+        phases, overhead = run_load(flags, url, new_prompt, serve.batch.max_batch, put_off), None
+        if flags.in_process:
+            n_streams, lengths = min(STREAMS, serve.batch.max_batch), spread(flags.shortest, flags.longest)
+            prompts = [new_prompt(length) for length in islice(lengths, n_streams)]
+            overhead = without_http(flags, serve, url, prompts, list(map(ids_of, prompts)))
+    rows = [
+        {"clients": n, "mode": mode, **beside(of_modes[PLAIN], own)}
+        for n, of_modes in phases.items()
+        for mode, own in of_modes.items()
+    ]
+    said = {name: value for name, value in asdict(flags).items() if name != "output"}
+    record = {"benchmark": BENCHMARK, **said, "rows": rows, "overhead": overhead, **provenance()}
+    texts = [console(rows, COLUMNS), NOTE, *([console([overhead], OVER_HTTP)] if overhead else [])]
+    publish(flags.output.output, rounded(record), *texts, put_off=put_off)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

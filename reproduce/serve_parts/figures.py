@@ -1,0 +1,85 @@
+"""What a load on a server comes to: rates, percentiles, and what rounds took. And the prompts that it is made of."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
+
+import numpy
+
+from common.errors import DataError, flag
+from reproduce.paper.published import Record
+from reproduce.serve_parts.clients import COUNTED, Answer, Phase
+
+
+def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
+    """Of a text, at about even distances; no two begin with the same token. Errors: DataError."""
+    seen: set[int] = set()
+    for index in range(n):
+        starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
+        start = next((start for start in starts if ids[start] not in seen), None)
+        if start is None:
+            required = f"{n} stretches of {longest} that begin differently"
+            where, fix = f"{flag('dataset')}, {flag('longest')}", "give more text, or shorten the prompts"
+            raise DataError("too little text for the prompts", where, f"{len(ids)} tokens", required, fix)
+        seen.add(ids[start])
+        yield list(ids[start : start + longest])
+
+
+def spread(shortest: int, longest: int) -> Iterator[int]:
+    """Lengths without end, of which any few in a row are spread evenly."""
+    return (shortest + int((longest - shortest) * (index * (math.sqrt(5) - 1) / 2 % 1)) for index in count(1))
+
+
+def summary(phases: Sequence[Phase]) -> Record:
+    """Of all requests of phases of one kind. tpot: of tokens behind a request's first one. decode: while rounds run,
+    by the server's own clock, if it has one."""
+    answers = [answer for phase in phases for answer in phase.answers]
+    good, seconds = [answer for answer in answers if answer.error is None], sum(phase.seconds for phase in phases)
+    n_decoded, n_rounds, in_rounds, between = (sum(one.counters.get(name, 0) for one in phases) for name in COUNTED)
+    said = [answer.said for answer in good if answer.said]
+    timings = {name: sum(one["timings"][name] for one in said) for name in ("prompt_n", "cache_n", "predicted_n")}
+    drafts = {name: sum(one["speculation"][name] for one in said) for name in ("rounds", "drafted", "accepted")}
+    longer = [one for one in good if one.n_tokens > 1]
+    return {
+        "requests": len(answers),
+        "errors": len(answers) - len(good),
+        "seconds": seconds,
+        "requests_per_second": len(good) / seconds,
+        "output_tokens": sum(one.n_tokens for one in good),
+        "output_tokens_per_second": sum(one.n_tokens for one in good) / seconds,
+        "of_each_repeat": [sum(one.n_tokens for one in phase.answers) / phase.seconds for phase in phases],
+        **percentiles("ttft_ms", [one.times[0] - one.asked for one in good]),
+        **percentiles("tpot_ms", [(one.times[-1] - one.times[0]) / (one.n_tokens - 1) for one in longer]),
+        "prompt_tokens": timings["prompt_n"] + timings["cache_n"] if said else None,
+        "reused_prompt_tokens": timings["cache_n"] if said else None,
+        "accepted_share": ratio(drafts["accepted"], drafts["drafted"]),
+        "tokens_per_round": ratio(timings["predicted_n"] - len(said), drafts["rounds"]),
+        "decode_tokens_per_second": ratio(n_decoded - len(said), in_rounds),
+        "round_ms": ratio(1e3 * in_rounds, n_rounds),
+        "between_share": ratio(between, between + in_rounds),
+    }
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> Record:
+    """In ms; None of nothing."""
+    return {f"{name}_p{n}": 1e3 * float(numpy.percentile(seconds, n)) if seconds else None for n in (50, 99)}
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def full_gaps(answers: Sequence[Answer]) -> list[float]:
+    """Seconds between two events of an answer, while none is yet to begin and none has ended."""
+    first, last = max(one.times[0] for one in answers), min(one.times[-1] for one in answers)
+    return [b - a for one in answers for a, b in pairwise(one.times) if first <= a and b <= last]
+
+
+def beside(plain: Sequence[Phase], own: Sequence[Phase]) -> Record:
+    """The same of phases of one kind, and over plain rounds. identical_answers: to those of the same request there."""
+    before, row = summary(plain), summary(own)
+    for name, rate in (("speedup", "output_tokens_per_second"), ("decode_speedup", "decode_tokens_per_second")):
+        row[name] = ratio(row[rate], before[rate])
+    answers, plain_answers = ([one for phase in phases for one in phase.answers] for phases in (own, plain))
+    same = (one.error is None and one.text == other.text for one, other in zip(answers, plain_answers, strict=True))
+    return row | {"identical_answers": sum(same)}
