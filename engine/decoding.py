@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.drafters import Drafter, Shown
-from engine.modes import resolve_mode
+from engine.modes import GREEDY, resolve_mode
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
 from engine.round import Rounds, first_token
@@ -78,7 +78,8 @@ class Decoder:
             what, fix = "a pacing brings its own drafters", "leave out drafter"
             raise ConfigError(what, "drafter, pacing", "both", "one of them", fix)
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
-        self._verification, self._mode = verification, resolve_mode(verification, [])
+        resolve_mode(verification, [])  # refused now
+        self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
@@ -134,8 +135,10 @@ class Decoder:
         `error`; the others go on. Errors: ConfigError if the pacing chooses a gamma that its drafter has not."""
         started = time.perf_counter()
         self._prefill()
-        choosing, n_busy = time.perf_counter(), len(self._rows.busy())
-        choice = self._pacing.choose(n_busy) if n_busy else None
+        choosing, busy = time.perf_counter(), [request for _, request in self._rows.busy()]
+        choice = self._pacing.choose(len(busy)) if busy else None
+        if choice is not None and not all(request.speculate for request in busy):
+            choice = PLAIN
         choice_seconds = time.perf_counter() - choosing
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
@@ -147,9 +150,11 @@ class Decoder:
         return self._run_round(choice, time.perf_counter() - choice_seconds)  # choosing is part of the round
 
     def _prefill(self) -> None:
-        """Prompts into free rows: all of them, or one chunk of one."""
-        is_bounded, ran = self._prefill_tokens is not None, False
-        while self._starting or (self._waiting and not self._rows.is_full() and not (is_bounded and ran)):
+        """Prompts into free rows: all of them, or one chunk of one, and those that fit behind it."""
+        most, n_run = self._prefill_tokens, 0
+        while self._starting or (self._waiting and not self._rows.is_full()):
+            if not self._starting and most is not None and n_run and n_run + len(self._waiting[0].prompt) > most:
+                return
             row, request, chunks = self._starting = self._starting or self._begin(self._waiting.popleft())
             try:
                 n_tokens = next(chunks)
@@ -158,8 +163,8 @@ class Decoder:
                 self._start(row, request, done.value)
                 continue
             self._progress.prefilled(n_tokens)
-            n_held, ran = self._rows.advance(row, n_tokens), True
-            if is_bounded:
+            n_held, n_run = self._rows.advance(row, n_tokens), n_run + n_tokens
+            if most is not None:
                 last = self._last_choice.drafter
                 if last is not None and self._pacing.drafters[last].follows_parts:
                     self._show(last, [(row, request, n_held)])
@@ -185,7 +190,8 @@ class Decoder:
             request.fail(prefilled.bad_position)
         else:
             own = request.sampling, request.id, request.prompt
-            request.emit([first_token(self._runner, self._mode, *own, logits)])
+            mode = GREEDY if request.sampling.greedy else self._mode
+            request.emit([first_token(self._runner, mode, *own, logits)])
             self._note_logprobs(request, request.tokens, logits[None])
             self._progress.emitted(1)
         self._rows.requests[row] = request
@@ -218,9 +224,10 @@ class Decoder:
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         """One round, which began at that time."""
-        whole, busy = self._rounds.batch_for(self._mode, self._filters), self._rows.busy()
+        busy = self._rows.busy()
+        mode, whole = self._rounds.batch_for([request.sampling for _, request in busy], self._mode, self._filters)
         batch = self._rows.gather(whole)
-        round_ = self._rounds.of(choice, batch)
+        round_ = self._rounds.of(choice, batch, mode)
         with self._phase("resume"):
             if choice.drafter is not None:
                 self._show(choice.drafter, [(row, request, request.length) for row, request in busy])

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from models import Transformer
 
-MODES = ("auto", "greedy", "rejection", "coupled")
+GREEDY = "greedy"
+MODES = ("auto", GREEDY, "rejection", "coupled")
 
 
 class Drafts(NamedTuple):
@@ -114,16 +115,16 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
         required = ", ".join(MODES[:-1]) + f" or {MODES[-1]}"
         raise ConfigError("unknown verification mode", where, mode, required, "use auto")
     sampled = [row.temperature for row in params if not row.greedy]
-    if mode == "greedy" and sampled:
+    if mode == GREEDY and sampled:
         what, seen = "greedy verification cannot verify samples", f"greedy at temperature {sampled[0]}"
         where, fix = f"{where} and temperature ({flag('temperature')})", "or the rejection or coupled mode"
         raise ConfigError(what, where, seen, "temperature 0", f"use temperature 0, {fix}")
-    return mode if mode != "auto" else "rejection" if sampled else "greedy"
+    return mode if mode != "auto" else "rejection" if sampled else GREEDY
 
 
 def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> Verification:
     """Of at most `gamma` drafts behind the batch's current tokens, by `model`'s logits."""
-    if mode == "greedy":
+    if mode == GREEDY:
         return Greedy()
     if mode == "rejection":
         return Rejection(batch)

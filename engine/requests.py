@@ -20,7 +20,7 @@ class Request:
 
     id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it. logprobs: a list where
     they are asked for; it gets each token's, the model's own at temperature 1 and without filters, on the rank that
-    decides. n_reused: tokens of the prompt that its row held already.
+    decides. speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held.
     """
 
     prompt: Sequence[int]
@@ -34,6 +34,7 @@ class Request:
     finish_reason: FinishReason = None
     error: str | None = None
     logprobs: list[float] | None = None
+    speculate: bool = True
     n_reused: int = 0
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.graphs import Captured
-from engine.modes import Drafts, verification_in
+from engine.modes import GREEDY, Drafts, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters, SamplingParams
@@ -126,32 +126,35 @@ class Round:
 
 
 class Rounds:
-    """A decoder's rounds, each made once: of every choice and number of rows, for one mode and one set of filters."""
+    """A decoder's rounds, each made once: of every choice and number of rows, mode and set of filters."""
 
     def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         self._runner, self._drafters = runner, drafters
-        self._made_for: tuple[str, Filters] | None = None
-        self._rounds: dict[tuple[Choice, int], Round] = {}
+        self._batches: dict[tuple[str, Filters], tuple[Batch, Captured | None]] = {}
+        self._rounds: dict[tuple[str, Filters, Choice, int], Round] = {}
 
-    def batch_for(self, mode: str, filters: Filters) -> Batch:
-        """All rows; another batch than before, with rounds of its own, where something samples in a new way."""
-        if self._made_for != (mode, filters):
-            self._made_for, self._rounds = (mode, filters), {}
-            self._whole, self._captured = batch_and_parts(self._runner, self._drafters, mode, filters)
-        return self._whole
+    def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
+        """The mode of a round of those rows, and a batch of all rows with their filters; where rounds are captured, so
+        that few are, the mode and filters given, of all requests so far. What others need changes nothing for a row."""
+        if self._runner.graphs is None:
+            mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
+        if (mode, filters) not in self._batches:
+            self._batches[mode, filters] = batch_and_parts(self._runner, self._drafters, mode, filters)
+        return mode, self._batches[mode, filters][0]
 
-    def of(self, choice: Choice, batch: Batch) -> Round:
-        """Errors: ConfigError if the drafter has no such gamma."""
-        kind = choice, len(batch.rows)
+    def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
+        """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
+        gamma."""
+        filters = batch.distribution.filters
+        kind = mode, filters, choice, len(batch.rows)
         if kind not in self._rounds:
             drafter = None if choice.drafter is None else self._drafters[choice.drafter]
             most = 0 if drafter is None else drafter.gamma
             if not 0 <= choice.gamma <= most:
                 required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
                 raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
-            assert self._made_for is not None, "a batch is asked for first"
-            mode, _ = self._made_for
-            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, mode, self._captured)
+            captured = self._batches[mode, filters][1]
+            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, mode, captured)
         return self._rounds[kind]
 
 

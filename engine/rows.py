@@ -81,7 +81,8 @@ class Rows:
     def gather(self, whole: Batch) -> Batch:
         """The busy rows of the whole batch, and as many idle ones as make up a number that rounds are made for."""
         n_busy = len(self.busy())
-        idle = [row for row, request in enumerate(self.requests) if request is None]
+        # What a round reads goes as far as its longest row.
+        idle = sorted((row for row, one in enumerate(self.requests) if one is None), key=self._state.__getitem__)
         filling = idle[: self._runner.n_computed(n_busy) - n_busy]
         computed = [(row, request) for row, request in enumerate(self.requests) if request or row in filling]
         batch = whole.first(len(computed))

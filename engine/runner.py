@@ -173,7 +173,8 @@ class ModelRunner:
         pairs = zip(held.prompt + held.answer, prompt, strict=False)
         n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         positions = self.cache.view(slice(row, row + 1)).positions[0, :n]
-        return int((positions == torch.arange(n, device=self.device)).cumprod(dim=0).sum())
+        n = int((positions == torch.arange(n, device=self.device)).cumprod(dim=0).sum())
+        return n if held.bad_position is None else min(n, held.bad_position)
 
     def note_answer(self, row: int, answer: Sequence[int]) -> None:
         """The row, which was prefilled, holds these tokens behind its prompt."""

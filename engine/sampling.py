@@ -66,7 +66,7 @@ class SamplingParams:
 class Filters(NamedTuple):
     """Which steps the distributions of some rows take at all; a step too many changes none.
 
-    most_kept: no row's top-k keeps more ids than that; `ALL` where a sampled row has no top-k.
+    most_kept: no row's top-k keeps more ids than that power of two; `ALL` where a sampled row has no top-k.
     """
 
     any_top_k: bool = False
@@ -76,7 +76,10 @@ class Filters(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[SamplingParams]) -> Filters:
-        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, row.top_k or (1 if row.greedy else ALL)) for row in rows)
+        def most_kept(row: SamplingParams) -> int:
+            return 1 << (row.top_k - 1).bit_length() if row.top_k else 1 if row.greedy else ALL
+
+        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, most_kept(row)) for row in rows)
         return reduce(or_, each, cls())
 
     def __or__(self, other: Filters) -> Filters:

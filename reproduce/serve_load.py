@@ -161,8 +161,8 @@ def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], i
     from engine import Decoder
     from serving.opening import open_session
 
-    session, pacing = open_session(serve.config(), serve.batch.max_batch, serve.batch.max_length)
-    decoder, pacing.is_plain = Decoder(session.runner, pacing, reuses=True), True
+    session, _ = open_session(serve.config(), serve.batch.max_batch, serve.batch.max_length)
+    decoder = Decoder(session.runner, reuses=True)
     endpoint = Endpoint(url, {"max_tokens": flags.gen_len, "temperature": 0, "speculate": False})
     turns: dict[str, Callable[[], list[float]]] = {
         "http": lambda: full_gaps(asyncio.run(load(endpoint, prompts, len(prompts))).answers),

@@ -1,7 +1,6 @@
 """What a server decodes with: a session without prompts, and a pacing whose costs were measured on random entries."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -12,50 +11,34 @@ from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.passes import make_pacing, warm_up
 from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.session import Session
-from engine.pacing import PLAIN, Choice, Fixed, Pacing
+from engine.drafters.standalone import StandaloneDraft
+from engine.pacing import Fixed, Pacing
 
 # What requests are taken to be as long as where costs are measured, if rows are at least four times as long.
 REPRESENTATIVE_LENGTH = 2048
-# A server decodes for so long that all measuring pays.
-MANY = 10_000
+# A server decodes so many steps that all measuring pays.
+MANY = 10**9
 
 
-class Opened(NamedTuple):
-    session: Session
-    pacing: "Switchable"
-
-
-class Switchable:
-    """A `Pacing` whose rounds are plain while `is_plain`."""
-
-    def __init__(self, pacing: Pacing) -> None:
-        self.drafters, self.max_gamma, self.is_plain, self._pacing = pacing.drafters, pacing.max_gamma, False, pacing
-
-    def choose(self, n_busy: int) -> Choice | None:
-        return PLAIN if self.is_plain else self._pacing.choose(n_busy)
-
-    @property
-    def observe(self):
-        return self._pacing.observe
-
-
-def open_session(config: RunConfig, max_batch: int, max_length: int) -> Opened:
+def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Session, Pacing]:
     """Errors: UserError."""
     session = Session.of_plan(plan_of(config, max_batch, max_length))
     if session.draft is None:
-        return Opened(session, Switchable(Fixed(None)))
+        return session, Fixed(None)
     drafters = session.drafters()
     if session.plan.chooses or session.config.target.compile or session.runner.graphs is not None:
         # What is in a cache does not change what a round costs.
         fill_with_noise(session.runner, session.prompts)
         warm_up(session, drafters)
-    endless = replace(session, prompts=session.prompts * MANY)
-    if (costs := costs_of(endless, drafters)) is not None:
+    if (costs := costs_of(session, drafters, n_steps=MANY)) is not None:
         # What was accepted of noise says nothing of text.
         by_rows = {n: [replace(one, acceptance=None) for one in each] for n, each in costs.by_rows.items()}
         costs = replace(costs, by_rows=by_rows)
     session.runner.cache.notes.clear()  # no request begins with what was rehearsed
-    return Opened(session, Switchable(make_pacing(session, drafters, costs)))
+    for drafter in drafters:
+        if isinstance(drafter, StandaloneDraft):
+            drafter.keep_no_prompts()
+    return session, make_pacing(session, drafters, costs)
 
 
 def plan_of(config: RunConfig, max_batch: int, max_length: int) -> Plan:

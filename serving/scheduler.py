@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from engine.bench.session import Session
 from engine.decoding import Decoder
+from engine.pacing import Pacing
 from engine.requests import FinishReason, Progress, Request
 from serving.flags import Batch
-from serving.opening import Switchable
 
 # While nothing runs, ranks hear of each other so often, in seconds: no collective waits for a request.
 HEARTBEAT_SECONDS = 1.0
@@ -26,10 +26,9 @@ CPU_PREFILL, GPU_PREFILL = 256, 2048
 
 @dataclass(eq=False)
 class Asked(Request):
-    """A request of a client, and what has been told of it; its `index` is its number. speculate: False for plain
-    rounds while it runs. started: seconds of `time.perf_counter`, when it has got a row."""
+    """A request of a client, and what has been told of it; its `index` is its number. started: seconds of
+    `time.perf_counter`, when it has got a row."""
 
-    speculate: bool = True
     started: float = 0.0
     n_told: int = 0
     told_drafted: int = 0
@@ -78,9 +77,9 @@ class Scheduler:
     """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
     on every rank. tell: is called on the leader with what each prefill and each round did."""
 
-    def __init__(self, session: Session, pacing: Switchable, batch: Batch) -> None:
+    def __init__(self, session: Session, pacing: Pacing, batch: Batch) -> None:
         self.tell: Callable[[list[Update]], None] = lambda updates: None
-        self._ranks, self._pacing, self._rows = session.ranks, pacing, session.runner.max_batch
+        self._ranks, self._rows = session.ranks, session.runner.max_batch
         chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
         how: dict[str, Any] = {"verification": batch.verification, "progress": Emitted(self._tell_new)}
         how |= {"prefill_tokens": chunk, "reuses": not batch.no_prefix_reuse}
@@ -156,7 +155,6 @@ class Scheduler:
                 self._decoder.submit(one)
             except UserError as error:
                 one.finish_reason, one.error = "error", str(error)
-        self._pacing.is_plain = any(not one.speculate for one in self._running.values())
 
     def _tell_new(self) -> None:
         new = [one for one in self._running.values() if len(one.tokens) > one.n_told or one.finish_reason]

@@ -39,9 +39,9 @@ def open_server(flags: ServeFlags) -> tuple[Scheduler, "Server | None"]:
     """Everything but listening and decoding; of several ranks the first has a server. Errors: UserError."""
     config = flags.config()
     sock = _bound(flags.http.host, flags.http.port) if is_leader() else None
-    opened = open_session(config, flags.batch.max_batch, flags.batch.max_length)
-    scheduler = Scheduler(*opened, flags.batch)
-    return scheduler, Server(Service(flags, opened.session, scheduler), sock) if sock else None
+    session, pacing = open_session(config, flags.batch.max_batch, flags.batch.max_length)
+    scheduler = Scheduler(session, pacing, flags.batch)
+    return scheduler, Server(Service(flags, session, scheduler), sock) if sock else None
 
 
 class Server:

@@ -13,7 +13,7 @@ from witness import VOCAB, continue_plainly, cut
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice, Fixed
 from engine.runner import run_through
-from engine.sampling import logits_to_probs
+from engine.sampling import Filters, logits_to_probs
 from kv_cache import StreamingKVCache
 
 COUNTED = {"reused": 0, "scenarios": 0}
@@ -232,3 +232,84 @@ def test_logprobs_are_the_models_own(sampling, drafts):
         logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
         wanted = logits_to_probs(logits, SamplingParams(1.0)).log().gather(1, torch.tensor(request.tokens)[:, None])
         assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
+
+
+def test_a_prompt_is_run_again_from_where_it_is_not_finite():
+    """By an earlier request, which failed; a longer one that begins alike fails as it does alone."""
+    model = tiny_model()
+    hidden = model.hidden
+
+    def spoiled(tokens, positions, cache):
+        return hidden(tokens, positions, cache).masked_fill((tokens == 7)[..., None], float("nan"))
+
+    model.hidden = spoiled
+    decoder = Decoder(ModelRunner(model, full_cache(model, 1)), reuses=True)
+    for prompt, n_reused in (([1, 2, 3, 7, 4, 5], 0), ([1, 2, 3, 7, 4, 5, 6, 8], 3)):
+        decoder.submit(request := Request(prompt, 4))
+        decoder.step()
+        assert request.finish_reason == "error" and "position 3" in request.error
+        assert request.n_reused == n_reused and decoder.idle
+
+
+def test_short_prompts_share_a_chunk():
+    target = counting(4)
+    decoder = Decoder(target, prefill_tokens=16)
+    for prompt in random_prompts([5, 6, 4, 3]):
+        decoder.submit(Request(prompt, 9))
+    assert [decoder.step().busy, decoder.step().busy] == [3, 4]
+
+
+def test_a_request_can_ask_for_plain_rounds():
+    """While it decodes, those of the others are plain too."""
+    target = counting(2)
+    drafter = SelfSpeculation(target, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3)
+    decoder = Decoder(target, drafter=drafter)
+    first, second = Request([1, 2, 3], 40), Request([4, 5], 6, speculate=False)
+    decoder.submit(first)
+    choices = [decoder.step().choice]
+    decoder.submit(second)
+    choices += [decoder.step().choice.drafter for _ in range(5)]
+    assert choices == [Choice(0, 3), *[None] * 5] and second.finish_reason == "length"
+    assert decoder.step().choice == Choice(0, 3)
+
+
+def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
+    """Greedy rows are verified greedily again behind one that sampled, and filters go with those that asked."""
+    target, rounds = counting(2), []
+    decoder = Decoder(target, verification="coupled")
+    of = decoder._rounds.of
+    decoder._rounds.of = lambda choice, batch, mode: (
+        rounds.append((mode, batch.distribution.filters)) or of(choice, batch, mode)
+    )
+    requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
+    requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
+    for request in requests:
+        decoder.submit(request)
+    while not decoder.idle:
+        decoder.step()
+    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=8)
+    assert rounds[:2] == [("coupled", filtered)] * 2
+    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
+    assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
+    assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)
+
+
+def test_a_row_that_idles_makes_no_round_longer():
+    """Of the rows without a request the shortest is computed beside a single one."""
+    target, extents = counting(3), []
+    decoder = Decoder(target)
+    view = target.cache.view
+    target.cache.view = lambda rows=slice(None), extent=None, block_at_end=False: (
+        extents.append(extent) or view(rows, extent, block_at_end)
+    )
+    for prompt in random_prompts([60, 50, 5]):
+        decoder.submit(Request(prompt, 2 if len(prompt) > 5 else 9))
+    while not decoder.idle:
+        extents.clear()
+        decoder.step()
+    assert max(extent for extent in extents if extent) == 52
+    decoder.submit(Request([1, 2, 3], 9))
+    while not decoder.idle:
+        extents.clear()
+        decoder.step()
+    assert max(extent for extent in extents if extent) < 20

@@ -45,15 +45,18 @@ class RunCosts:
         return sum(one.busy == n_rows and 1e3 * one.seconds > HELD_UP * predicted(one.choice) for one in went_on)
 
 
-def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False) -> RunCosts | None:
+def costs_of(
+    session: Session, drafters: Sequence[Drafter], whole: bool = False, n_steps: int | None = None
+) -> RunCosts | None:
     """From the prefilled state, where something is to be chosen: by every rank, and the first one's on all.
 
-    whole: measured now, and however long the decode is: at every gamma, while all rows decode.
+    whole: measured now, and however long the decode is: at every gamma, while all rows decode. n_steps: that the decode
+    would take without speculation; None: by the session's prompts.
     """
     if session.draft is None or not session.chooses:
         return None
     started, gammas, n_rows = time.perf_counter(), session.draft.gammas, _n_rows(session)
-    n_steps = session.gen_len * math.ceil(len(session.prompts) / n_rows)
+    n_steps = n_steps or session.gen_len * math.ceil(len(session.prompts) / n_rows)
 
     def known() -> dict[int, list[Costs]] | None:
         """What was kept, unless this run has the time to measure more."""

@@ -65,6 +65,10 @@ class StandaloneDraft(ModelDrafter):
         if behind:
             self._runner.extend_rows(behind)
 
+    def keep_no_prompts(self) -> None:
+        """From now on; what was kept goes."""
+        self._keeps_prompts, self._kept = False, {}
+
     def _fill(self, row: int, prompt: list[int]) -> None:
         """Run the prompt, or put back what running it has left in that row."""
         own = self._runner.cache and self._runner.cache.view(slice(row, row + 1))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2 as httpx
 
 from common.checkout import ROOT
 from common.errors import ConfigError, DataError, flag
