@@ -24,7 +24,7 @@ STREAM, TGI, V1, CHATS = "/generate_stream", "/generate", "/v1/completions", "/v
 @contextmanager
 def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
     """Rounds that take so much longer."""
-    pacing = served.server.service.scheduler._pacing
+    pacing = served.server.service.scheduler._decoder._pacing
     choose = pacing.choose
 
     def late(n_busy: int) -> Any:

@@ -19,14 +19,13 @@ SAID = [{"role": "user", "content": "how long is the coast of"}]
 def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     words = FLAGS.replace("--gamma 3", "--gamma auto").split()
     flags = cli.read(Serve, [f"--model={chat_checkpoint}", *words], prog="serving")
-    first = open_session(flags.config(), 4, 320)
-    assert first.session.plan.capacity == first.session.runner.cache.capacity == 320
+    session, pacing = open_session(flags.config(), 4, 320)
+    assert session.plan.capacity == session.runner.cache.capacity == 320
     (kept,) = costs_folder.iterdir()
     costs = json.loads(kept.read_text())
     assert costs["key"]["rows"] == 4 and costs["costs"].keys() == {"2", "4"}
-    pacing = first.pacing._pacing
     assert isinstance(pacing, Adaptive) and pacing._verified == [0]  # noise says nothing of text
-    assert not first.session.runner.cache.notes
+    assert not session.runner.cache.notes
     open_session(flags.config(), 4, 320)
     assert [*costs_folder.iterdir()] == [kept]
 
