@@ -55,7 +55,7 @@ def convert(
     import torch
     from tqdm import tqdm
 
-    from models.checkpoints.convert import match_tensors, output_bytes, read_stacked
+    from models.checkpoints.convert import match_tensors, read_stacked
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
@@ -87,8 +87,6 @@ def convert(
         print(f"{weights} is up to date (--force converts again)")
         return weights
     target = getattr(torch, dtype) if dtype else None
-    _require_space(out_dir, output_bytes(matched.values(), target))
-
     progress = tqdm(matched.items(), desc="reading", unit="tensor")
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
     save_checkpoint(weights, config, state_dict)
@@ -132,15 +130,6 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
         return False
     whole = {files.WEIGHTS, files.CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
     return whole and manifest.get("converted_from") == recipe
-
-
-def _require_space(out_dir: Path, n_bytes: int) -> None:
-    existing = next(folder for folder in (out_dir, *out_dir.resolve().parents) if folder.is_dir())
-    free, needed = shutil.disk_usage(existing).free, int(n_bytes * 1.01) + (32 << 20)
-    if free < needed:
-        what, seen = "not enough disk space for the converted model", f"{free / 2**20:.0f} MiB free"
-        fix = f"free some space, or convert to another disk with {flag('out_dir')}"
-        raise CheckpointError(what, out_dir, seen, f"{needed / 2**20:.0f} MiB", fix)
 
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:

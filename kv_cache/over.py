@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -52,3 +53,7 @@ class WriteThroughKVCache:
 
     def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> WriteThroughKVCache:
         return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)
+
+
+# What a forward claims slots in once, then writes and reads in every layer.
+Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache

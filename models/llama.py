@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +16,11 @@ from models.pointwise import EAGER, Pointwise
 from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
 
-class SlotCache(Slots, Protocol):
-    """What a forward needs of a cache: claim slots once, then write and read every layer."""
-
-    def begin(self, positions: Tensor) -> Any: ...
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]: ...
-    def write(self, layer: int, slots: Any, new: Tensor) -> None: ...
-    def read(self, layer: int) -> KV: ...
-
-
 @dataclass(frozen=True)
 class Step:
     """What all layers of one forward share."""
 
-    cache: SlotCache
+    cache: Slots
     slots: Any
     backend: AttentionBackend
     visible: Any
@@ -141,10 +132,10 @@ class Transformer(nn.Module):
         """That of the weights, and so of the caches that go with them."""
         return self.tok_embeddings.weight.dtype
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
 
-    def hidden(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         """Normalised last hidden states `[B, T, dim]`; `logits` of a part of them is all a prefill needs."""
         x = self.tok_embeddings(tokens).flatten(0, 1)
         self._frequencies = self._frequencies.to(x.device)

@@ -72,7 +72,7 @@ class Flags:
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     prompts: Annotated[str | None, arg(help_behavior_hint=f"(default: {PROMPTS})")] = None
-    """a .jsonl or .parquet file of conversations, or a known set (spec-bench, speed-bench/SPLIT, longbench/TASK)"""
+    """a .jsonl or .parquet file of conversations, or a known set (spec-bench, speed-bench/SPLIT)"""
     categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None
     """only these"""
     per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None

@@ -11,9 +11,22 @@ from gguf import GGMLQuantizationType as Quantization
 
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
-from models.checkpoints.gguf_source import NAMES
 from models.config import ModelConfig
 
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 HF_TO_GGUF = {theirs: ours for ours, theirs in NAMES.items()}
 WORDS = ["Ġthe", "th", "he", "12", "<|im_start|>", "<|im_end|>", "<extra>"]
 TOKENS = [*ALPHABET, "the", *WORDS]

@@ -128,27 +128,25 @@ def snapshot(tmp_path, monkeypatch):
     return tmp_path, calls
 
 
-@pytest.mark.parametrize("split", ["test", "validation"])
-def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot, split):
+def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot):
     folder, calls = snapshot
-    write_pg19(folder / "data" / f"{split}-00000-of-00001-29a5.parquet", BOOKS)
+    write_pg19(folder / "data" / "test-00000-of-00001-29a5.parquet", BOOKS)
     write_pg19(folder / "data" / "train-00000-of-00001-2b13.parquet", ["another split"])
-    assert list(load_books("pg19", split=split)) == BOOKS
+    assert list(load_books("pg19")) == BOOKS
     [(repository, options)] = calls
     assert repository == data.PG19_REPOSITORY and options["repo_type"] == "dataset"
-    assert options["allow_patterns"] == f"data/{split}-*.parquet"
+    assert options["allow_patterns"] == "data/test-*.parquet"
 
 
 def test_pg19_snapshot_without_the_split_is_a_data_error(snapshot):
-    for split, said in (("test", r"test-\*\.parquet"), ("tests", "one of train, validation, test")):
-        with pytest.raises(DataError, match=said):
-            load_books("pg19", split=split)
+    with pytest.raises(DataError, match=r"test-\*\.parquet"):
+        load_books("pg19")
 
 
 def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
     path = write_pg19(tmp_path / "books.parquet", [f"book {i}" for i in range(50)])
     sizes = []
-    monkeypatch.setattr(data, "_text_of", lambda value, path, number: sizes.append(number) or value)
+    monkeypatch.setattr(data, "_text_of", lambda row, path, number: sizes.append(number) or row["text"])
     books = load_books(str(path))
     assert next(books) == "book 0" and sizes == [1]
     assert list(books) == [f"book {i}" for i in range(1, 50)]

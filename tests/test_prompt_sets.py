@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zipfile
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +16,7 @@ from test_data import snapshot
 
 from common.errors import ConfigError, DataError
 from engine.bench import prompt_sets
-from engine.bench.prompt_sets import LONGBENCH, SPEED_BENCH, Prompt, by_category, load_prompts
+from engine.bench.prompt_sets import SPEED_BENCH, Prompt, by_category, load_prompts
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."], "reference": ["no", "yes"]},
@@ -111,22 +110,6 @@ def test_speed_bench_comes_from_the_hub(snapshot, name: str, split: str) -> None
         load_prompts("speed-bench/other")
 
 
-def test_longbench_comes_from_the_hub_task_by_task(snapshot) -> None:
-    folder, calls = snapshot
-    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
-        for task in ("trec", "hotpotqa", "hotpotqa_e"):
-            row = {"_id": task, "dataset": task.removesuffix("_e"), "context": "c", "input": "i"}
-            archive.writestr(f"data/{task}.jsonl", json.dumps(row) + "\n")
-    assert [prompt.id for prompt in load_prompts("longbench/hotpotqa_e")] == ["hotpotqa_e"]
-    assert [prompt.id for prompt in load_prompts("longbench")] == ["hotpotqa", "trec"]
-    assert calls[0][0] == LONGBENCH[0] and calls[0][1]["allow_patterns"] == "data.zip"
-    with pytest.raises(DataError, match=r"no such task[\s\S]*hotpotqua\n[\s\S]*hotpotqa, hotpotqa_e, trec"):
-        load_prompts("longbench/hotpotqua")
-    (folder / "data.zip").write_bytes(b"PK not a zip")
-    with pytest.raises(DataError, match=r"data\.zip"):
-        load_prompts("longbench")
-
-
 def test_spec_bench_is_fetched_once_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content, asked = jsonl(tmp_path / "there.jsonl", SPEC_BENCH).read_bytes(), []
 
@@ -149,9 +132,9 @@ def test_spec_bench_is_fetched_once_and_verified(tmp_path: Path, monkeypatch: py
 
 def test_a_file_of_a_sets_name_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "longbench").mkdir()
-    (tmp_path / "longbench" / "own.txt").write_text("My own.")
-    assert load_prompts("longbench") == [Prompt("own", "uncategorised", ("My own.",))]
+    (tmp_path / "speed-bench").mkdir()
+    (tmp_path / "speed-bench" / "own.txt").write_text("My own.")
+    assert load_prompts("speed-bench") == [Prompt("own", "uncategorised", ("My own.",))]
 
 
 def test_categories_are_chosen_and_cut() -> None:

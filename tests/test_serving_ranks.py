@@ -20,8 +20,6 @@ from serving_cases import FLAGS, Alone, Served
 
 from engine.sampling import SamplingParams
 
-LONG = {"inputs": "a b c", "parameters": {"max_new_tokens": 250}}
-
 
 @contextmanager
 def serving_process(folder: Path, checkpoint: Path, n_ranks: int) -> Iterator[tuple[Job, Served]]:
@@ -34,9 +32,10 @@ def serving_process(folder: Path, checkpoint: Path, n_ranks: int) -> Iterator[tu
         yield job, Served(SimpleNamespace(url=found[1]), None, [])  # type: ignore[arg-type]
 
 
-def begun(one: Served, n: int) -> list:
+def begun(one: Served, n: int, n_new: int = 250) -> list:
     """Streams whose first events have been read."""
-    responses = [one.begin("/generate_stream", LONG).getresponse() for _ in range(n)]
+    body = {"inputs": "a b c", "parameters": {"max_new_tokens": n_new}}
+    responses = [one.begin("/generate_stream", body).getresponse() for _ in range(n)]
     for response in responses:
         assert response.readline().startswith(b"data: ")
     return responses
@@ -55,7 +54,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, chat_checkpoint, alone: Alone
         time.sleep(2.5)  # idle for longer than a heartbeat
         with ThreadPoolExecutor(6) as pool:
             assert [*pool.map(ask, range(8))] == expected
-        one.begin("/generate", LONG).close()
+        one.begin("/generate", {"inputs": "a b c", "parameters": {"max_new_tokens": 250}}).close()
         one.until(lambda: one.metrics()["tgi_batch_current_size"] == 0, "a free row")
         leader = job.rank(0)
         assert leader is not None
@@ -65,11 +64,11 @@ def test_two_ranks_answer_as_one_process(tmp_path, chat_checkpoint, alone: Alone
 
 def test_a_signal_lets_running_requests_end(tmp_path, chat_checkpoint, alone: Alone):
     with serving_process(tmp_path, chat_checkpoint, 1) as (job, one):
-        streams = begun(one, 6)
+        streams = begun(one, 5, 120)
         job.launcher.send_signal(signal.SIGTERM)
         for stream in streams:
             last = json.loads(stream.read().decode().split("\n\n")[-2].removeprefix("data: "))
-            assert last["generated_text"] == alone.text("a b c", 250)
+            assert last["generated_text"] == alone.text("a b c", 120)
         ended = job.end(30)
         assert (ended.code, ended.out) == (0, "") and "Traceback" not in ended.err, ended.err
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
     runner = ModelRunner(model, full_cache(model, 2))
     drafter = SelfSpeculation(runner, full_cache(model, 2), gamma=6)
     known = {8: [Costs(100, (1, 3, 6), (120, 150, 190), 10, 2)], 2: COSTS[2]}
-    found = still_hold(known, runner, [drafter], random_prompts([9, 12]), max_new_tokens=9)
+    found = still_hold(known, Rehearsal(runner, [drafter], random_prompts([9, 12]), gamma=6, max_new_tokens=9))
     assert (found is not None) == holds
     if found:
         assert [found[8][0].round_ms(6), found[2][0].plain_ms] == pytest.approx([252 * plain / 100, 60 * plain / 100])
@@ -96,16 +97,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each time that costs were measured."""
     times: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        times.append(kwargs["n_steps"])
-        return measure_for_decode(*args, **kwargs)
+    def counted(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> Any:
+        times.append(n_steps)
+        return measure_for_decode(rehearsal, gammas, n_steps)
 
     monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", counted)
     return times
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
-    monkeypatch.setattr("engine.bench.auto_costs.still_hold", lambda known, *args, **how: known if found else None)
+    monkeypatch.setattr("engine.bench.auto_costs.still_hold", lambda known, rehearsal: known if found else None)
 
 
 def test_a_second_run_measures_nothing(call, costs_folder, measured, monkeypatch):
@@ -162,12 +163,17 @@ def test_a_longer_decode_measures_what_a_short_one_had_no_time_for(call, measure
 def test_a_check_that_failed_is_a_part_of_the_measuring(call, monkeypatch):
     spent: list[float] = []
 
-    def watched(*args: Any, spent_seconds: float, **kwargs: Any) -> Any:
-        spent.append(spent_seconds)
-        return measure_for_decode(*args, spent_seconds=spent_seconds, **kwargs)
+    def watched(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> Any:
+        spent.append(rehearsal.seconds)
+        return measure_for_decode(rehearsal, gammas, n_steps)
+
+    def slow(known: object, rehearsal: Rehearsal) -> None:
+        rehearsal.observe = lambda *_: time.sleep(0.2)
+        rehearsal.run([PLAIN], 1)
+        del rehearsal.observe
 
     monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", watched)
-    monkeypatch.setattr("engine.bench.auto_costs.still_hold", lambda *args, **how: time.sleep(0.2))
+    monkeypatch.setattr("engine.bench.auto_costs.still_hold", slow)
     for _ in range(2):
         call(SELFSPEC, SIZES)
     assert spent[0] < 0.2 <= spent[1]

@@ -12,6 +12,7 @@ from programs import Ended, run
 from engine import RunConfig, Session
 from engine.bench.config import Rows, Sizes, Target
 from engine.decoding import Decoder
+from engine.requests import Request
 from engine.terminal.texts import printable
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -52,7 +53,12 @@ def continued(talker: Path, *messages: tuple[str, str]) -> str:
     return session.tokenizer.decode(session.generate().tokens[0])
 
 
-def test_every_line_is_answered_behind_all_that_was_said(chat: Chat, talker: Path) -> None:
+def test_every_line_is_answered_behind_all_that_was_said(
+    chat: Chat, talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which only what is new is prefilled."""
+    requests, submit = list[Request](), Decoder.submit
+    monkeypatch.setattr(Decoder, "submit", lambda own, request: requests.append(request) or submit(own, request))
     ended = chat("Hello", "", "And then?", "/reset", "Hello", "/exit", "never")
     first = continued(talker, ("user", "Hello"))
     second = continued(talker, ("user", "Hello"), ("assistant", first), ("user", "And then?"))
@@ -61,6 +67,8 @@ def test_every_line_is_answered_behind_all_that_was_said(chat: Chat, talker: Pat
     said = [line for line in ended.err.splitlines() if "ms per token" in line]
     assert len(said) == 3 and all("acceptance rate 0." in line and "tokens per round" in line for line in said)
     assert first != second
+    hello, then, anew = ((request.n_reused, len(request.prompt)) for request in requests[:3])
+    assert hello[0] == 0 < hello[1] <= then[0] < then[1] and anew[0] == anew[1] - 1
 
 
 def test_a_conversation_begins_with_the_system_message(chat: Chat, talker: Path) -> None:

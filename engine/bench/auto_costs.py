@@ -13,6 +13,7 @@ from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import MEASURING_SECONDS, measure_costs, measure_for_decode, scope, still_hold
+from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.stored import load_costs, store_costs
 from engine.drafters import Drafter
 from engine.pacing import Choice
@@ -49,12 +50,10 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
 
     whole: measured now, and however long the decode is: at every gamma, while all rows decode.
     """
-    plan, ranks = session.plan, session.ranks
-    if plan.draft is None or not plan.chooses:
+    if session.draft is None or not session.chooses:
         return None
-    started, gammas, n_rows = time.perf_counter(), plan.draft.gammas, _n_rows(session)
-    n_steps = plan.gen_len * math.ceil(len(session.prompts) / n_rows)
-    given = session.runner, drafters, session.prompts
+    started, gammas, n_rows = time.perf_counter(), session.draft.gammas, _n_rows(session)
+    n_steps = session.gen_len * math.ceil(len(session.prompts) / n_rows)
 
     def known() -> dict[int, list[Costs]] | None:
         """What was kept, unless this run has the time to measure more."""
@@ -65,36 +64,36 @@ def costs_of(session: Session, drafters: Sequence[Drafter], whole: bool = False)
         is_less = wanted.few_rows > (len(found) > 1) or not {*wanted.gammas} <= {*found[n_rows][0].at}
         return None if is_less else found
 
-    kept = ranks.shared(known)
+    kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
-        how = {**session.how, "progress": BarProgress(bar)}
-        if kept and (checked := still_hold(kept, *given, **how)):
+        given, how = (session.runner, drafters, session.prompts), {**session.how, "progress": BarProgress(bar)}
+        rehearsal = Rehearsal(*given, gamma=gammas[-1], **how)
+        if kept and (checked := still_hold(kept, rehearsal)):
             return RunCosts(checked, time.perf_counter() - started, kept=True)
         if whole:
             costs = {n_rows: measure_costs(*given, gammas=gammas, **how)}
         else:
-            checking = time.perf_counter() - started
-            costs = measure_for_decode(*given, gammas=gammas, n_steps=n_steps, spent_seconds=checking, **how)
-    costs = ranks.shared(lambda: costs)
-    if ranks.leads and not whole:
+            costs = measure_for_decode(rehearsal, gammas, n_steps)
+    costs = session.ranks.shared(lambda: costs)
+    if session.ranks.leads and not whole:
         store_costs(_key(session), costs)
     return RunCosts(costs, time.perf_counter() - started, kept=False)
 
 
 def _n_rows(session: Session) -> int:
-    return min(session.plan.n_rows, len(session.prompts))
+    return min(session.n_rows, len(session.prompts))
 
 
 def _key(session: Session) -> dict[str, Any]:
-    plan, draft = session.plan, session.draft
+    draft = session.draft
     assert draft is not None
     return {
         **settings_record(session),
         "seed": None,
-        "models": [[asdict(one.config), one.manifest_sha256] for one in (plan.target, plan.draft_source) if one],
-        "ranks": [plan.config.n_replicas, plan.group, plan.draft_group, session.target_ranks.all_reduce.name],
+        "models": [[asdict(one.config), one.manifest_sha256] for one in (session.target, session.draft_source) if one],
+        "ranks": [session.config.n_replicas, session.group, session.draft_group, session.target_ranks.all_reduce.name],
         "rows": _n_rows(session),
         "drafters": [draft.capacities, draft.gammas],
-        "context": round(LENGTHS_PER_OCTAVE * math.log2(plan.prefix_len)),
+        "context": round(LENGTHS_PER_OCTAVE * math.log2(session.prefix_len)),
         **provenance(),
     }

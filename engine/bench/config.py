@@ -78,7 +78,7 @@ class Rows:
     prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
     """one's own prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
     a .jsonl or .parquet file with `prompt`, `turns` or `context` in each row, or a known set (spec-bench,
-    speed-bench/SPLIT, longbench/TASK)"""
+    speed-bench/SPLIT)"""
     num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None
     """prompts in all, at least B (with --data_parallel, B of each replica)"""
     stop_at_eos: bool = False

@@ -54,7 +54,7 @@ def report_measured(flags: CostFlags) -> None:
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,
-        "dataset": session.plan.dataset if is_measured else None,
+        "dataset": session.dataset if is_measured else None,
         **grid.record(),
         **acceptance_record(acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from common.errors import ConfigError, DataError, flag
 from common.say import say
@@ -21,20 +20,21 @@ BUILT_IN, PG19 = "default", "pg19"
 # Parquet files with the rows of deepmind/pg19, which is itself a loading script and holds no text.
 PG19_REPOSITORY = "emozilla/pg19"
 PG19_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
-PG19_SPLITS = ("train", "validation", "test")
+PG19_TEST = "data/test-*.parquet"
 TEXT_KEY = "text"
 PARQUET_ROWS_AT_ONCE = 4
 
 
-def load_books(dataset: str, *, split: str = "test") -> Iterator[str]:
+def load_books(dataset: str) -> Iterator[str]:
     """The texts of `dataset`, one per book, in a fixed order and read as they are asked for.
 
-    `default` is the built-in book; `pg19` the named split of PG-19 (arXiv 1911.05507) through the Hugging
+    `default` is the built-in book; `pg19` the test split of PG-19 (arXiv 1911.05507) through the Hugging
     Face hub; anything else a .txt file (one book), a .jsonl file (key `text`), a .parquet file (column
-    `text`), or a folder of these, in the order of their names. `split` concerns PG-19 only.
+    `text`), or a folder of these, in the order of their names.
     Raises DataError: here for what cannot be found, on iteration for what cannot be read.
     """
-    return (book for file in _book_files(dataset, split) for book in READERS[file.suffix.lower()](file))
+    each = ((file, rows_of(file, [TEXT_KEY], f"a column `{TEXT_KEY}`", "books")) for file in _book_files(dataset))
+    return (_text_of(row, file, number) for file, rows in each for number, row in rows)
 
 
 def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, prefix_len: int) -> list[list[int]]:
@@ -87,16 +87,18 @@ def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[ar
                 yield stretch
 
 
-def _book_files(dataset: str, split: str) -> list[Path]:
+def _book_files(dataset: str) -> list[Path]:
     if dataset == PG19:
-        return _download_pg19(split)
+        fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in "
+        fix += "book; or download those files on a connected machine and name their folder"
+        return hub_files(PG19_REPOSITORY, PG19_REVISION, PG19_TEST, "PG-19 could not be fetched", fix)
     if dataset == BUILT_IN:
         if DEFAULT_BOOK.is_file():
             return [DEFAULT_BOOK]
         what, required = "the built-in book is missing", "the book that download.py fetches"
         raise DataError(what, DEFAULT_BOOK, "no such file", required, "run: python download.py")
     path, endings = Path(dataset).expanduser(), ", ".join(READERS)
-    if files := files_of(dataset, READERS, READERS):
+    if files := files_of(dataset, READERS):
         return files
     if dataset and os.path.isdir(path):
         seen, required = f"no file that ends in {endings}", f"books as {endings} directly in the folder"
@@ -108,22 +110,12 @@ def _book_files(dataset: str, split: str) -> list[Path]:
     raise DataError("unknown dataset", flag("dataset"), seen, required, "check the spelling and the working directory")
 
 
-def files_of(name: str, in_folder: Collection[str], alone: Collection[str]) -> list[Path]:
-    """Those of a folder in the order of their names, or the one file, if they end so; none if it is neither."""
+def files_of(name: str, in_folder: Collection[str]) -> list[Path]:
+    """Those of a folder that end so, in the order of their names, or the one file that rows are read from, or none."""
     path = Path(name).expanduser()
     if name and os.path.isdir(path):
         return sorted(file for file in path.iterdir() if file.suffix.lower() in in_folder)
-    return [path] if path.suffix.lower() in alone and os.path.isfile(path) else []
-
-
-def _download_pg19(split: str) -> list[Path]:
-    """The parquet files of one PG-19 split, from the hub or from its local cache."""
-    if split not in PG19_SPLITS:
-        raise DataError("unknown PG-19 split", "split", split, f"one of {', '.join(PG19_SPLITS)}", "use the test split")
-    fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in book"
-    fix += "; or download those files on a connected machine and name their folder"
-    what = "PG-19 could not be fetched"
-    return hub_files(PG19_REPOSITORY, PG19_REVISION, f"data/{split}-*.parquet", what, fix)
+    return [path] if path.suffix.lower() in READERS and os.path.isfile(path) else []
 
 
 def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str) -> list[Path]:
@@ -142,52 +134,41 @@ def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str)
     raise DataError(what, f"Hugging Face dataset {repository}", seen, required, fix)
 
 
-def read_text(path: Path, what: str = "books") -> Iterator[str]:
-    """The text of a file, as one book or prompt."""
+def rows_of(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
+    """The rows of a file of `what` with their numbers: a .txt file is one, whatever the key; of a .jsonl file by line;
+    of a .parquet file, which is read a few at a time, with those of the `keys` that it has. Errors: DataError."""
+    return READERS[path.suffix.lower()](path, keys, required, what)
+
+
+def _read_text(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
     try:
-        yield path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, error, "text in UTF-8", what) from None
+    yield 1, {"id": path.stem, "prompt": text, TEXT_KEY: text}
 
 
-def _read_jsonl(path: Path) -> Iterator[str]:
-    for number, row in json_rows(path):
-        yield _text_of(row.get(TEXT_KEY) if isinstance(row, dict) else row, path, number)
-
-
-def json_rows(path: Path, what: str = "books") -> Iterator[tuple[int, object]]:
-    """The values of a .jsonl file, with the numbers of their lines. Errors: DataError."""
-    number, required = 0, "one JSON object per line"
+def _read_jsonl(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
+    number, json_lines = 0, "one JSON object per line"
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield number, json.loads(line.rstrip().decode("utf-8-sig"))
     except OSError as error:
-        raise unreadable(path, error, required, what) from None
+        raise unreadable(path, error, json_lines, what) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, an integer too long for Python, nested too deep
         seen = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
-        raise unreadable(path, f"line {number}{seen}", f"{required}, in UTF-8", what) from None
+        raise unreadable(path, f"line {number}{seen}", f"{json_lines}, in UTF-8", what) from None
 
 
-def _read_parquet(path: Path) -> Iterator[str]:
-    for number, row in parquet_rows(path, [TEXT_KEY], f"a column `{TEXT_KEY}`"):
-        yield _text_of(row[TEXT_KEY], path, number)
-
-
-def parquet_rows(
-    path: Path, columns: Collection[str], required: str, what: str = "books"
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a .parquet file from 1 on, with what it has of those columns. Errors: DataError if it has none.
-
-    They are read in small batches, so that memory holds a few books however many the file has.
-    """
+def _read_parquet(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as table:
-            there = [name for name in table.schema_arrow.names if name in columns]
+            there = [name for name in table.schema_arrow.names if name in keys]
             if not there:
                 raise unreadable(path, f"columns {table.schema_arrow.names}", required, what)
             batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=there)
@@ -196,26 +177,24 @@ def parquet_rows(
         raise unreadable(path, error, "a parquet file", what) from None
 
 
-def _text_of(value: object, path: Path, number: int) -> str:
+def _text_of(row: object, path: Path, number: int) -> str:
+    value = row.get(TEXT_KEY) if isinstance(row, dict) else row
     if not isinstance(value, str):
         seen = f"row {number}: {type(value).__name__}"
-        raise unreadable(path, seen, f"a text under `{TEXT_KEY}` in every row")
+        raise unreadable(path, seen, f"a text under `{TEXT_KEY}` in every row", "books")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         seen = f"row {number}: half of a surrogate pair at character {error.start}"
-        raise unreadable(path, seen, "whole characters") from None
+        raise unreadable(path, seen, "whole characters", "books") from None
     return value
 
 
-def unreadable(path: Path, seen: object, required: str, what: str = "books") -> DataError:
+def unreadable(path: Path, seen: object, required: str, what: str) -> DataError:
     """The error of a file that is not what it should be."""
     fix = "replace the file, or leave it out"
     return DataError(f"a file of {what} cannot be read", path, seen, required, fix)
 
 
-READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": read_text,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+Reader = Callable[[Path, Collection[str], str, str], Iterator[tuple[int, object]]]
+READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -60,7 +60,7 @@ def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -
 
 def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
     """Model, storage and ranks of target and draft, sizes, and sampling, in one line."""
-    target, plan = session.config.target, session.plan
+    target = session.config.target
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     weights = f", {target.quantize} weights" if target.quantize else ""
     entries = f", {target.kv_dtype} KV" if target.kv_dtype != "same" else ""
@@ -70,8 +70,8 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         of_each = " in each"
     return (
         f"{record['model']}, {record['device']}, {record['dtype']}{weights}{entries}"
-        f"{where}{_drafting(session)}: {plan.n_rows} rows at a time{of_each}, "
-        f"{prompts} prompt tokens, {plan.gen_len} new tokens each; {sampling_text(record)}; "
+        f"{where}{_drafting(session)}: {session.n_rows} rows at a time{of_each}, "
+        f"{prompts} prompt tokens, {session.gen_len} new tokens each; {sampling_text(record)}; "
         f"prefill {record['prefill_seconds']:.1f} s"
     )
 
@@ -91,7 +91,7 @@ def _drafting(session: Session) -> str:
     if draft.dtype is None:
         return f", {draft.kind} draft"
     assert draft.policy is not None
-    name = f" {session.draft_source.name}" if session.draft_source else ""
+    name = f" {draft.source.name}" if draft.source else ""
     layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(map(str, draft.budgets)) or draft.capacity

@@ -92,7 +92,7 @@ def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts |
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     """A few rounds from the prefilled state where something is compiled or captured, so that no measured round is."""
     runner, draft = session.runner, session.draft
-    if session.plan.gen_len < 2 or (not session.config.target.compile and runner.graphs is None):
+    if session.gen_len < 2 or (not session.config.target.compile and runner.graphs is None):
         return
     choices = [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     if not drafters or (draft and draft.automatic):

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -92,6 +92,9 @@ class Plan:
         return select_backend(self.config.target.attention, self.device, attention_spec(config, dtype), entries)
 
 
+Planned = TypeVar("Planned", bound=Plan)
+
+
 def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
     """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them, or their ids.
 
@@ -151,7 +154,7 @@ def check_layers(layers: Sequence[int] | None, n_layer: int) -> None:
         raise ConfigError(what, flag("draft_layers"), seen, f"0 to {n_layer - 1}", fix)
 
 
-def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
+def with_draft(plan: Planned, config: DrafterConfig | None) -> Planned:
     """The same models under another draft. Errors: ConfigError for what they cannot do, and for another draft model."""
     plan = replace(plan, config=replace(plan.config, draft=config), draft=None)
     if config is None:

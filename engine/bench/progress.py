@@ -50,5 +50,5 @@ class DecodeProgress(BarProgress):
 @contextmanager
 def bar_of_pass(session: Session, name: str, shown: bool = True) -> Iterator[Progress]:
     """How a benchmark watches a pass."""
-    with progress_bar(name, len(session.prompts) * session.plan.gen_len, shown) as bar:
+    with progress_bar(name, len(session.prompts) * session.gen_len, shown) as bar:
         yield DecodeProgress(bar, session, name)

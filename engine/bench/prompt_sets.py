@@ -2,8 +2,7 @@
 
 import hashlib
 import os
-import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from http.client import HTTPException
@@ -14,7 +13,7 @@ from urllib.request import urlopen
 from common.checkout import ROOT
 from common.errors import ConfigError, DataError, flag
 from common.say import say
-from engine.bench.data import files_of, hub_files, json_rows, parquet_rows, read_text, unreadable
+from engine.bench.data import files_of, hub_files, rows_of, unreadable
 from models.checkpoints.manifest import atomic_path, sha256_of
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/{revision}/data/spec_bench/question.jsonl"
@@ -22,8 +21,6 @@ SPEC_BENCH_REVISION = "fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
 SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 SPEC_BENCH_FILE = ROOT / "data" / "spec_bench" / "question.jsonl"
 SPEED_BENCH = "nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4"
-LONGBENCH = "zai-org/LongBench", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
-NAMES = "spec-bench, speed-bench/SPLIT or longbench/TASK"
 # What SPEED-Bench's public copy has in place of many texts; NVIDIA's prepare_data.py fetches them from their sources.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 UNCATEGORISED = "uncategorised"
@@ -45,10 +42,10 @@ def load_prompts(name: str) -> list[Prompt]:
     """Those of a .txt file, of a folder of them in the order of their names, of a .jsonl or .parquet file, or of a set.
 
     A row's keys say its format: `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench).
-    Sets by name: `spec-bench`; `speed-bench` with `/qualitative` or `/throughput_1k` and the like; `longbench`, or one
-    of its tasks, `longbench/hotpotqa`. Placeholders are left out, and that is said. Errors: DataError.
+    Sets by name: `spec-bench`, and `speed-bench` with `/qualitative` or `/throughput_1k` and the like. Placeholders are
+    left out, and that is said. Errors: DataError.
     """
-    each = ((file, READERS[Path(file.name).suffix.lower()](file)) for file in _files(name))
+    each = ((file, rows_of(file, KEYS, REQUIRED, "prompts")) for file in _files(name))
     found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
     where = f"{flag('prompts')} {name}"
     if not found:
@@ -84,8 +81,8 @@ def by_category(
     return {name: found[name][:per_category] for name in categories or found}
 
 
-def _files(name: str) -> Sequence[Path | zipfile.Path]:
-    if own := files_of(name, [".txt"], READERS):
+def _files(name: str) -> list[Path]:
+    if own := files_of(name, [".txt"]):
         return own
     kind, _, part = name.partition("/")
     fix = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
@@ -94,26 +91,11 @@ def _files(name: str) -> Sequence[Path | zipfile.Path]:
         return [_spec_bench(what, fix)]
     if kind == "speed-bench":
         return hub_files(*SPEED_BENCH, f"{part or 'qualitative'}/test-*.parquet", what, fix)
-    if kind == "longbench":
-        return _longbench(hub_files(*LONGBENCH, "data.zip", what, fix)[0], part)
     is_folder = bool(name) and os.path.isdir(Path(name).expanduser())
     seen = f"{name[:80]}: a folder without .txt files" if is_folder else name[:80] or "an empty name"
-    required = f"a .txt file, a folder of them, a .jsonl or .parquet file, or {NAMES}"
+    required = "a .txt file, a folder of them, a .jsonl or .parquet file, spec-bench or speed-bench/SPLIT"
     fix = "check the spelling and the working directory"
     raise DataError("there are no prompts", flag("prompts"), seen, required, fix)
-
-
-def _longbench(archive: Path, task: str) -> list[zipfile.Path]:
-    """That task's file, or those of all but the `_e` ones, which are shorter selections of the same."""
-    try:
-        files = {path.name.removesuffix(".jsonl"): path for path in zipfile.Path(archive, "data/").iterdir()}
-    except (OSError, zipfile.BadZipFile) as error:
-        raise unreadable(archive, error, "LongBench's data.zip", "prompts") from None
-    chosen = [path for name, path in sorted(files.items()) if (name == task if task else not name.endswith("_e"))]
-    if not chosen:
-        fix = "name one of these"
-        raise DataError("LongBench has no such task", flag("prompts"), task or "none", ", ".join(sorted(files)), fix)
-    return chosen
 
 
 def _spec_bench(what: str, fix: str) -> Path:
@@ -134,7 +116,7 @@ def _spec_bench(what: str, fix: str) -> Path:
     return SPEC_BENCH_FILE
 
 
-def _prompt(row: object, path: Any, number: int) -> Prompt:
+def _prompt(row: object, path: Path, number: int) -> Prompt:
     given = row if isinstance(row, dict) else {}
     own: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     said = own.get("prompt", own.get("turns"))
@@ -147,10 +129,3 @@ def _prompt(row: object, path: Any, number: int) -> Prompt:
         raise unreadable(path, seen, REQUIRED, "prompts")
     id_, category = (next((own[key] for key in keys if key in own), None) for keys in (ID_KEYS, CATEGORY_KEYS))
     return Prompt(str(number if id_ is None else id_), str(category or UNCATEGORISED), tuple(turns))
-
-
-READERS: dict[str, Callable[[Any], Iterable[tuple[int, object]]]] = {
-    ".txt": lambda path: enumerate(({"id": path.stem, "prompt": text} for text in read_text(path, "prompts")), start=1),
-    ".jsonl": lambda path: json_rows(path, "prompts"),
-    ".parquet": lambda path: parquet_rows(path, KEYS, REQUIRED, "prompts"),
-}

@@ -109,7 +109,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "sequences": len(passes.last.tokens),
         "tokens_sha256": tokens_sha256(passes.last.tokens),
         "prefill_seconds": passes.prefill_seconds,
-        "draft_prefill_seconds": stats.draft_prefill_seconds if speculative and session.draft_source else None,
+        "draft_prefill_seconds": stats.draft_prefill_seconds if session.draft and session.draft.source else None,
         "baseline_step_ms": round_ms(baseline),
         "round_ms": round_ms(speculative),
         **_phase_times(passes.timed),
@@ -133,14 +133,13 @@ def record_of(
 ) -> dict[str, Any]:
     """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
     then what was measured."""
-    plan = session.plan
     shared = {
         "benchmark": benchmark,
         "model": session.name,
-        "dataset": plan.dataset,
-        "B": plan.n_rows,
-        "prefix_len": plan.prefix_len,
-        "gen_len": plan.gen_len,
+        "dataset": session.dataset,
+        "B": session.n_rows,
+        "prefix_len": session.prefix_len,
+        "gen_len": session.gen_len,
         **settings_record(session),
     }
     return {**{name: shared[name] for name in shared if name not in without}, **measured, **provenance()}

@@ -17,7 +17,7 @@ from engine.bench.data import load_books, make_prompts
 from engine.bench.loading import load_draft, load_target
 from engine.bench.memory import require_room, used_bytes
 from engine.bench.plan import Plan, remarks, resolve, with_draft
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_sampling
+from engine.bench.resolved import ResolvedDraft, resolve_sampling
 from engine.bench.text import PromptText
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
@@ -29,7 +29,6 @@ from engine.requests import check_prompt
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, Transformer
-from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 from models.tensor_parallel import Shard
 
@@ -37,17 +36,16 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Session:
-    """A loaded model over its cache, the prompts to continue, and what drafts, if anything: of one replica.
+class Session(Plan):
+    """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica.
 
-    plan: the configuration with every `auto` resolved. models: what drafts, loaded once by (dtype, scheme, layers).
-    startup_bytes: what the process held of its device's memory before anything was loaded, on a CPU mostly Python and
-    PyTorch themselves. continuations: what the data set goes on with behind each prompt, where asked for. run: what the
-    record and the saved rows of this run have in common. put_off: errors that a run outlives, and ends with. processes:
-    the ranks of all replicas. numbered_from: the first prompt's index among those of all replicas.
+    models: what drafts, loaded once by (dtype, scheme, layers). startup_bytes: what the process held of its device's
+    memory before anything was loaded, on a CPU mostly Python and PyTorch themselves. continuations: what the data set
+    goes on with behind each prompt, if asked for. run: what the record and the saved rows of a run have in common.
+    put_off: errors that a run outlives, and ends with. processes: the ranks of all replicas. numbered_from: the first
+    prompt's index among those of all replicas.
     """
 
-    plan: Plan
     runner: ModelRunner
     prompts: list[list[int]]
     tokenizer: Tokenizer | None
@@ -102,13 +100,14 @@ class Session:
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
         for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
+        own: dict[str, Any] = {"runner": runner, "prompts": prompts, "tokenizer": tokenizer, "numbered_from": first}
+        own |= {"target_ranks": target_ranks, "draft_ranks": draft_ranks, "processes": processes, "models": models}
         run = processes.shared(lambda: uuid.uuid4().hex[:12])
-        ranked = target_ranks, processes, run, first, draft_ranks
-        return cls(plan, runner, prompts, tokenizer, *ranked, models, startup_bytes, continuations)
+        return cls(**vars(plan), **own, run=run, startup_bytes=startup_bytes, continuations=continuations)
 
     @property
-    def config(self) -> RunConfig:
-        return self.plan.config
+    def plan(self) -> Plan:
+        return self
 
     @property
     def ranks(self) -> Ranks:
@@ -119,25 +118,8 @@ class Session:
         return self.processes.gathered(value)[:: self.ranks.size]
 
     @property
-    def target(self) -> ModelSource:
-        return self.plan.target
-
-    @property
     def name(self) -> str:
-        return self.plan.target.name
-
-    @property
-    def draft(self) -> ResolvedDraft | None:
-        return self.plan.draft
-
-    @property
-    def draft_source(self) -> ModelSource | None:
-        """Of a draft model of its own, where that is what drafts."""
-        return self.draft.source if self.draft else None
-
-    @property
-    def sampling(self) -> ResolvedSampling:
-        return self.plan.sampling
+        return self.target.name
 
     @property
     def draft_model(self) -> Transformer | None:
@@ -148,12 +130,12 @@ class Session:
     def how(self) -> dict[str, Any]:
         """How it decodes, as arguments of `generate`; whatever would end a row is not among them."""
         sampling: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
-        return sampling | {"max_new_tokens": self.plan.gen_len, "numbered_from": self.numbered_from}
+        return sampling | {"max_new_tokens": self.gen_len, "numbered_from": self.numbered_from}
 
     def books(self) -> Iterator[str]:
         """Those of the data set, from the first on. For a target that has text."""
-        assert self.plan.dataset is not None, "random weights and one's own prompts read no data set"
-        return load_books(self.plan.dataset)
+        assert self.dataset is not None, "random weights and one's own prompts read no data set"
+        return load_books(self.dataset)
 
     def variant(
         self,
@@ -174,11 +156,12 @@ class Session:
         sizes = own.sizes if gen_len is None else replace(own.sizes, gen_len=gen_len)
         sampling = own.sampling if sampling is None else sampling
         config = replace(own, target=target, sizes=sizes, sampling=sampling)
-        plan = replace(self.plan, config=config, sampling=resolve_sampling(sampling))
+        prompts = self.prompts if prompts is None else prompts
+        session = replace(self, config=config, sampling=resolve_sampling(sampling), prompts=prompts)
         if not isinstance(draft, EllipsisType):
-            plan = with_draft(plan, draft)
-        load_draft(plan, self.models, self.runner.model, self.target_ranks, self.draft_ranks)
-        return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
+            session = with_draft(session, draft)
+        load_draft(session, self.models, self.runner.model, self.target_ranks, self.draft_ranks)
+        return session
 
     def narrowed(self, n_rows: int, length: int) -> Session:
         """The same model over the first rows and slots of the same cache, as if it had no others.
@@ -192,7 +175,7 @@ class Session:
         runner = ModelRunner(
             own.model, cache, ranks=own.ranks, new_graphs=own.new_graphs, noise_source=own.noise_source
         )
-        return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
+        return replace(self, runner=runner, n_rows=n_rows, capacity=length)
 
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
         """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
@@ -216,13 +199,13 @@ class Session:
         def new_cache(config: ModelConfig) -> KVCache:
             assert draft.policy is not None and draft.kv_dtype is not None
             rows, device = self.runner.max_batch, self.runner.device
-            return draft.policy.new_cache(config, rows, self.plan.capacity, device, draft.kv_dtype)
+            return draft.policy.new_cache(config, rows, self.capacity, device, draft.kv_dtype)
 
         def remote() -> RemoteRunner:
             assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
-        parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.plan.chooses)
+        parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.chooses)
         return draft.config.build(parts)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:

@@ -17,7 +17,7 @@ def settings_record(session: Session) -> dict[str, Any]:
         **vars(params),
         "seed": None if params.greedy else params.seed,
         "device": str(runner.device),
-        "dtype": dtype_name(session.plan.dtype),
+        "dtype": dtype_name(session.dtype),
         "attention": runner.model.backend.name,
         "draft_attention": _draft_attention(session),
         "compile": session.config.target.compile,
@@ -42,7 +42,7 @@ def _draft_record(session: Session) -> dict[str, Any]:
             "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
         }
     return {
-        "draft_model": session.draft_source.name if session.draft_source else None,
+        "draft_model": draft.source.name if draft and draft.source else None,
         "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,
         "draft_policy": draft.policy.name if draft and draft.policy else None,
         **{name: own.get(name) for name in option_names()},

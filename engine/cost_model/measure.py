@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import median, median_low
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from engine.acceptance import AcceptanceRate
 from engine.cost_model.costs import Costs
@@ -86,30 +85,22 @@ def scope(
     return Scope(few_rows, tuple(chosen), min(max(0, int(left / sum(ms))), MOST_TIMED - FEWEST_TIMED))
 
 
-def measure_for_decode(
-    runner: ModelRunner,
-    drafters: Sequence[Drafter],
-    prompts: Sequence[Sequence[int]],
-    *,
-    gammas: Sequence[int],
-    n_steps: int,
-    spent_seconds: float = 0.0,
-    **how: Any,
-) -> dict[int, list[Costs]]:
+def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
     """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps.
 
     First come plain rounds and those of each drafter at the middle gamma, the fewest of each. What else there is time
-    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. `spent_seconds`
-    of that time are gone already. What first compiles or captures has to have run before, with every number of rows.
+    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. What was
+    rehearsed before, as by `still_hold`, counts. What first compiles or captures has to have run, with any number of
+    rows.
     """
-    rehearsal, middle = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how), _middle(gammas)
-    n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(drafters, [middle])
+    runner, middle = rehearsal.runner, _middle(gammas)
+    n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(rehearsal.drafters, [middle])
     fewest = UNTIMED_ROUNDS + FEWEST_TIMED
     rehearsal.run(first, fewest)
 
     def affordable() -> Scope:
         costs = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
-        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * (spent_seconds + rehearsal.seconds))
+        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * rehearsal.seconds)
 
     more = runner.ranks.shared(affordable)
     others = [Choice(0, gamma) for gamma in more.gammas]
@@ -123,20 +114,13 @@ def measure_for_decode(
     return found
 
 
-def still_hold(
-    known: Mapping[int, Sequence[Costs]],
-    runner: ModelRunner,
-    drafters: Sequence[Drafter],
-    prompts: Sequence[Sequence[int]],
-    **how: Any,
-) -> dict[int, list[Costs]] | None:
+def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
     """The known costs as this machine has them now, with the acceptance that a check saw: two plain steps, and two
     rounds of the first drafter, of which the faster ones count. None if such a round is now more or fewer plain steps,
     by MOST_OFF: what pays depends on that alone, so a machine that does everything more slowly chooses as before.
     """
     of_all_rows = known[max(known)]
     gamma = _middle(of_all_rows[0].at)
-    rehearsal = Rehearsal(runner, drafters, prompts, gamma=gamma, **how)
     rehearsal.run([PLAIN, Choice(0, gamma)], CHECKED_ROUNDS)
 
     def slower() -> float | None:
@@ -147,7 +131,7 @@ def still_hold(
         then = of_all_rows[0].round_ms(gamma) / of_all_rows[0].plain_ms
         return plain / of_all_rows[0].plain_ms if abs(round_ / plain / then - 1) <= MOST_OFF else None
 
-    if (times := runner.ranks.shared(slower)) is None:
+    if (times := rehearsal.runner.ranks.shared(slower)) is None:
         return None
     return {
         n_rows: [
@@ -190,29 +174,15 @@ def costs_of_rounds(
     def ms(choice: Choice, part: str) -> float:
         return 1e3 * median_low(times[part] for times in timed[choice])  # of two, the one that nothing held up
 
-    draft_ms, n_drafted = [], []
+    draft_ms = []
     for drafter in range(len(acceptance)):
         drafted = [choice for choice in timed if choice.drafter == drafter]
-        n_drafted.append(sum(choice.gamma for choice in drafted))
-        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / n_drafted[-1])
+        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
         Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
-        for draft, seen in zip(_non_increasing(draft_ms, n_drafted), acceptance, strict=True)
+        for draft, seen in zip(accumulate(draft_ms, min), acceptance, strict=True)
     ]
-
-
-def _non_increasing(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The sequence that never grows and is nearest to the values, in weighted squares: of the means of all stretches
-    around a place, the least over their beginnings of the largest over their ends (Ayer et al. 1955, Annals of
-    Mathematical Statistics 26(4), 641-647).
-    """
-
-    def mean(first: int, last: int) -> float:
-        return float(np.average(values[first : last + 1], weights=weights[first : last + 1]))
-
-    n = len(values)
-    return [min(max(mean(first, last) for last in range(at, n)) for first in range(at + 1)) for at in range(n)]

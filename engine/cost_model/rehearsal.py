@@ -44,7 +44,7 @@ class Rehearsal:
             what, required = "no round has a row that decodes", "a prompt, and 2 new tokens or more"
             fix = "give more prompts, or a cache with more room"
             raise ConfigError(what, "Rehearsal: prompts, max_new_tokens", seen, required, fix)
-        self._runner, self._how = runner, how
+        self.runner, self._how = runner, how
         self._asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         self._asked["numbered_from"] = numbered_from
         self._phases = PhaseTimer(runner.device)
@@ -89,7 +89,7 @@ class Rehearsal:
 
     def _round(self) -> None:
         if not self._requests or any(request.finish_reason for request in self._requests):
-            self._decoder = Decoder(self._runner, self, phase=self._phases, **self._how)
+            self._decoder = Decoder(self.runner, self, phase=self._phases, **self._how)
             self._requests = make_requests(self.prompts, **self._asked)
             for request in self._requests:
                 self._decoder.submit(request)

@@ -20,7 +20,7 @@ def load_costs(key: Key) -> dict[int, list[Costs]] | None:
     """What was stored under that key, by the number of rows; None if nothing readable was."""
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: a user without a home folder
         kept = json.loads(_path(key).read_text(encoding="utf-8"))
-        if kept["key"] == _plain(key):
+        if kept["key"] == json.loads(json.dumps(key)):  # where tuples are lists
             return {int(n_rows): [_costs(one) for one in each] for n_rows, each in kept["costs"].items()}
     return None
 
@@ -34,11 +34,6 @@ def store_costs(key: Key, costs: Mapping[int, Sequence[Costs]]) -> None:
 
 def _costs(kept: dict[str, Any]) -> Costs:
     return Costs(**kept | {"at": tuple(kept["at"]), "verify_ms": tuple(kept["verify_ms"])})
-
-
-def _plain(key: Key) -> Any:
-    """As it is read again: tuples are lists."""
-    return json.loads(json.dumps(key))
 
 
 def _path(key: Key) -> Path:

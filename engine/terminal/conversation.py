@@ -43,10 +43,10 @@ def converse(config: RunConfig, system: str | None, gen_len: int, context: int, 
         elif line:
             asked = [*said, {"role": "user", "content": line}]
             prompt = template.encode(asked)
-            room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
+            room = session.capacity - len(prompt) - session.gamma - 1
             if room < 1:
                 way = f"{RESET} begins anew" if said != begin else "say it in fewer words"
-                say(f"  there is no room for that in {session.plan.capacity} tokens; {way}, or use {flag('context')}")
+                say(f"  there is no room for that in {session.capacity} tokens; {way}, or use {flag('context')}")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
             request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
@@ -82,7 +82,7 @@ def _answer(session: Session, drafter: Drafter, request: Request, style: str | N
         return piece
 
     # A decoder of its own: one that was interrupted in a round is of no use any more.
-    decoder = Decoder(session.runner, drafter=drafter, verification=session.sampling.mode)
+    decoder = Decoder(session.runner, drafter=drafter, verification=session.sampling.mode, reuses=True)
     decoder.submit(request)
     with suppress(KeyboardInterrupt):
         while True:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
+from kv_cache.over import Slots
 
 # Tokens per row up to which a block is decoded, drafted or verified; a longer one is a prefill chunk.
 MAX_BLOCK = 16
@@ -26,19 +27,6 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.n_head // self.n_kv_head
-
-
-class Slots(Protocol):
-    """What a backend needs of a cache; see `KVCache`."""
-
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def rows(self) -> Tensor | None: ...
-    @property
-    def in_order(self) -> bool: ...
-    @property
-    def block_ends_view(self) -> bool: ...
 
 
 class AttentionBackend(Protocol):

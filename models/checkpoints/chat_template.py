@@ -33,12 +33,10 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     tokenizer: Tokenizer
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text of `messages`, each with `role` and `content`, as transformers' `apply_chat_template` writes it.
-
-        add_generation_prompt: end with what opens the model's turn. Errors: ConfigError with what the template raised.
-        """
-        given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **self.tokens}
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of `messages`, each with `role` and `content`, as transformers' `apply_chat_template` writes it, to
+        what opens the model's turn. Errors: ConfigError with what the template raised."""
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
             return self.template.render(messages=messages, **given)
         except Exception as error:  # a template is a program
@@ -47,7 +45,7 @@ class ChatTemplate:
             fix = "send the roles that it wants, in its order"
             raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
 
-    def encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
         """Its token ids, with no BOS but the template's own. A control token that stands in a message is plain text."""
         controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
         control = "|".join(map(re.escape, controls)) or "(?!)"
@@ -56,7 +54,7 @@ class ChatTemplate:
         marked = [
             {key: re.sub(control, rf"{begin}\g<0>{end}", text) for key, text in message.items()} for message in messages
         ]
-        parts = re.split(f"{begin}({control}){end}", self.render(marked, add_generation_prompt))
+        parts = re.split(f"{begin}({control}){end}", self.render(marked))
         texts = (re.sub(f"[{begin}{end}]", "", part) for part in parts)
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
 

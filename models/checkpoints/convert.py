@@ -1,7 +1,6 @@
 """A downloaded checkpoint once it is open, whatever its format, and which of its tensors make up each of model.pth."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +112,6 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite. One pass, in no memory of its own."""
     return all(bool(bound.isfinite()) for bound in tensor.aminmax())
-
-
-def output_bytes(matched: Iterable[tuple[SourceTensor, ...]], dtype: torch.dtype | None) -> int:
-    """Bytes of the weights that `read_stacked` will produce for these tensors."""
-    widths = ((stacked, (dtype or stacked[0].dtype).itemsize) for stacked in matched)
-    return sum(math.prod(source.shape) * width for stacked, width in widths for source in stacked)
 
 
 def _few(names: list[str]) -> str:

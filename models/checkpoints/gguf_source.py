@@ -4,36 +4,23 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
 from torch import Tensor
 
 from common.errors import CheckpointError
-from models.checkpoints.convert import Source, SourceTensor
+from models.checkpoints.convert import Source, SourceTensor, source_parts
 from models.checkpoints.gguf_tokenizer import tokenizer_json
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig, read_config
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 Tensors = dict[str, SourceTensor]
 
@@ -50,12 +37,12 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     described = path.with_name(CONFIG) if has_config else path
     hf_config = read_config(described) if has_config else _hf_config(path, metadata, stored, architecture)
     config = ModelConfig.from_hf(hf_config, where=str(described))
-    tensors = {}
+    tensors, names = {}, _hf_names(config, min(config.n_layer, len(stored)))  # not of a billion layers
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
         if name != ROPE_FACTORS:
-            tensors[_hf_name(name)] = tensor
+            tensors[names.get(name, name)] = tensor
     tokenizer = tokenizer_json(path, metadata) if set(TOKENIZER_FILES).isdisjoint(side_files) else None
     chat = None if {CHAT_TEMPLATE, TOKENIZER_CONFIG} & set(side_files) else metadata.get("tokenizer.chat_template")
     return Source((path,), tensors, hf_config, config, side_files, tokenizer, chat if isinstance(chat, str) else None)
@@ -178,13 +165,11 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _hf_name(name: str) -> str:
-    """The Hugging Face name; an unknown name is kept, for the caller to refuse."""
-    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if parts is None or parts[2] not in NAMES:
-        return name
-    layer = f"model.layers.{parts[1]}." if parts[1] else ""
-    return f"{layer}{NAMES[parts[2]]}.{parts[3]}"
+def _hf_names(config: ModelConfig, n_layer: int) -> dict[str, str]:
+    """By GGUF name, the Hugging Face name of each tensor that a model of so many layers may have."""
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, n_layer)
+    parts = chain(*source_parts(replace(config, n_layer=n_layer, tie_embeddings=False, qkv_bias=True)).values())
+    return {str(table.get_name(name, (".weight", ".bias"))): name for name, _ in parts}
 
 
 def _half_split(read: Callable[[], Tensor], head_dim: int) -> Tensor:

@@ -1,30 +1,22 @@
 """Text to token ids and back, from a checkpoint's own tokenizer.json or tokenizer.model."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from common.errors import CheckpointError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
-class Tokenizer(Protocol):
-    """`encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves control
+class JsonTokenizer:
+    """A Hugging Face tokenizer.json; its post-processor is what adds BOS.
+
+    `encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves control
     tokens out. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an id without a token.
     `encode_chat`: without BOS; with `control` the text of a control token is that token, without it plain text.
     """
-
-    def encode(self, text: str, add_bos: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def pieces(self) -> list[str | None]: ...
-    def control_tokens(self) -> Mapping[str, int]: ...
-    def encode_chat(self, text: str, control: bool) -> list[int]: ...
-
-
-class JsonTokenizer:
-    """A Hugging Face tokenizer.json; its post-processor is what adds BOS."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -60,7 +52,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece tokenizer.model (Llama 2, Mistral); BOS is added where the model defines one."""
+    """The same of a SentencePiece tokenizer.model (Llama 2, Mistral); BOS is added where the model defines one."""
 
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -85,6 +77,9 @@ class SentencePieceTokenizer:
         parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
         each = ([ids[part]] if part in ids else self.encode(part, add_bos=False) for part in parts if part)
         return [index for own in each for index in own]
+
+
+Tokenizer: TypeAlias = JsonTokenizer | SentencePieceTokenizer
 
 
 def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
