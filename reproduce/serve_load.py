@@ -36,7 +36,7 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
-from engine.bench.config import Output
+from engine.bench.config import Output, RunConfig, Text
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
 from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches
@@ -44,6 +44,7 @@ from serving.serve import Serve
 
 if TYPE_CHECKING:
     from engine import Decoder
+    from models.checkpoints.model_source import ModelSource
 
 # By number of clients and mode.
 Phases = dict[int, dict[str, list[Phase]]]
@@ -81,12 +82,12 @@ class Flags:
     gen_len: int = 64  # new tokens of a request
     temperature: float = 0.0  # 0 is greedy; else each request has a seed of its own
     in_process: int = 5  # pairs of plain rounds over HTTP and of a Decoder in this process; 0: none
-    dataset: str = "default"  # what prompts are cut from, as of the benchmarks
     server: tuple[str, ...] = ("draft_weights=int4", "draft_budget=1024")  # flags of `python -m serving`: NAME=VALUE
     peer: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """address of another server with OpenAI's /v1/completions"""
     peer_model: str = "default"  # what the peer calls its model
     peer_name: str = "peer"  # what the record calls the peer
+    text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)
 
     def check(self) -> None:
@@ -102,14 +103,16 @@ class Flags:
         return max(n_clients, -(-self.requests // self.turns))
 
 
-def prompt_maker(flags: Flags, serve: Serve) -> tuple[Callable[[int], str], Callable[[str], list[int]]]:
+def prompt_maker(
+    flags: Flags, n_rows: int, source: ModelSource
+) -> tuple[Callable[[int], str], Callable[[str], list[int]]]:
     """What gives a new prompt of so many tokens, and what gives a prompt's token ids. Errors: UserError."""
     from engine.bench.data import load_books
-    from models.checkpoints.model_source import find_model
+    from engine.bench.text import resolve_dataset
 
-    target, n_rows, n_pairs = serve.target, serve.batch.max_batch, flags.repeats * len(flags.clients)
-    tokenizer = find_model(target.model, target.load_format, target.model_name, flag("model")).tokenizer()
-    ids = tokenizer.encode(next(load_books(flags.dataset)), add_bos=False)
+    tokenizer, n_pairs = source.tokenizer(), flags.repeats * len(flags.clients)
+    book = next(load_books(str(resolve_dataset(RunConfig(text=flags.text), source))))
+    ids = tokenizer.encode(book, add_bos=False)
     n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients)) + STREAMS
     cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
     return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens]), tokenizer.encode
@@ -179,15 +182,17 @@ def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], i
 
 def main(flags: Flags) -> None:
     from engine.bench.record import rounded
+    from models.checkpoints.model_source import find_model
 
     flags.check()
     serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
-    serve.config()  # which checks it
-    (new_prompt, ids_of), put_off = prompt_maker(flags, serve), list[DataError]()
+    target, n_rows, put_off = serve.config().target, serve.batch.max_batch, list[DataError]()
+    source = find_model(target.model, target.load_format, target.model_name, flag("model"))
+    new_prompt, ids_of = prompt_maker(flags, n_rows, source)
     with served(words) as url:
-        phases, overhead = run_load(flags, url, new_prompt, serve.batch.max_batch, put_off), None
+        phases, overhead = run_load(flags, url, new_prompt, n_rows, put_off), None
         if flags.in_process:
-            n_streams, lengths = min(STREAMS, serve.batch.max_batch), spread(flags.shortest, flags.longest)
+            n_streams, lengths = min(STREAMS, n_rows), spread(flags.shortest, flags.longest)
             prompts = [new_prompt(length) for length in islice(lengths, n_streams)]
             overhead = without_http(flags, serve, url, prompts, list(map(ids_of, prompts)))
     rows = [
@@ -195,8 +200,16 @@ def main(flags: Flags) -> None:
         for n, of_modes in phases.items()
         for mode, own in of_modes.items()
     ]
-    said = {name: value for name, value in asdict(flags).items() if name != "output"}
-    record = {"benchmark": BENCHMARK, **said, "rows": rows, "overhead": overhead, **provenance()}
+    said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
+    record = {
+        "benchmark": BENCHMARK,
+        "model": source.name,
+        "dataset": flags.text.dataset,
+        **said,
+        "rows": rows,
+        "overhead": overhead,
+        **provenance(),
+    }
     texts = [console(rows, COLUMNS), NOTE, *([console([overhead], OVER_HTTP)] if overhead else [])]
     publish(flags.output.output, rounded(record), *texts, put_off=put_off)
 

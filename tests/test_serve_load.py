@@ -144,7 +144,7 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
     out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --peer_name other --in_process 1"
     ended = measured(f"--clients 1 5 --requests 3 --repeats 1 --gen_len 9 {peer} --output {out}")
     record = ended.record
-    assert json.loads(out.read_text()) == record and record["git_commit"]
+    assert json.loads(out.read_text()) == record and "git_commit" in record
     rows = {(row["clients"], row["mode"]): row for row in record["rows"]}
     assert list(rows) == [(n, mode) for n in (1, 5) for mode in ("plain", "speculation", "other")]
     for (n, mode), row in rows.items():
