@@ -174,8 +174,9 @@ def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], i
     ms: dict[str, list[float]] = {name: [] for name in turns}
     for pair in range(1 + flags.in_process):
         for name in sorted(turns, reverse=pair % 2 == 0):
-            ms[name].append(1e3 * median(turns[name]()))
-    http, alone = (ms[name][1:] for name in turns)  # behind the pair that prefills
+            seconds = turns[name]()
+            ms[name] += [1e3 * median(seconds)] if pair else []  # the first one prefills, and streams may not overlap
+    http, alone = (ms[name] for name in turns)
     found = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
     return found | {"http_over_in_process": median(map(operator.truediv, http, alone))}
 
