@@ -136,7 +136,8 @@ class Decoder:
         started = time.perf_counter()
         self._prefill()
         choosing, busy = time.perf_counter(), [request for _, request in self._rows.busy()]
-        choice = self._pacing.choose(len(busy)) if busy else None
+        n_joining = min(self._runner.max_batch - len(busy), len(self._waiting) + bool(self._starting))
+        choice = self._pacing.choose(len(busy), n_joining) if busy else None
         if choice is not None and not all(request.speculate for request in busy):
             choice = PLAIN
         choice_seconds = time.perf_counter() - choosing

@@ -13,8 +13,8 @@ class Scripted:
         self.drafters, self.max_gamma = tuple(drafters), max(choice.gamma for choice in choices)
         self._choices, self._n = tuple(choices), 0
 
-    def choose(self, n_busy: int) -> Choice | None:
-        assert n_busy
+    def choose(self, n_busy: int, n_joining: int) -> Choice | None:
+        assert n_busy and n_joining >= 0
         self._n += 1
         return self._choices[self._n % len(self._choices)]
 
@@ -29,6 +29,6 @@ class Ending(Scripted):
         super().__init__(drafters, choices[-1:] + choices[:-1])
         self._left = n_rounds
 
-    def choose(self, n_busy: int) -> Choice | None:
+    def choose(self, n_busy: int, n_joining: int) -> Choice | None:
         self._left -= 1
-        return super().choose(n_busy) if self._left >= 0 else None
+        return super().choose(n_busy, n_joining) if self._left >= 0 else None

@@ -169,6 +169,15 @@ def test_the_choice_is_that_of_the_rows_that_are_left():
     assert len(set(chosen)) > 2
 
 
+def test_few_rows_are_not_hurried_while_others_are_about_to_join():
+    """Plain rounds with those would emit more in the same time; near the full batch speculation pays again."""
+    few, all_rows = costs(50, 3, (51, 70)), costs(100, 8, (110, 160))
+    pacing = of_rows({8: [all_rows], 2: [few]})
+    assert pacing.choose(2).gamma > 0
+    chosen = [pacing.choose(n_busy, 8 - n_busy) != PLAIN for n_busy in range(1, 9)]
+    assert not chosen[0] and chosen[6] and chosen[7] and chosen == sorted(chosen)
+
+
 def test_no_gamma_is_chosen_beyond_those_that_were_measured():
     """Where a verification of 1 costs what a step does, one of 6 would seem to, too."""
     chosen = [of_rows({8: [Costs(100, at, (100.0,) * len(at), 1, 1)]}).choose(8).gamma for at in ((1,), (3,), (1, 6))]

@@ -116,7 +116,7 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
-        choice = pacing.choose(scenario.rows) or PLAIN
+        choice = pacing.choose(scenario.rows, 0) or PLAIN
         accepted = [scenario.n_accepted(choice, position, rng) for _ in range(scenario.rows)]
         round_ms = costs[0].plain_ms
         n_rounds += 1

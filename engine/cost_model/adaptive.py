@@ -34,6 +34,9 @@ class Adaptive:
     counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again once the
     evidence against it has faded, if it would pay then, catching up included (optimistic initial values: Sutton and
     Barto, Reinforcement Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
+
+    Where more rows are about to join, speculation has to pay beside plain rounds with them: rows that it hurries
+    through leave smaller batches behind, whose tokens cost more each.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Adaptive:
         self.max_gamma = max(gammas)
         self._rows = sorted(costs)
         of_all_rows = costs[self._rows[-1]]
+        self._plain_ms = [costs[n][0].plain_ms for n in self._rows]
         # What each choice costs in plain steps, while so many rows decode.
         self._plain_steps = {
             Choice(i, gamma): [costs[n][i].round_ms(gamma) / costs[n][i].plain_ms for n in self._rows]
@@ -56,7 +60,8 @@ class Adaptive:
         self._last_drafter = 0
         self._of_all_rows, self._missed = of_all_rows, [0] * len(drafters)
 
-    def choose(self, n_busy: int) -> Choice:
+    def choose(self, n_busy: int, n_joining: int = 0) -> Choice:
+        shared = self._ms_per_token(n_busy + n_joining) / self._ms_per_token(n_busy)
         own = (
             (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
             for accepted, verified in zip(self._accepted, self._verified, strict=True)
@@ -67,11 +72,15 @@ class Adaptive:
             assert choice.drafter is not None
             plain_steps = float(np.interp(n_busy, self._rows, self._plain_steps[choice]))
             speedup = tokens_per_round(alphas[choice.drafter], choice.gamma) / plain_steps
-            speedup *= 1 - self._catch_up(choice.drafter)
+            speedup *= shared * (1 - self._catch_up(choice.drafter))
             return speedup if choice.drafter == self._last_drafter else speedup / WORTH_A_CHANGE
 
         best = max(self._plain_steps, key=promise)
         return best if promise(best) > 1 else PLAIN
+
+    def _ms_per_token(self, n_rows: int) -> float:
+        """Of a plain round of so many rows."""
+        return float(np.interp(n_rows, self._rows, self._plain_ms)) / n_rows
 
     def _catch_up(self, drafter: int) -> float:
         """Catching up, as a share of the time in which it has to pay. A drafter that fills its cache from the target's
