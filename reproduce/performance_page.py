@@ -37,7 +37,8 @@ def _ends(values: Sequence[int]) -> str:
 
 
 SETS, LOADS = "spec_bench.jsonl", "serve_load.jsonl"
-SERVED = [Column("turns", "turns"), Column("temperature", "temperature"), *serve_load.COLUMNS]
+PROMPTS = Column(lambda record: f"{record['shortest']} to {record['longest']}", "prompt tokens")
+SERVED = [*of("model"), Column("turns", "turns"), PROMPTS, Column("temperature", "temperature"), *serve_load.COLUMNS]
 CATEGORIES = [*of("model", "B"), *spec_bench.COLUMNS]
 PAIRS = of("prefix_len", "B", "verification", *DRAFT, "pointwise", *SPECULATION, "identical", "pairs")
 SELFSPEC = of("prefix_len", "B", "verification", "temperature", *DRAFT, *SPECULATION, "decode_tokens_per_second")

@@ -53,6 +53,14 @@ OURS = PLAIN, SPECULATION = "plain", "speculation"
 # Tokens of what makes a row forget, and streams over HTTP beside those of a Decoder.
 SHORT, STREAMS = 8, 8
 NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation leaves as it is: decode tok/s is of rounds alone."
+
+
+def rows_a_round(row: Record) -> float | None:
+    """That decode together."""
+    rate, ms, tokens = (row[name] for name in ("decode_tokens_per_second", "round_ms", "tokens_per_round"))
+    return rate * ms / 1e3 / tokens if tokens and rate else None
+
+
 COLUMNS = [
     *(Column("clients", "clients"), Column("mode", "rounds", align="<"), Column("requests", "requests")),
     *(Column("errors", "errors"), Column("requests_per_second", "a second", ".2f")),
@@ -61,6 +69,7 @@ COLUMNS = [
     *(Column("ttft_ms_p50", "first token, ms: p50", ".0f"), Column("ttft_ms_p99", "p99", ".0f")),
     *(Column("tpot_ms_p50", "per token, ms: p50", ".0f"), Column("tpot_ms_p99", "p99", ".0f")),
     *(Column("accepted_share", "accepted", ".3f"), Column("tokens_per_round", "tokens per round", ".2f")),
+    *(Column(rows_a_round, "rows a round", ".1f"), Column("round_ms", "ms a round", ".0f")),
     *(Column("reused_prompt_tokens", "reused"), Column("identical_answers", "as plain")),
     Column("between_share", "between rounds", ".1%"),
 ]

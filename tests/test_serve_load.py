@@ -15,6 +15,7 @@ from serving_cases import FLAGS, Served
 
 from common.errors import ConfigError, DataError
 from reproduce.performance_page import page
+from reproduce.serve_load import rows_a_round
 from reproduce.serve_parts.clients import Answer, Endpoint, Phase, failed, load
 from reproduce.serve_parts.clients import served as served_with
 from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches, summary
@@ -53,6 +54,8 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     # A request's first token comes with its prefill, not out of a round.
     assert found["decode_tokens_per_second"] == 11 / 2.0
     assert found["round_ms"] == 400 and found["between_share"] == 0.2
+    assert rows_a_round(found) == pytest.approx(1)  # 5 rounds of the server, 5 of requests
+    assert rows_a_round(found | {"tokens_per_round": None}) is None
 
 
 def test_a_server_that_says_nothing_of_rounds_has_times_alone():
@@ -160,7 +163,7 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
     assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
     (tmp_path / "serve_load.jsonl").write_text(out.read_text())
     served_table = page(tmp_path).partition("## Serving")[2].partition("\n## ")[0]
-    assert served_table.count("\n| 1 | 0.0 | 5 | ") == 3 and served_table.count("\n| 4 | ") == 1
+    assert served_table.count(" | 1 | 20 to 60 | 0.0 | 5 | ") == 3 and served_table.count("\n| 4 | ") == 1
     assert "[serve_load.jsonl](" in served_table
 
 
