@@ -81,7 +81,9 @@ class Counting:
 def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
     half, *_ = alone.tokenizer.encode("ä", add_bos=False)
     noise = random.Random(5).choices(range(alone.vocab_size), k=600)
-    for tokens in ([half] * 400, [0] * 400, noise, alone.tokenizer.encode("\ufffd" * 90)):
+    whole = alone.tokenizer.encode("😀", add_bos=False)
+    late = [token for n in range(MOST_HELD - 5, MOST_HELD + 5) for token in [half] * n + whole]
+    for tokens in ([half] * 400, [0] * 400, noise, late, alone.tokenizer.encode("\ufffd" * 90)):
         counting = Counting(alone.tokenizer)
         own, tokens = TextStream(counting), [*tokens, *alone.tokenizer.encode("b€", add_bos=False)]  # type: ignore[arg-type]
         assert "".join(map(own.add, tokens)) + own.rest() == alone.tokenizer.decode(tokens)
