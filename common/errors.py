@@ -13,11 +13,12 @@ class UserError(Exception):
     """Bad input, told as: what is wrong, where, the value seen, the value required, one fix."""
 
     def __init__(self, what: str, where: object, seen: object, required: object, fix: str) -> None:
+        self.what, self.seen = what, str(seen)
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """The message as it is, for a process that is told of another's error."""
-        return copyreg.__newobj__, (type(self), *self.args)  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def told(self, flags: Mapping[str, str]) -> str:
         """The message, with each field under its own name as a flag, or under that which `flags` has for it."""

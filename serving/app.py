@@ -1,36 +1,39 @@
 """The application: routes, what they refuse as JSON of their family, health, metrics, and the page."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from serving import openai_routes, tgi
-from serving.failures import Failure
+from serving.answers import Failure
 from serving.gate import Gate
 from serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 
 
-def make_app(service: Service, key: str | None) -> FastAPI:
+def make_app(service: Service, key: str | None, hosts: Sequence[str] = ("*",)) -> FastAPI:
+    """hosts: what requests may call this machine; a page elsewhere may have its own name lead here."""
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.begin()
         yield
 
-    flags = service.flags
     # Without the pages that load scripts from elsewhere.
     app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(tgi.routes(service))
     app.include_router(openai_routes.routes(service))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if service.down is not None:
@@ -45,26 +48,25 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
-    def refuse(request: Request, failure: Failure) -> Response:
-        body = failure.body(request.url.path.startswith("/v1"))
-        return JSONResponse(body, failure.status, failure.headers)
-
     @app.exception_handler(Failure)
     async def failed(request: Request, error: Failure) -> Response:
-        return refuse(request, error)
+        return error.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
         first: dict[str, Any] = error.errors()[0]
-        names = [str(name) for name in first["loc"] if isinstance(name, int | str)][1:]
-        param = ".".join(name for name in names if not name.startswith(("function-", "constrained-")))
-        return refuse(request, Failure(422, "validation", f"{param or 'body'}: {first['msg']}", param or None))
+        # Of JSON that breaks off, this is where it does; of unions, it has their members' names.
+        names = [] if first["type"] == "json_invalid" else map(str, first["loc"][1:])
+        param = ".".join(name for name in names if not name.startswith(("function-", "constrained-", "list[")))
+        failure = Failure(422, "validation", f"{param or 'body'}: {first['msg']}", param or None)
+        return failure.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        kinds = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+        kinds = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
         kind = kinds.get(error.status_code, "validation")
-        return refuse(request, Failure(error.status_code, kind, str(error.detail), headers=error.headers))
+        return Failure(error.status_code, kind, str(error.detail), headers=error.headers).response(request.url.path)
 
-    app.add_middleware(Gate, service=service, key=key, flags=flags)
+    app.add_middleware(Gate, service=service, key=key)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return app

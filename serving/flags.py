@@ -1,5 +1,6 @@
 """The command line of the server: what is served, how it drafts, where it listens, and what it refuses."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -54,8 +55,17 @@ class Http:
     machine can read command lines, so the environment is the better place"""
     log_prompts: bool = False
     """log prompts and answers, too"""
-    drain_seconds: float = 25
+    drain_seconds: float = 20
     """after SIGTERM or Ctrl-C: seconds that requests have to finish; torchrun itself waits for 30"""
+
+    def key(self) -> str | None:
+        """Errors: ConfigError for one that is empty, which would be none."""
+        key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
+        if key is not None and not key.strip():
+            where, required = f"{flag('api_key')} or ${API_KEY}", "a key that clients have to bring"
+            fix = f"leave out {flag('api_key')} and unset {API_KEY} to serve without one"
+            raise ConfigError("the key is empty", where, repr(key), required, fix)
+        return key and key.strip()
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ class Limits:
     """of a request"""
     request_seconds: float = 600
     """what a request may take, waiting included"""
+    no_plain_requests: bool = False
+    """refuse `"speculate": false`, which makes all rounds plain as long as such a request runs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +121,7 @@ class ServeFlags:
         for name, value in limits.items():
             if value is not None and not isinstance(value, bool | str):
                 require_at_least(name, value, least.get(name, 1))
+        self.http.key()
         require_at_least("drain_seconds", self.http.drain_seconds, 0)
         if not 0 <= self.http.port <= LAST_PORT:
             where, required = flag("port"), f"0 to {LAST_PORT}"

@@ -1,44 +1,54 @@
-"""What every request passes: the key, and at its end the metrics and its line in the log."""
+"""What every request passes: the key, bounds on its body, and at its end the metrics and its line in the log."""
 
+import asyncio
 import hmac
 import json
 import sys
 import time
+import traceback
 import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.failures import Failure
-from serving.flags import ServeFlags
+from serving.answers import Failure
 from serving.jobs import CANCELLED, Job, ms
 from serving.service import Service
 
-OPEN = {("GET", "/"), ("GET", "/health")}
+OPEN = {("GET", "/"), ("GET", "/health"), ("HEAD", "/health")}
 GENERATING = {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
+# What a body has to arrive, in seconds.
+BODY_SECONDS = 30.0
 
 
 class Gate:
     """An ASGI middleware. key: what a request has to bring; None if nothing."""
 
-    def __init__(self, app: ASGIApp, service: Service, key: str | None, flags: ServeFlags) -> None:
-        self._app, self._service, self._flags = app, service, flags
-        self._wanted = None if key is None else f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, service: Service, key: str | None) -> None:
+        self._app, self._service, self._flags = app, service, service.flags
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status, n_bytes, most = time.perf_counter(), 0, 0, self._flags.limits.max_body_bytes
+        started, status, n_bytes, is_whole = time.perf_counter(), 0, 0, False
+        most, seconds = self._flags.limits.max_body_bytes, min(BODY_SECONDS, self._flags.limits.request_seconds)
         scope["state"] = state = {**scope.get("state", {}), "job": None}
 
         async def bounded() -> Message:
-            nonlocal n_bytes
-            message = await receive()
-            n_bytes += len(message.get("body", b""))
+            nonlocal n_bytes, is_whole
+            if is_whole:  # whoever asks for more waits for the client to leave
+                return await receive()
+            try:
+                async with asyncio.timeout(seconds - (time.perf_counter() - started)):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body has not arrived within {seconds:g} seconds"
+                raise HTTPException(408, text, {"Connection": "close"}) from None
+            n_bytes, is_whole = n_bytes + len(message.get("body", b"")), not message.get("more_body", False)
             if n_bytes > most:
                 raise HTTPException(413, f"the body is too large: this server takes {most} bytes")
             return message
@@ -48,31 +58,42 @@ class Gate:
             status = message.get("status", status)
             await send(message)
 
+        async def refuse(failure: Failure) -> None:
+            await failure.response(scope["path"])(scope, receive, note)
+
         try:
             if self._may_pass(scope):
                 await self._app(scope, bounded, note)
             else:
-                failure = Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY")
-                body = failure.body(scope["path"].startswith("/v1"))
-                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, note)
+                text = "this server wants a key: Authorization: Bearer KEY"
+                await refuse(Failure(401, "unauthorized", text, headers={"WWW-Authenticate": "Bearer"}))
+        except Exception as error:
+            if status:  # an answer that has begun cannot become another one
+                raise
+            traceback.print_exc()
+            await refuse(Failure(500, "internal", f"the server has failed ({type(error).__name__})"))
         finally:
+            if (job := state["job"]) is not None:
+                self._service.end(job, CANCELLED)  # nobody reads on
             if scope["method"] == "POST" and scope["path"] in GENERATING:
-                self._done(scope, state["job"], status, time.perf_counter() - started)
+                self._done(scope, job, status, time.perf_counter() - started)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if self._wanted is None or (scope["method"], scope["path"]) in OPEN:
+        if self._key is None or (scope["method"], scope["path"]) in OPEN:
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._wanted)
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
 
     def _done(self, scope: Scope, job: Job | None, status: int, seconds: float) -> None:
         """Count and log a request for tokens."""
         metrics, failure = self._service.metrics, None if job is None else job.failure
         metrics.requests.inc()
-        if job is not None and failure is None and job.finish not in (None, CANCELLED):
+        if job is not None and failure is None and job.finish != CANCELLED:
             metrics.answered(job)
         else:
-            metrics.failed(failure.kind if failure else CANCELLED if job else "refused")
+            kind = "internal" if status == 500 else CANCELLED if job else "refused"
+            metrics.failed(failure.kind if failure else kind)
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": uuid.uuid4().hex[:12] if job is None else f"{job.request.index}",

@@ -9,7 +9,7 @@ from typing import Any
 from engine.stats import Counts
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
-from serving.failures import Failure
+from serving.answers import Failure
 from serving.scheduler import Asked, Update
 from serving.stops import Stops
 
@@ -35,13 +35,14 @@ class Piece:
 
 @dataclass
 class Job:
-    """request: what was asked of the scheduler. specials: the names of control tokens."""
+    """request: what was asked of the scheduler. specials: the names of control tokens. encoding: of its prompt."""
 
     request: Asked
     tokenizer: Tokenizer
     specials: Mapping[int, str]
     stops: Stops
     counts: Counts
+    encoding: "asyncio.Future[list[int]] | None" = None
     received: float = field(default_factory=time.perf_counter)
     started: float | None = None
     first: float | None = None

@@ -1,5 +1,6 @@
 """Metrics in the names of text-generation-inference and vLLM, and a few of our own, in a registry of the app's."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -80,4 +81,5 @@ class Metrics:
         self._failure.labels(kind).inc()
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        """Counters of text-generation-inference have no `_total`, which the library appends."""
+        return re.sub(rb"\b(tgi_\w+)_total\b", rb"\1", generate_latest(self.registry))

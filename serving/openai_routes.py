@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from serving.events import Events, stream
-from serving.failures import Failure
+from serving.answers import Events, Failure, stream
 from serving.jobs import LENGTH, Job, Piece
 from serving.schemas import ChatCompletion, Completion, TextCompletion
-from serving.service import Service
+from serving.service import Service, Wanted
 
 # What the API gives a completion that says nothing of its length.
 COMPLETION_TOKENS = 16
@@ -23,26 +22,26 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request, body: TextCompletion) -> Response:
-        given = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
-        if isinstance(given, str):
-            text = given
-            prompt = await service.encode(lambda: service.tokenizer.encode(text), "prompt")
-        else:
-            prompt = [token for token in body.prompt if isinstance(token, int)]
-        usual = min(COMPLETION_TOKENS, service.limits.max_new_tokens)
-        n_new, names = body.max_tokens or usual, ("prompt", "max_tokens", "stop")
-        how: dict[str, Any] = {"names": names, "logprobs": body.logprobs is not None, "speculate": body.speculate}
-        job = service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
-        return await _answer(service, job, body, Text(service, job))
+        ids: Any = body.prompt
+        text = ids if isinstance(ids, str) else ids[0]
+        is_text, names = isinstance(text, str), ("prompt", "max_tokens")
+
+        def encode() -> list[int]:
+            return service.tokenizer.encode(text) if is_text else ids
+
+        n_chars, has_logprobs = len(text) if is_text else 0, body.logprobs is not None
+        n_new = body.max_tokens or min(COMPLETION_TOKENS, service.limits.max_new_tokens)
+        job = await service.submit(request, Wanted(body, encode, n_chars, n_new, *names, logprobs=has_logprobs))
+        return await _answer(job, body, Text(service, job))
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletion) -> Response:
-        prompt = await service.conversation([{"role": one.role, "content": one.text} for one in body.messages])
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        n_new, names = getattr(body, name), ("messages", name, "stop")
-        how: dict[str, Any] = {"names": names, "logprobs": bool(body.logprobs), "speculate": body.speculate}
-        job = service.submit(request, prompt, body.sampling, n_new, body.stops, **how)
-        return await _answer(service, job, body, Chat(service, job))
+        messages = [{"role": one.role, "content": one.text} for one in body.messages]
+        encode, n_chars = service.conversation(messages, "messages"), sum(len(one["content"]) for one in messages)
+        length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        names, n_new = ("messages", length), getattr(body, length)
+        job = await service.submit(request, Wanted(body, encode, n_chars, n_new, *names, logprobs=bool(body.logprobs)))
+        return await _answer(job, body, Chat(service, job))
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -112,10 +111,10 @@ class Chat(Text):
         return {"content": [one | {"top_logprobs": []} for one in each]}
 
 
-async def _answer(service: Service, job: Job, body: Completion, form: Text) -> Response:
+async def _answer(job: Job, body: Completion, form: Text) -> Response:
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return await stream(service, job, _chunks(job, form, wants_usage), is_openai=True)
+        return await stream(_chunks(job, form, wants_usage), is_openai=True)
     await job.wait()
     choices = [form.whole(_reason(job))]
     answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job), "seed": _seed(job)}

@@ -1,24 +1,20 @@
 """What requests may say. Parameters that clients know and this server has not are refused, unless they ask for nothing.
 
-A value that a parameter has no effect with is taken: clients send some of them whether asked to or not.
+Lists end at the first value that is wrong: bodies are checked on the event loop, and may have a million of them.
 """
 
+import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 
-def only(neutral: Any) -> AfterValidator:
-    """Of a parameter that is not supported: this value, and null, ask for nothing."""
-
-    def check(value: Any) -> Any:
-        if value is None or (type(value) in (type(neutral), int, float) and value == neutral):
-            return value
-        raise PydanticCustomError("unsupported", "is not supported: leave it out")
-
-    return AfterValidator(check)
+# Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
+DRAWN_SEEDS = 2**32
+MOST_TOKENS, MOST_MESSAGES, MOST_PARTS, MOST_STRINGS = 2**20, 1024, 32, 256
 
 
 def _encodable(text: str) -> str:
@@ -30,57 +26,105 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _zero_or_more(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise PydanticCustomError("temperature", f"is 0 (greedy), or {MIN_TEMPERATURE} and more")
+    return temperature
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-def refusing(neutral: Mapping[str, Any]) -> Any:
-    """A body whose parameters are not supported, with the value of each that asks for nothing."""
-    fields: dict[str, Any] = {name: (Annotated[Any, only(value)], None) for name, value in neutral.items()}
-    return create_model("Refusing", __base__=Body, **fields)
-
-
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Mass = Annotated[float, Field(gt=0, le=1)]
-Heat = Annotated[float, Field(ge=1e-5, le=1e6)]
+Heat = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
+HeatOrGreedy = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_zero_or_more)]
+Strings = Annotated[list[Text], Field(max_length=MOST_STRINGS, fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
 
 
-NO_PENALTIES: Any = {"best_of": 1, "repetition_penalty": 1, "frequency_penalty": 0, "typical_p": 1, "top_n_tokens": 0}
-NO_OTHERS = {"watermark": False, "decoder_input_details": False, "grammar": None, "adapter_id": None}
-TgiRefusing: Any = refusing(NO_PENALTIES | NO_OTHERS)
+def _with_refused(schema: dict[str, Any], kind: type[Any]) -> None:
+    schema["properties"] |= {name: {"description": "not supported"} for name in kind.REFUSED}
 
 
-class Parameters(TgiRefusing):
+class Body(BaseModel):
+    """REFUSED: parameters that are not supported, and the values of each that ask for nothing, as null does: clients
+    send some of them whether asked to or not."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, json_schema_extra=_with_refused)
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_others(cls, given: Any) -> Any:
+        known = cls.__pydantic_fields__
+        if not isinstance(given, dict) or given.keys() <= known.keys():
+            return given
+        for name in (name for name in given if name not in known):
+            if name not in cls.REFUSED:
+                raise cls._about(name, "is not a parameter of this route")
+            value = given[name]
+            is_neutral = (type(value) in (type(one), int, float) and value == one for one in cls.REFUSED[name])
+            if value is not None and not any(is_neutral):
+                raise cls._about(name, "is not supported: leave it out")
+        return {name: value for name, value in given.items() if name in known}
+
+    @classmethod
+    def _about(cls, name: str, message: str) -> ValidationError:
+        name = name[:80].encode(errors="replace").decode()  # it may have half a character
+        error = InitErrorDetails(type=PydanticCustomError("unsupported", message), loc=(name,), input=None)
+        return ValidationError.from_exception_data(cls.__name__, [error])
+
+
+class Decoding(Body):
+    """What both families call the same."""
+
+    temperature: HeatOrGreedy | None = None
+    top_p: Mass | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
+    seed: Seed | None = None
+    stop: Text | Strings | None = None
+    speculate: bool = True
+
+    @property
+    def heat(self) -> float:
+        return 1.0 if self.temperature is None else self.temperature
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def sampling(self) -> SamplingParams:
+        """A seed that is not given is drawn. Greedy decoding has no filters."""
+        seed = secrets.randbelow(DRAWN_SEEDS) if self.seed is None else self.seed
+        filters = (self.top_k or 0, self.top_p or 1.0) if self.heat else (0, 1.0)
+        return SamplingParams(self.heat, *filters, seed)
+
+
+class Parameters(Decoding):
     """Of text-generation-inference. do_sample: false is greedy, whatever else is given; absent, a temperature other
     than 1, top_k or top_p asks for samples. chat: the inputs are what a user says, in the model's chat template."""
 
+    REFUSED = {
+        **{"best_of": (1,), "repetition_penalty": (1,), "frequency_penalty": (0,), "typical_p": (1,)},
+        **{"top_n_tokens": (0,), "watermark": (False,), "decoder_input_details": (False,), "grammar": ()},
+        **{"adapter_id": ()},
+    }
     max_new_tokens: Count | None = None
     do_sample: bool | None = None
     temperature: Heat | None = None
     top_k: Count | None = None
-    top_p: Mass | None = None
-    seed: Seed | None = None
-    stop: list[Text] | None = None
+    stop: Strings | None = None
     truncate: Count | None = None
     details: bool | None = None
     return_full_text: bool | None = None
-    speculate: bool = True
     chat: bool = False
 
     @property
-    def samples(self) -> bool:
+    def heat(self) -> float:
         has_filter = self.top_k is not None or (self.top_p or 1) < 1
-        return has_filter or (self.temperature or 1) != 1 if self.do_sample is None else self.do_sample
-
-    @property
-    def sampling(self) -> tuple[float, int, float, int | None]:
-        if not self.samples:
-            return 0.0, 0, 1.0, self.seed
-        return self.temperature or 1.0, self.top_k or 0, self.top_p or 1.0, self.seed
+        samples = has_filter or super().heat != 1 if self.do_sample is None else self.do_sample
+        return super().heat if samples else 0.0
 
 
 class Generate(Body):
@@ -102,49 +146,26 @@ class Tokenize(Body):
 
 
 class StreamOptions(Body):
+    REFUSED = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, only(False)] = None
 
 
-Refusing: Any = refusing({"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}})
-
-
-class Completion(Refusing):
+class Completion(Decoding):
     """What both of OpenAI's routes take. model and user are for the client's own use: one server has one model."""
 
-    model: str | None = None
-    user: str | None = None
+    REFUSED = {"n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+    model: Text | None = None
+    user: Text | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Mass | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
-    seed: Seed | None = None
-    stop: Text | list[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculate: bool = True
-
-    @property
-    def sampling(self) -> tuple[float, int, float, int | None]:
-        temperature = 1.0 if self.temperature is None else self.temperature
-        greedy = temperature == 0
-        return temperature, 0 if greedy else self.top_k or 0, 1.0 if greedy else self.top_p or 1.0, self.seed
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)]
-
-
-TextRefusing: Any = refusing({"best_of": 1, "echo": False, "suffix": ""})
-
-
-class TextCompletion(TextRefusing, Completion):
+class TextCompletion(Completion):
     """logprobs: 0 for those of the chosen tokens."""
 
-    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    REFUSED = {**Completion.REFUSED, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
 
 
@@ -153,14 +174,13 @@ class TextPart(Body):
     text: Text
 
 
-NO_CALLS: Any = {"name": None, "tool_calls": [], "tool_call_id": None, "function_call": None}
-NO_MEDIA: Any = {"refusal": None, "audio": None, "annotations": [], "reasoning": None}
-MessageRefusing: Any = refusing(NO_CALLS | NO_MEDIA)
-
-
-class Message(MessageRefusing):
+class Message(Body):
+    REFUSED = {
+        **{"name": (), "tool_calls": ([],), "tool_call_id": (), "function_call": (), "refusal": (), "audio": ()},
+        **{"annotations": ([],), "reasoning": ()},
+    }
     role: Annotated[Text, Field(max_length=64)]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
 
     @property
     def text(self) -> str:
@@ -168,15 +188,14 @@ class Message(MessageRefusing):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-NO_TOOLS: Any = {"tools": [], "tool_choice": "none", "tool_prompt": None, "parallel_tool_calls": False}
-NO_TOOLS |= {"functions": [], "function_call": "none", "web_search_options": None}
-NO_FORMS: Any = {"top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"], "audio": None}
-NO_FORMS |= {"prediction": None, "reasoning_effort": None, "verbosity": None}
-NO_SERVICE = {"service_tier": "auto", "store": False, "metadata": {}}
-ChatRefusing: Any = refusing(NO_TOOLS | NO_FORMS | NO_SERVICE)
-
-
-class ChatCompletion(ChatRefusing, Completion):
-    messages: Annotated[list[Message], Field(min_length=1)]
+class ChatCompletion(Completion):
+    REFUSED = {
+        **Completion.REFUSED,
+        **{"tools": ([],), "tool_choice": ("none", "auto"), "tool_prompt": (), "parallel_tool_calls": (False, True)},
+        **{"functions": ([],), "function_call": ("none", "auto"), "web_search_options": (), "top_logprobs": (0,)},
+        **{"response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": ()},
+        **{"reasoning_effort": (), "verbosity": (), "service_tier": ("auto",), "store": (False,), "metadata": ({},)},
+    }
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

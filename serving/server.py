@@ -1,27 +1,33 @@
 """From flags to a server: the model's rounds run on this thread, HTTP on another one, of the leading rank."""
 
-import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import ConfigError, flag
 from common.process import is_leader, world_size
 from common.say import say
+from serving.answers import Failure
 from serving.app import make_app
-from serving.failures import Failure
-from serving.flags import API_KEY, ServeFlags
+from serving.flags import ServeFlags
 from serving.opening import open_session
 from serving.scheduler import Scheduler
 from serving.service import Service
 
 # What answers that are done have to be written, in seconds.
 FLUSH_SECONDS = 5
+# What a connection may be open without an answer, beside what a request may take: between two requests, for a body.
+IDLE_SECONDS = 45.0
+# Connections beside those of requests that decode or wait: for the page, metrics and bodies that are on their way.
+SPARE_CONNECTIONS = 64
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -44,16 +50,42 @@ def open_server(flags: ServeFlags) -> tuple[Scheduler, "Server | None"]:
     return scheduler, Server(Service(flags, session, scheduler), sock) if sock else None
 
 
+class Connection(H11Protocol):
+    """Ended, with whatever was not read of it, when it is so long without an answer: a client that sends or reads
+    nothing would hold it for ever."""
+
+    def __init__(self, seconds: float, **given: Any) -> None:
+        super().__init__(**given)
+        self._seconds = seconds
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._end = self.loop.call_later(self._seconds, transport.abort)
+
+    def on_response_complete(self) -> None:
+        self._end.cancel()
+        self._end = self.loop.call_later(self._seconds, self.transport.abort)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end.cancel()
+        super().connection_lost(exc)
+
+
 class Server:
     """A service on the socket, by uvicorn on a thread of its own, which leaves signals alone."""
 
     def __init__(self, service: Service, sock: socket.socket) -> None:
         self.service, self._sock = service, sock
-        key = service.flags.http.api_key or os.environ.get(API_KEY) or None
+        flags, key = service.flags, service.flags.http.key()
         how: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "on", "server_header": False}
         how["timeout_graceful_shutdown"] = FLUSH_SECONDS
+        how["http"] = partial(Connection, flags.limits.request_seconds + IDLE_SECONDS)
+        how["limit_concurrency"] = flags.batch.max_batch + flags.limits.max_queue + SPARE_CONNECTIONS
+        is_local = key is None and ip_address(sock.getsockname()[0]).is_loopback
+        hosts = ["127.0.0.1", "localhost", "[::1]", flags.http.host] if is_local else ["*"]
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
-        self._http = uvicorn.Server(uvicorn.Config(make_app(service, key), **how))
+        self._http = uvicorn.Server(uvicorn.Config(make_app(service, key, hosts), **how))
 
     @property
     def url(self) -> str:

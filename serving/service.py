@@ -1,33 +1,55 @@
 """The event loop's side: requests are checked, counted and handed to the scheduler, and what it tells goes to them."""
 
 import asyncio
-import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
 
 from common.errors import UserError
 from engine.bench.session import Session
-from engine.sampling import SamplingParams
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
-from serving.failures import Failure, invalid, refused
+from serving.answers import Failure, invalid, refused
 from serving.flags import ServeFlags
 from serving.jobs import CANCELLED, Job
 from serving.metrics import Metrics
 from serving.scheduler import Asked, Scheduler, Update
+from serving.schemas import Decoding
 from serving.stops import Stops
 
-# Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
-DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
 RETRY_SECONDS = 1
+Encoded = TypeVar("Encoded")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a route asks for. encode: makes the prompt, of texts of n_chars characters. of_prompt, of_length: what the
+    route calls the prompt and the number of new tokens; within: what stands before the names of `own`."""
+
+    own: Decoding
+    encode: Callable[[], list[int]]
+    n_chars: int
+    max_new_tokens: int | None
+    of_prompt: str
+    of_length: str
+    within: str = ""
+    keeps_stop: bool = False
+    logprobs: bool = False
+
+
+def require(*checks: tuple[bool, str, str]) -> None:
+    """Of each check whether it fails, the name of the parameter, and what to say. Raises Failure of the first."""
+    for fails, param, says in checks:
+        if fails:
+            raise invalid(param, says)
 
 
 class Service:
@@ -43,6 +65,7 @@ class Service:
         self.max_input = min(self.limits.max_input_length or self.max_total, self.max_total - 1)
         self.ends = frozenset(session.target.config.eos_tokens)
         self.specials = {index: text for text, index in self.tokenizer.control_tokens().items()}
+        self._longest_piece = max(len(piece) for piece in self.tokenizer.pieces() if piece)
         # One thread: a tokenizer is switched while it encodes a conversation.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._template: ChatTemplate | None = None
@@ -86,80 +109,85 @@ class Service:
             headers, text = {"Retry-After": str(RETRY_SECONDS)}, "the queue is full: try again later"
             raise Failure(429, "overloaded", text, headers=headers)
 
-    async def encode(self, encode: Callable[[], list[int]], param: str) -> list[int]:
-        """A prompt's token ids, made beside the event loop. Raises Failure."""
+    def encode(self, encode: Callable[[], Encoded], n_chars: int, param: str) -> "asyncio.Future[Encoded]":
+        """A prompt of so many characters, tokenised beside the event loop. Raises Failure."""
         self.require_room()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
-        except UserError as error:
-            raise refused(param, error) from None
+        most = self.max_input * self._longest_piece
+        require((n_chars > most, param, f"has {n_chars} characters; this server takes {most}"))
+        return asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
 
-    async def conversation(self, messages: Sequence[dict[str, str]], param: str = "messages") -> list[int]:
-        """In the model's chat template."""
-        if self._template is None:
-            raise invalid(param, f"{self.session.name} has no chat template: use /v1/completions or /generate")
+    def conversation(self, messages: Sequence[dict[str, str]], param: str) -> Callable[[], list[int]]:
+        """What tokenises it in the model's chat template. Raises Failure."""
         template = self._template
-        return await self.encode(lambda: template.encode(messages), param)
+        if template is None:
+            raise invalid(param, f"{self.session.name} has no chat template: use /v1/completions or /generate")
+        return lambda: template.encode(messages)
 
-    def submit(
-        self,
-        request: Request,
-        prompt: list[int],
-        sampling: tuple[float, int, float, int | None],
-        max_new_tokens: int | None,
-        stops: Sequence[str],
-        *,
-        names: tuple[str, str, str],
-        keeps_stop: bool = False,
-        logprobs: bool = False,
-        speculate: bool = True,
-    ) -> Job:
-        """Queue a request, which is cancelled when its client leaves or its time is over.
+    async def submit(self, request: Request, wanted: Wanted) -> Job:
+        """Tokenise and queue a request, which is cancelled when its client leaves or its time is over. Raises Failure
+        for what cannot be had; of one that has ended meanwhile, the job says so."""
+        self._check(wanted)
+        encoding = self.encode(wanted.encode, wanted.n_chars, wanted.of_prompt)
+        number, counts = next(self._numbers), Counts.of_gamma(self.session.plan.gamma)
+        asked = Asked([], 0, self.ends, wanted.own.sampling(), index=number, speculate=wanted.own.speculate)
+        asked.logprobs = [] if wanted.logprobs else None
+        job = Job(asked, self.tokenizer, self.specials, Stops(wanted.own.stops, wanted.keeps_stop), counts, encoding)
+        self.jobs[number] = request.scope["state"]["job"] = job
+        self._watch(request, job)
+        try:
+            asked.prompt = await encoding
+            asked.limit = self._limit(wanted, asked.prompt)
+        except asyncio.CancelledError:
+            if job.finish is None:
+                raise
+        except UserError as error:
+            self._refuse(job, refused(wanted.of_prompt, error))
+        except Failure as failure:
+            self._refuse(job, failure)
+        if job.finish is None:
+            self.scheduler.submit(asked)
+        return job
 
-        sampling: temperature, top_k, top_p and seed, None for one that is drawn. names: what the route calls the
-        prompt, the number of new tokens and the stop strings. Raises Failure.
-        """
-        self.require_room()
-        of_prompt, of_length, of_stops = names
-        n_prompt, most, n_stops = len(prompt), self.limits.max_new_tokens, self.limits.max_stop_sequences
-        room = self.max_total - n_prompt
-        limit = min(room, most) if max_new_tokens is None else max_new_tokens
-        outside = min(prompt, default=0) < 0 or max(prompt, default=0) >= self.vocab_size
-        for is_wrong, param, says in (
-            (n_prompt == 0, of_prompt, "is empty"),
-            (outside, of_prompt, f"has a token id outside 0 to {self.vocab_size - 1}"),
-            (n_prompt > self.max_input, of_prompt, f"has {n_prompt} tokens; this server takes {self.max_input}"),
-            (limit > most, of_length, f"is {limit}; this server gives {most}"),
-            (limit > room, of_length, f"is {limit}; behind {n_prompt} prompt tokens there is room for {room}"),
+    def _refuse(self, job: Job, failure: Failure) -> NoReturn:
+        self.end(job, "refused", failure)
+        raise failure from None
+
+    def _check(self, wanted: Wanted) -> None:
+        """Raises Failure for what cannot be had behind any prompt."""
+        limits, within, stops = self.limits, wanted.within, wanted.own.stops
+        most, n_stops, length = limits.max_new_tokens, limits.max_stop_sequences, wanted.max_new_tokens or 0
+        plain, of_stops = limits.no_plain_requests and not wanted.own.speculate, f"{within}stop"
+        require(
+            (length > most, wanted.of_length, f"is {length}; this server gives {most}"),
             (len(stops) > n_stops, of_stops, f"has {len(stops)} strings; this server takes {n_stops}"),
             (not all(stops), of_stops, "has an empty string"),
             (len(max(stops, key=len, default="")) > LONGEST_STOP, of_stops, f"has more than {LONGEST_STOP} characters"),
-        ):
-            if is_wrong:
-                raise invalid(param, says)
-        temperature, top_k, top_p, seed = sampling
-        seed = secrets.randbelow(DRAWN_SEEDS) if seed is None else seed
-        try:
-            params = SamplingParams(temperature, top_k, top_p, seed)
-        except UserError as error:
-            raise refused("temperature", error) from None
-        number, counts = next(self._numbers), Counts.of_gamma(self.session.plan.gamma)
-        wanted = Asked(prompt, limit, self.ends, params, index=number, speculate=speculate)
-        wanted.logprobs = [] if logprobs else None
-        job = Job(wanted, self.tokenizer, self.specials, Stops(stops, keeps_stop), counts)
-        self.jobs[number] = request.scope["state"]["job"] = job
-        self.scheduler.submit(wanted)
-        self._watch(request, job)
-        return job
+            (plain, f"{within}speculate", "is false; this server has no plain rounds on demand"),
+        )
+
+    def _limit(self, wanted: Wanted, prompt: Sequence[int]) -> int:
+        """New tokens behind this prompt. Raises Failure."""
+        n_prompt, of_prompt, most = len(prompt), wanted.of_prompt, self.limits.max_new_tokens
+        outside = min(prompt, default=0) < 0 or max(prompt, default=0) >= self.vocab_size
+        room = self.max_total - n_prompt
+        limit = min(room, most) if wanted.max_new_tokens is None else wanted.max_new_tokens
+        require(
+            (n_prompt == 0, of_prompt, "is empty"),
+            (outside, of_prompt, f"has a token id outside 0 to {self.vocab_size - 1}"),
+            (n_prompt > self.max_input, of_prompt, f"has {n_prompt} tokens; this server takes {self.max_input}"),
+            (limit > room, wanted.of_length, f"is {limit}; behind {n_prompt} prompt tokens there is room for {room}"),
+        )
+        return limit
 
     def _watch(self, request: Request, job: Job) -> None:
         loop = asyncio.get_running_loop()
         seconds = self.limits.request_seconds
-        late = Failure(408, "timeout", f"not done within {seconds} seconds")
+        # Clients of OpenAI's ask again by themselves after 408 and 5xx, unless told not to.
+        late = Failure(504, "timeout", f"not done within {seconds} seconds", headers={"x-should-retry": "false"})
         timer = loop.call_later(seconds, self.end, job, "timeout", late)
 
         async def until_gone() -> None:
@@ -179,6 +207,8 @@ class Service:
     def end(self, job: Job, finish: str, failure: Failure | None = None) -> None:
         """Free its row before the next round; one that has ended stays as it is."""
         if self.jobs.pop(job.request.index, None) is not None:
+            if job.encoding is not None:
+                job.encoding.cancel()
             self.scheduler.cancel(job.request.index)
             job.end(finish, failure)
 

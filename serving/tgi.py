@@ -5,14 +5,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from models.checkpoints.text_stream import TextStream
-from serving.events import Events, stream
-from serving.failures import invalid
+from serving.answers import Events, invalid, stream
 from serving.jobs import Job, Piece, rounded
 from serving.schemas import Generate, GenerateOrStream, Tokenize
-from serving.service import Service
+from serving.service import Service, Wanted
 
-NAMES = "inputs", "parameters.max_new_tokens", "parameters.stop"
 VERSION = "0.1.0"
 
 
@@ -35,56 +32,44 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: Tokenize) -> Response:
-        tokenizer = service.tokenizer
-        ids = await service.encode(lambda: tokenizer.encode(body.inputs, body.add_special_tokens), "inputs")
-        texts, found, end = TextStream(tokenizer), list[dict[str, Any]](), 0
-        for token in ids:
-            start, text = end, texts.add(token)
-            end += len(text)
-            found.append({"id": token, "text": service.specials.get(token, text), "start": start, "stop": end})
-        return JSONResponse(found)
+        tokenizer, text, specials = service.tokenizer, body.inputs, service.specials
+        found = await service.encode(lambda: tokenizer.places(text, body.add_special_tokens), len(text), "inputs")
+        if len(found) > service.max_input:
+            raise invalid("inputs", f"has {len(found)} tokens; this server takes {service.max_input}")
+        places = ((id_, specials.get(id_, text[start:stop]), start, stop) for id_, start, stop in found)
+        return JSONResponse([dict(zip(("id", "text", "start", "stop"), place, strict=True)) for place in places])
 
     @router.get("/info")
     async def info() -> dict[str, Any]:
-        session, limits = service.session, service.limits
+        session, limits, runner = service.session, service.limits, service.session.runner
         draft = session.draft
         drafts = None if draft is None else {"draft": draft.kind, "gamma": draft.gamma, "auto": draft.automatic}
         return {
-            "model_id": session.name,
-            "model_sha": session.target.manifest_sha256,
-            "model_dtype": str(session.plan.dtype),
-            "model_device_type": session.runner.device.type,
-            "max_concurrent_requests": session.runner.max_batch + limits.max_queue,
-            "max_best_of": 1,
-            "max_stop_sequences": limits.max_stop_sequences,
-            "max_input_tokens": service.max_input,
-            "max_total_tokens": service.max_total,
-            "max_new_tokens": limits.max_new_tokens,
-            "max_batch_size": session.runner.max_batch,
-            "validation_workers": 1,
-            "max_client_batch_size": 1,
-            "chat": service.has_template,
-            "verification": service.flags.batch.verification,
-            "router": "foretoken",
-            "version": VERSION,
-            "speculation": drafts,
+            **{"model_id": session.name, "model_sha": session.target.manifest_sha256},
+            **{"model_dtype": str(session.plan.dtype), "model_device_type": runner.device.type},
+            **{"max_concurrent_requests": runner.max_batch + limits.max_queue, "max_best_of": 1},
+            **{"max_stop_sequences": limits.max_stop_sequences, "max_input_tokens": service.max_input},
+            **{"max_total_tokens": service.max_total, "max_new_tokens": limits.max_new_tokens},
+            **{"max_batch_size": runner.max_batch, "validation_workers": 1, "max_client_batch_size": 1},
+            **{"chat": service.has_template, "verification": service.flags.batch.verification},
+            **{"router": "foretoken", "version": VERSION, "speculation": drafts},
         }
 
     return router
 
 
 async def _submit(service: Service, request: Request, body: Generate, logprobs: bool) -> Job:
-    own = body.own
-    if own.chat:
-        prompt = await service.conversation([{"role": "user", "content": body.inputs}], "chat")
-    else:
-        prompt = await service.encode(lambda: service.tokenizer.encode(body.inputs), "inputs")
-    if own.truncate is not None:
-        prompt = prompt[-own.truncate :]
-    if not body.inputs:
+    own, text, tokenizer = body.own, body.inputs, service.tokenizer
+    if not text:
         raise invalid("inputs", "is empty")
-    how: dict[str, Any] = {"names": NAMES, "keeps_stop": True, "logprobs": logprobs, "speculate": own.speculate}
-    return service.submit(request, prompt, own.sampling, own.max_new_tokens, own.stop or [], **how)
+    said = service.conversation([{"role": "user", "content": text}], "chat") if own.chat else None
+
+    def encode() -> list[int]:
+        return (said() if said else tokenizer.encode(text))[-(own.truncate or 0) :]
+
+    names, n_new = ("inputs", "parameters.max_new_tokens", "parameters."), own.max_new_tokens
+    wanted = Wanted(own, encode, len(text), n_new, *names, keeps_stop=True, logprobs=logprobs)
+    return await service.submit(request, wanted)
 
 
 async def _answer(service: Service, request: Request, body: Generate) -> dict[str, Any]:
@@ -101,24 +86,23 @@ async def _answer(service: Service, request: Request, body: Generate) -> dict[st
 async def _stream(service: Service, request: Request, body: Generate) -> Response:
     own = body.own
     job = await _submit(service, request, body, logprobs=True)
-    prefix = body.inputs if own.return_full_text else ""
+    return await stream(_events(job, body.inputs if own.return_full_text else ""), is_openai=False)
 
-    async def events() -> Events:
-        n_sent = 0
-        async for pieces in job.batches():
-            lines = []
-            for index, piece in enumerate(pieces, n_sent + 1):
-                event = {"index": index, "token": _token(piece), "top_tokens": [], "generated_text": None}
-                rate = rounded(job.counts.acceptance_rate)
-                speculation = {"drafted": piece.drafted, "round": piece.round, "acceptance_rate": rate}
-                event |= {"details": None, "speculation": speculation}
-                if job.finish is not None and index == len(job.pieces):
-                    event |= {"generated_text": prefix + job.text, "details": _details(job)}
-                lines.append(event)
-            n_sent += len(pieces)
-            yield lines
 
-    return await stream(service, job, events(), is_openai=False)
+async def _events(job: Job, prefix: str) -> Events:
+    n_sent = 0
+    async for pieces in job.batches():
+        lines = []
+        for index, piece in enumerate(pieces, n_sent + 1):
+            event = {"index": index, "token": _token(piece), "top_tokens": [], "generated_text": None}
+            rate = rounded(job.counts.acceptance_rate)
+            speculation = {"drafted": piece.drafted, "round": piece.round, "acceptance_rate": rate}
+            event |= {"details": None, "speculation": speculation}
+            if job.finish is not None and job.failure is None and index == len(job.pieces):
+                event |= {"generated_text": prefix + job.text, "details": _details(job)}
+            lines.append(event)
+        n_sent += len(pieces)
+        yield lines
 
 
 def _token(piece: Piece) -> dict[str, Any]:

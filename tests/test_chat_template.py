@@ -206,3 +206,11 @@ def test_a_template_beside_a_gguf_takes_the_place_of_its_own(tmp_path: Path) -> 
         convert(folder, out)
         assert (out / "chat_template.jinja").read_text() == MISTRAL
         assert "generated" not in read_manifest(out)["files"]["chat_template.jinja"]
+
+
+def test_a_conversation_in_which_every_mark_is_said(tmp_path: Path) -> None:
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    own = chat(tmp_path, CHATML)
+    with pytest.raises(ConfigError, match="too many different characters"):
+        own.encode([*SYSTEM, {"role": "user", "content": every}])
+    assert own.encode([*SYSTEM, {"role": "user", "content": every[2:]}])

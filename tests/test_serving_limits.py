@@ -24,6 +24,7 @@ REFUSED = {
 CHAT_NEUTRAL = {
     **{"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0, "tools": []},
     **{"response_format": {"type": "text"}, "tool_choice": "none", "store": False, "service_tier": "auto"},
+    **{"parallel_tool_calls": False},
 }
 CHAT_REFUSED = {
     **{"n": 2, "frequency_penalty": 1, "presence_penalty": -1, "logit_bias": {"5": 1}, "top_logprobs": 3},
@@ -59,6 +60,7 @@ def test_what_is_not_supported_is_taken_if_it_asks_for_nothing(strict: Served):
     assert answer.status == 200, answer.body
     assert strict.ask(CHATS, CHAT | CHAT_NEUTRAL).status == 200
     assert strict.ask(CHATS, CHAT | dict.fromkeys(CHAT_NEUTRAL)).status == 200
+    assert strict.ask(CHATS, CHAT | {"tool_choice": "auto", "parallel_tool_calls": True}).status == 200
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED.items())
@@ -103,6 +105,11 @@ def test_what_is_not_supported_in_a_chat_is_refused_by_name(strict: Served, name
         (CHATS, {"messages": []}, "messages"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         (CHATS, CHAT | {"stop": ["x", 3]}, "stop"),
+        (CHATS, CHAT | {"stop": ["x"] * 300}, "stop"),
+        (CHATS, CHAT | {"user": "\ud800"}, "user"),
+        (CHATS, CHAT | {"model": "\ud800"}, "model"),
+        (CHATS, CHAT | {"\ud800": 1}, "?"),
+        (CHATS, CHAT | {"tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, param):
@@ -170,6 +177,10 @@ def test_bodies_are_bounded(strict: Served):
 def test_bodies_that_are_no_json(strict: Served, path, data):
     answer = strict.ask(path, data)
     assert answer.status in (400, 422) and "error" in answer.json, answer.body
+    if data == b"{":
+        error = answer.json["error"]
+        param, message = (error["param"], error["message"]) if path.startswith("/v1") else (None, error)
+        assert (param, message) == (None, "body: JSON decode error")
 
 
 def test_a_chat_template_that_refuses(chat_checkpoint, served: Served, monkeypatch):
@@ -213,7 +224,7 @@ FITTING = st.sampled_from([None, 1, 2, 0.5, "a", True, False, 0, ["a"], [3, 4], 
 
 
 def bodies(kind: type, **required: Any) -> st.SearchStrategy[Any]:
-    names = st.sampled_from([*kind.model_fields, "unknown"])  # type: ignore[attr-defined]
+    names = st.sampled_from([*kind.model_fields, *kind.REFUSED, "unknown"])  # type: ignore[attr-defined]
     fields = st.dictionaries(names, st.one_of(FITTING, FITTING, NASTY), max_size=4)
     return st.one_of(*[fields.map(lambda some: required | some)] * 3, fields.map(lambda some: some | required), NASTY)
 
@@ -247,4 +258,4 @@ def test_every_schema_is_in_the_openapi_document(strict: Served):
     document = strict.get("/openapi.json").json
     assert {"/", "/generate", "/generate_stream", "/info", "/tokenize", V1, CHATS} <= document["paths"].keys()
     properties = document["components"]["schemas"]["Parameters"]["properties"]
-    assert properties.keys() == Parameters.model_fields.keys()
+    assert properties.keys() == Parameters.model_fields.keys() | Parameters.REFUSED.keys()

@@ -1,7 +1,9 @@
 """Text as it grows: where stop strings cut it, characters of several tokens, and what was drafted."""
 
 import asyncio
+import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +11,13 @@ from hypothesis import strategies as st
 from serving_cases import Alone, Served
 
 from engine.stats import Counts
+from models.checkpoints.text_stream import MOST_HELD, TextStream
 from models.checkpoints.tokenizer import Tokenizer
+from serving.answers import Failure
 from serving.jobs import Job
 from serving.scheduler import Asked, Update
 from serving.stops import Stops
+from serving.tgi import _events
 
 TEXTS = st.text("ab.", max_size=14)
 
@@ -60,6 +65,42 @@ def test_characters_are_whole(alone: Alone):
     assert [piece.text for piece in one.pieces] == ["a", "", "", "€", "", "", "", "😀", "", "é"]
     one.take(update(tokens[1:3], 10, finish="length"))
     assert one.text == text + "\ufffd" and one.finish == "length"
+
+
+class Counting:
+    """Notes how many tokens are decoded at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.most, self._tokenizer = 0, tokenizer
+
+    def decode(self, ids: list[int]) -> str:
+        self.most = max(self.most, len(ids))
+        return self._tokenizer.decode(ids)
+
+
+def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
+    half, *_ = alone.tokenizer.encode("ä", add_bos=False)
+    noise = random.Random(5).choices(range(alone.vocab_size), k=600)
+    whole = alone.tokenizer.encode("😀", add_bos=False)
+    late = [token for n in range(MOST_HELD - 5, MOST_HELD + 5) for token in [half] * n + whole]
+    for tokens in ([half] * 400, [0] * 400, noise, late, alone.tokenizer.encode("\ufffd" * 90)):
+        counting = Counting(alone.tokenizer)
+        own, tokens = TextStream(counting), [*tokens, *alone.tokenizer.encode("b€", add_bos=False)]  # type: ignore[arg-type]
+        assert "".join(map(own.add, tokens)) + own.rest() == alone.tokenizer.decode(tokens)
+        assert counting.most <= 2 * MOST_HELD
+
+
+def test_the_last_event_of_what_failed_is_the_failure(alone: Alone):
+    async def told() -> list[dict[str, Any]]:
+        one, found = job(alone.tokenizer, []), list[dict[str, Any]]()
+        one.take(update([65, 66], 0))
+        one.end("timeout", Failure(504, "timeout", "late"))  # nothing has been written yet
+        with pytest.raises(Failure):
+            async for events in _events(one, ""):
+                found += events
+        return found
+
+    assert [(event["generated_text"], event["details"]) for event in asyncio.run(told())] == [(None, None)] * 2
 
 
 def test_what_comes_behind_a_stop_string_is_nobodys(alone: Alone):

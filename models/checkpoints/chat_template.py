@@ -50,7 +50,12 @@ class ChatTemplate:
         controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
         control = "|".join(map(re.escape, controls)) or "(?!)"
         said = {char for message in messages for text in message.values() for char in text}
-        begin, end = islice((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in said), 2)
+        unsaid = [*islice((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in said), 2)]
+        if len(unsaid) < 2:
+            what, seen = "a conversation has too many different characters", "all of U+E000 to U+F8FF"
+            required = "two of these that nobody says, to mark control tokens with"
+            raise ConfigError(what, self.path, seen, required, "leave out characters of private use")
+        begin, end = unsaid
         marked = [
             {key: re.sub(control, rf"{begin}\g<0>{end}", text) for key, text in message.items()} for message in messages
         ]

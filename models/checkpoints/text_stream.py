@@ -2,6 +2,11 @@
 
 from models.checkpoints.tokenizer import Tokenizer
 
+# What has no end within so many tokens is shown as far as it is certain, or all of it would be decoded for ever.
+MOST_HELD = 16
+# A character has four bytes: one that is not complete is in the last three tokens.
+INCOMPLETE = 3
+
 
 class TextStream:
     """The text of a row's new tokens. A few tokens before each one are decoded with it: some tokenizers drop a space
@@ -15,13 +20,22 @@ class TextStream:
     def add(self, token: int) -> str:
         """The characters that this token completes; none while the last of them is incomplete."""
         self._held.append(token)
-        text = self.rest()
+        text, n_shown = self.rest(), len(self._held)
         if not text or text.endswith("\ufffd"):
-            return ""
-        self._shown, self._held = self._held, []
+            if n_shown < MOST_HELD:
+                return ""
+            text, n_shown = self._certain(text)
+        self._shown, self._held = self._held[:n_shown] if text else self._shown, self._held[n_shown:]
         return text
 
     def rest(self) -> str:
         """What waits for tokens that do not come."""
-        before = self._tokenizer.decode(self._shown)
-        return self._tokenizer.decode([*self._shown, *self._held])[len(before) :]
+        return self._text(self._held)
+
+    def _certain(self, text: str) -> tuple[str, int]:
+        """What begins this text whatever comes, and of how many tokens it is: no character is divided."""
+        parts = ((self._text(self._held[:n]), n) for n in range(len(self._held) - INCOMPLETE, 0, -1))
+        return next(((part, n) for part, n in parts if text.startswith(part)), (text, len(self._held)))
+
+    def _text(self, held: list[int]) -> str:
+        return self._tokenizer.decode([*self._shown, *held])[len(self._tokenizer.decode(self._shown)) :]
