@@ -42,6 +42,11 @@ class Prefilled:
     bad_position: int | None
     answer: tuple[int, ...] = ()
 
+    @property
+    def n_finite(self) -> int:
+        """Tokens of the prompt before the first whose logits are not."""
+        return len(self.prompt) if self.bad_position is None else self.bad_position
+
 
 def finite_rows(x: Tensor) -> Tensor:
     """Whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
@@ -141,9 +146,11 @@ class ModelRunner:
         """
         n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
         held = self.cache.notes.pop(row, None)
-        if not (isinstance(held, Prefilled) and n_shared == len(held.prompt) == n_prompt):
-            n_shared, held = min(n_shared, n_prompt - 1) if reuses else 0, None
-        return n_shared, self._prefill(row, prompt, n_shared, held, chunk)
+        known = held if isinstance(held, Prefilled) and held.model is self.model else None
+        if known and known.prompt == tuple(prompt) and n_shared == known.n_finite:
+            return n_prompt, self._prefill(row, prompt, n_prompt, known, chunk)
+        n_shared = min(n_shared, n_prompt - 1) if reuses else 0
+        return n_shared, self._prefill(row, prompt, n_shared, None, chunk)
 
     def _prefill(
         self, row: int, prompt: Sequence[int], n_shared: int, whole: Prefilled | None, chunk: int | None
