@@ -1,6 +1,6 @@
 """The application: routes, what they refuse as JSON of their family, health, metrics, and the page."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from serving import openai_routes, tgi
 from serving.answers import Failure
@@ -20,8 +19,8 @@ from serving.service import Service
 PAGE = Path(__file__).with_name("page.html")
 
 
-def make_app(service: Service, key: str | None, hosts: Sequence[str] = ("*",)) -> FastAPI:
-    """hosts: what requests may call this machine; a page elsewhere may have its own name lead here."""
+def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
+    """key, hosts: as of `Gate`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,6 +66,5 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str] = ("*",)) -
         kind = kinds.get(error.status_code, "validation")
         return Failure(error.status_code, kind, str(error.detail), headers=error.headers).response(request.url.path)
 
-    app.add_middleware(Gate, service=service, key=key)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    app.add_middleware(Gate, service=service, key=key, hosts=hosts)
     return app

@@ -1,12 +1,14 @@
-"""What every request passes: the key, bounds on its body, and at its end the metrics and its line in the log."""
+"""What every request passes: its host, the key, bounds on its body; at its end the metrics and its line in the log."""
 
 import asyncio
 import hmac
 import json
+import re
 import sys
 import time
 import traceback
 import uuid
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,13 +23,15 @@ OPEN = {("GET", "/"), ("GET", "/health"), ("HEAD", "/health")}
 GENERATING = {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
 # What a body has to arrive, in seconds.
 BODY_SECONDS = 30.0
+PORT = re.compile(r":\d+$")
 
 
 class Gate:
-    """An ASGI middleware. key: what a request has to bring; None if nothing."""
+    """An ASGI middleware. key: what a request has to bring; None if nothing. hosts: what it may call this machine, to
+    which a page elsewhere can have a name of its own lead; None for anything."""
 
-    def __init__(self, app: ASGIApp, service: Service, key: str | None) -> None:
-        self._app, self._service, self._flags = app, service, service.flags
+    def __init__(self, app: ASGIApp, service: Service, key: str | None, hosts: Collection[str] | None) -> None:
+        self._app, self._service, self._flags, self._hosts = app, service, service.flags, hosts
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,11 +66,10 @@ class Gate:
             await failure.response(scope["path"])(scope, receive, note)
 
         try:
-            if self._may_pass(scope):
-                await self._app(scope, bounded, note)
+            if (refusal := self._refusal(scope)) is not None:
+                await refuse(refusal)
             else:
-                text = "this server wants a key: Authorization: Bearer KEY"
-                await refuse(Failure(401, "unauthorized", text, headers={"WWW-Authenticate": "Bearer"}))
+                await self._app(scope, bounded, note)
         except Exception as error:
             if status:  # an answer that has begun cannot become another one
                 raise
@@ -78,12 +81,18 @@ class Gate:
             if scope["method"] == "POST" and scope["path"] in GENERATING:
                 self._done(scope, job, status, time.perf_counter() - started)
 
-    def _may_pass(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> Failure | None:
+        headers = dict(reversed(scope["headers"]))  # of several the first counts
+        host = PORT.sub("", headers.get(b"host", b"").decode("latin-1").lower())
+        if self._hosts is not None and host not in self._hosts:
+            return Failure(400, "validation", f"this server is {' or '.join(self._hosts)}, not {host or 'nameless'}")
         if self._key is None or (scope["method"], scope["path"]) in OPEN:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
+            return None
+        text = "this server wants a key: Authorization: Bearer KEY"
+        return Failure(401, "unauthorized", text, headers={"WWW-Authenticate": "Bearer"})
 
     def _done(self, scope: Scope, job: Job | None, status: int, seconds: float) -> None:
         """Count and log a request for tokens."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.errors import UserError
 from engine.bench.session import Session
@@ -81,9 +81,14 @@ class Scheduler:
         self.tell: Callable[[list[Update]], None] = lambda updates: None
         self._ranks, self._rows = session.ranks, session.runner.max_batch
         chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
-        how: dict[str, Any] = {"verification": batch.verification, "progress": Emitted(self._tell_new)}
-        how |= {"prefill_tokens": chunk, "reuses": not batch.no_prefix_reuse}
-        self._decoder = Decoder(session.runner, pacing, **how)
+        self._decoder = Decoder(
+            session.runner,
+            pacing,
+            verification=batch.verification,
+            progress=Emitted(self._tell_new),
+            prefill_tokens=chunk,
+            reuses=not batch.no_prefix_reuse,
+        )
         self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
         self._waiting: deque[Asked] = deque()
         self._running: dict[int, Asked] = {}

@@ -78,14 +78,20 @@ class Server:
     def __init__(self, service: Service, sock: socket.socket) -> None:
         self.service, self._sock = service, sock
         flags, key = service.flags, service.flags.http.key()
-        how: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "on", "server_header": False}
-        how["timeout_graceful_shutdown"] = FLUSH_SECONDS
-        how["http"] = partial(Connection, flags.limits.request_seconds + IDLE_SECONDS)
-        how["limit_concurrency"] = flags.batch.max_batch + flags.limits.max_queue + SPARE_CONNECTIONS
         is_local = key is None and ip_address(sock.getsockname()[0]).is_loopback
-        hosts = ["127.0.0.1", "localhost", "[::1]", flags.http.host] if is_local else ["*"]
+        hosts = ["127.0.0.1", "localhost", "[::1]", flags.http.host] if is_local else None
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
-        self._http = uvicorn.Server(uvicorn.Config(make_app(service, key, hosts), **how))
+        config = uvicorn.Config(
+            make_app(service, key, hosts),
+            http=partial(Connection, flags.limits.request_seconds + IDLE_SECONDS),  # type: ignore[arg-type]
+            limit_concurrency=flags.batch.max_batch + flags.limits.max_queue + SPARE_CONNECTIONS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+        )
+        self._http = uvicorn.Server(config)
 
     @property
     def url(self) -> str:

@@ -52,6 +52,7 @@ def routes(service: Service) -> APIRouter:
             **{"max_total_tokens": service.max_total, "max_new_tokens": limits.max_new_tokens},
             **{"max_batch_size": runner.max_batch, "validation_workers": 1, "max_client_batch_size": 1},
             **{"chat": service.has_template, "verification": service.flags.batch.verification},
+            **{"plain_requests": not limits.no_plain_requests},
             **{"router": "foretoken", "version": VERSION, "speculation": drafts},
         }
 

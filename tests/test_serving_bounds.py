@@ -178,8 +178,11 @@ def test_what_fails_in_the_server_is_told_as_json(served: Served, monkeypatch, c
 
 def test_other_names_lead_nowhere_without_a_key(served: Served, chat_checkpoint):
     own = served.url.removeprefix("http://")
-    for host, status in ((own, 200), ("localhost:1", 200), ("[::1]", 200), ("rebound.example", 400)):
-        assert served.get("/info", Host=host).status == status, host
+    for host in (own, "localhost:1", "LOCALHOST", "[::1]", "[::1]:8000"):
+        assert served.get("/info", Host=host).status == 200, host
+    for host in ("rebound.example", "127.0.0.1.example", "localhost:1:2", ""):
+        refused = served.get("/info", Host=host)
+        assert refused.status == 400 and "this server is 127.0.0.1 or localhost" in refused.json["error"], host
     with serving(chat_checkpoint, "--api_key k") as one:
         for scheme, status in (("Bearer", 200), ("bearer", 200), ("BEARER ", 200), ("Basic", 401)):
             assert one.get("/info", Host="name.example", Authorization=f"{scheme} k").status == status

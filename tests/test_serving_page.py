@@ -246,10 +246,12 @@ def test_a_phone_scrolls_one_way_only(fake, page, scheme):
     assert lines[0] > lines[1] == lines[3] > lines[2]
 
 
-def test_no_chat_without_a_template(fake, page):
-    fake.info = INFO | {"chat": False}
+def test_what_the_server_does_not_do_is_not_offered(fake, page):
+    expect(page, "#beside").to_be_enabled()
+    fake.info = INFO | {"chat": False, "plain_requests": False}
     page.reload()
     expect(page, "#chat").to_be_disabled()
+    expect(page, "#beside").to_be_disabled()
     send(fake, page, list(events(ANSWER)))
     assert "chat" not in fake.bodies[0]["parameters"]
 
