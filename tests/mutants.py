@@ -33,7 +33,7 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 
-SOURCES = ("common", "kv_cache", "models", "engine", "serving", "tests", "reproduce", "pyproject.toml")
+SOURCES = ("common", "kv_cache", "models", "engine", "serving", "tests", "reproduce", "docs", "pyproject.toml")
 SECONDS = 600
 
 
