@@ -93,7 +93,8 @@ class Rows:
                     self._runner.cache.notes.pop(row, None)
             requests = [request or IDLE for _, request in computed]
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
-            batch.set_rows(sampling, ids, [row for row, _ in computed])
+            rows, busy = [row for row, _ in computed], [request is not None for _, request in computed]
+            batch.set_rows(sampling, ids, rows, busy)
             self.set_state(batch)
         return batch
 

@@ -8,7 +8,7 @@ from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import OF_CONFIDENCE, DrafterConfig, ModelDrafterConfig, drafters
 from kv_cache.policy import BudgetedPolicy, policies
 
 FULL_BUDGET = -1
@@ -18,7 +18,16 @@ ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
 BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
 # What programs choose by themselves that go through several drafts.
-CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks")
+CHOSEN = (
+    "draft",
+    "gamma",
+    "gamma_schedule",
+    "draft_policy",
+    "draft_budget",
+    "draft_model",
+    "draft_ranks",
+    *OF_CONFIDENCE,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class DraftFlags:
     def variants(self, *each: Mapping[str, Any]) -> list[DrafterConfig]:
         """Several drafts that a program goes through, with what it chooses for each in place of flags: an option is
         given to those that have it. Errors: ConfigError for one that none has."""
-        options = [_without_full_budget(self.given() | dict(chosen)) for chosen in each]
+        options = [_auto_gamma(_without_full_budget(self.given() | dict(chosen))) for chosen in each]
         configs = [_drafter_config(self.KINDS, one) for one in options]
         every = {name: value for one in options for name, value in one.items()}
         takes = dict.fromkeys(name for config in configs for name in _options(config))
@@ -51,6 +60,8 @@ class DraftFlags:
             seen = f"{', '.join(str(every[name]) for name in useless)} with draft {draft}"
             if all(config.gamma == 0 for config in configs):
                 needed = f"a larger {flag('gamma')}: nothing is drafted"
+            elif set(useless) <= {*OF_CONFIDENCE}:
+                needed = f"{flag('gamma_schedule')} confidence, of a draft with a model"
             else:
                 known = every.keys() | vars(self).keys()
                 needed = f"draft {draft} takes only {', '.join(flag(name) for name in takes if name in known)}"
@@ -121,7 +132,8 @@ def _options(config: DrafterConfig) -> list[str]:
     """What has an effect on that drafter with that policy."""
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
-    own = [one.name for one in fields(config) if one.name != "policy"]
+    unused = ("policy",) if config.gamma_schedule == "confidence" else ("policy", *OF_CONFIDENCE)
+    own = [one.name for one in fields(config) if one.name not in unused]
     if not isinstance(config, ModelDrafterConfig):
         return own
     return ["draft_policy", *(one.name for one in fields(config.policy)), *own]
@@ -142,6 +154,13 @@ def _without_full_budget(given: dict[str, Any]) -> dict[str, Any]:
         seen, required = f"{FULL_BUDGET} with {policy} {named}", f"a budget of entries, or {policy} full"
         raise ConfigError(what, where, seen, required, f"leave out {policy}")
     return {name: value for name, value in given.items() if name != "draft_budget"} | {"draft_policy": "full"}
+
+
+def _auto_gamma(given: dict[str, Any]) -> dict[str, Any]:
+    """A schedule of auto is a gamma of auto, where no other is given."""
+    if given.get("gamma_schedule") != "auto" or given.get("gamma", "auto") != "auto":
+        return given
+    return {name: value for name, value in given.items() if name != "gamma_schedule"} | {"gamma": "auto"}
 
 
 def _documented(kind: type, name: str) -> str:
