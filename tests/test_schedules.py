@@ -192,3 +192,32 @@ def test_rounds_that_keep_their_shape_read_nothing_back(schedule):
             drafts = drafter.propose(batch, Greedy(), 5)
             drafter.rollback(batch)
         assert drafts.tokens.shape == (2, 5)
+
+
+SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        ("--gamma 4", ("constant", None, None)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule heuristic", ("heuristic", None, None)),
+        ("--gamma 4 --draft ngram --gamma_schedule heuristic", ("heuristic", None, None)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --p_min 0.1", ("confidence", 0.4, 0.1)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --benchmark", ("confidence", 0.4, 0.0)),
+        ("--gamma 4 --gamma_schedule confidence --confidence_threshold auto", ("confidence", "auto", 0.0)),
+        ("--gamma 4 --draft_budget auto --gamma_schedule confidence", ("confidence", 0.4, 0.0)),
+    ],
+)
+def test_flags_choose_the_schedule_and_the_record_says_it(call, flags, said):
+    record = call("tests/selfspec_benchmark.py", f"{SIZES} {flags}").record
+    assert (record["gamma_schedule"], record["confidence_threshold"], record["p_min"]) == said
+    assert record["identical_sequences"] == 2 and record["gamma"] == 4
+    assert all(0 <= choice["gamma"] <= 4 for choice in record["choices"])
+    if said[0] != "constant" and "auto" not in flags:
+        assert record["drafted"] < 4 * sum(choice["rounds"] for choice in record["choices"]) * 2
+
+
+def test_a_schedule_of_auto_is_a_gamma_of_auto(call):
+    record = call("tests/selfspec_benchmark.py", f"{SIZES} --gamma_schedule auto").record
+    assert (record["gamma"], record["gamma_schedule"], record["identical_sequences"]) == ("auto", "auto", 2)
