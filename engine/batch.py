@@ -36,14 +36,13 @@ class Batch:
         self._is_whole, self._firsts = True, {n_rows: self}
         self._view(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
         self.rows.copy_(torch.arange(n_rows))
-        self.busy.fill_(1)
 
     def _view(self, state: torch.Tensor) -> None:
         """`lengths [B]` int64: the position of each row's last token, `current [B]`, which is in no cache yet; the one
         before it is `previous [B]`. `rows [B]`: which row of the caches, and of a drafter's own state, each is.
-        `busy [B]`: 0 for a row that no request decodes, else 1."""
+        `idle [B]`: 1 for a row that no request decodes, else 0."""
         self._state = state
-        self.lengths, self.previous, self.current, self.seeds, self.requests, self.rows, self.busy = state
+        self.lengths, self.previous, self.current, self.seeds, self.requests, self.rows, self.idle = state
 
     def first(self, n: int) -> Batch:
         """So many rows of this batch, in its tensors; always the same object, and the batch itself if these are all."""
@@ -63,18 +62,12 @@ class Batch:
         return self._longest + gamma + 1 if self.narrows else None
 
     def set_rows(
-        self,
-        sampling: Sequence[SamplingParams],
-        requests: Sequence[int],
-        rows: Sequence[int] | None = None,
-        busy: Sequence[bool] | None = None,
+        self, sampling: Sequence[SamplingParams], requests: Sequence[int], rows: Sequence[int] | None = None
     ) -> None:
-        """How each row is sampled, the request that its random numbers are for, which row of the caches it is, and
-        whether a request decodes it, as all do if None."""
+        """How each row is sampled, the request that its random numbers are for, and which row of the caches it is."""
         self.distribution.copy_(Distribution.of(sampling, self._state.device, self.distribution.filters))
         seeds, rows = [row.seed for row in sampling], range(len(sampling)) if rows is None else rows
-        busy = [True] * len(sampling) if busy is None else busy
-        self._state[3:].copy_(torch.tensor([seeds, [*requests], [*rows], [*map(int, busy)]]))
+        self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
     def set_state(self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int]) -> None:
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))

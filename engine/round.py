@@ -51,10 +51,9 @@ class Round:
     decoder has set `batch.lengths` to what the round left of each row. Each fills a buffer, which keeps its place where
     parts are captured. Captured parts outlive this object: they may read nothing else of its own.
 
-    drafts: what was proposed, `n_drafts` columns of it: `gamma`, or fewer by the drafter's schedule where no part is
-    captured. logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided:
-    `[B, 3 + n_drafts + n_drafts + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and
-    whether the logits at each position are finite.
+    drafts: what was proposed, in `n_drafts` columns: `gamma`, or fewer by a schedule. logits: the target's, `[B,
+    n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 + n_drafts + n_drafts + 1]` int64:
+    numbers of drafts and of accepted ones, the next token, the drafts, and whether logits at each position are finite.
     """
 
     drafts: Drafts
@@ -100,7 +99,6 @@ class Round:
 
     @property
     def n_drafts(self) -> int:
-        """Of each row, those that it does not mean included."""
         return self.drafts.tokens.shape[1]
 
     def _decide(self) -> Tensor:

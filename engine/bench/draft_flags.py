@@ -8,7 +8,8 @@ from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
-from engine.drafters.config import OF_CONFIDENCE, DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.schedules import OF_CONFIDENCE, OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
 FULL_BUDGET = -1
@@ -18,16 +19,7 @@ ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
 BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
 # What programs choose by themselves that go through several drafts.
-CHOSEN = (
-    "draft",
-    "gamma",
-    "gamma_schedule",
-    "draft_policy",
-    "draft_budget",
-    "draft_model",
-    "draft_ranks",
-    *OF_CONFIDENCE,
-)
+CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks", *OF_SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class DraftFlags:
     def variants(self, *each: Mapping[str, Any]) -> list[DrafterConfig]:
         """Several drafts that a program goes through, with what it chooses for each in place of flags: an option is
         given to those that have it. Errors: ConfigError for one that none has."""
-        options = [_auto_gamma(_without_full_budget(self.given() | dict(chosen))) for chosen in each]
+        options = [_without_full_budget(self.given() | dict(chosen)) for chosen in each]
         configs = [_drafter_config(self.KINDS, one) for one in options]
         every = {name: value for one in options for name, value in one.items()}
         takes = dict.fromkeys(name for config in configs for name in _options(config))
@@ -60,8 +52,6 @@ class DraftFlags:
             seen = f"{', '.join(str(every[name]) for name in useless)} with draft {draft}"
             if all(config.gamma == 0 for config in configs):
                 needed = f"a larger {flag('gamma')}: nothing is drafted"
-            elif set(useless) <= {*OF_CONFIDENCE}:
-                needed = f"{flag('gamma_schedule')} confidence, of a draft with a model"
             else:
                 known = every.keys() | vars(self).keys()
                 needed = f"draft {draft} takes only {', '.join(flag(name) for name in takes if name in known)}"
@@ -117,6 +107,7 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
         return {one.name: given[one.name] for one in fields(kind) if one.name in given}
 
     kind = kinds[given.get("draft", next(iter(kinds)))]
+    given = {"gamma": "auto", **given} if given.get("gamma_schedule") == "auto" else given
     if not issubclass(kind, ModelDrafterConfig):
         return kind(**own(kind))
     policy = policies()[given.get("draft_policy", DEFAULT_POLICY)]
@@ -154,13 +145,6 @@ def _without_full_budget(given: dict[str, Any]) -> dict[str, Any]:
         seen, required = f"{FULL_BUDGET} with {policy} {named}", f"a budget of entries, or {policy} full"
         raise ConfigError(what, where, seen, required, f"leave out {policy}")
     return {name: value for name, value in given.items() if name != "draft_budget"} | {"draft_policy": "full"}
-
-
-def _auto_gamma(given: dict[str, Any]) -> dict[str, Any]:
-    """A schedule of auto is a gamma of auto, where no other is given."""
-    if given.get("gamma_schedule") != "auto" or given.get("gamma", "auto") != "auto":
-        return given
-    return {name: value for name, value in given.items() if name != "gamma_schedule"} | {"gamma": "auto"}
 
 
 def _documented(kind: type, name: str) -> str:

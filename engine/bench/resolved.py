@@ -12,7 +12,8 @@ from common.errors import ConfigError, flag, without_effect
 from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
-from engine.drafters.config import OF_CONFIDENCE, DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.schedules import OF_CONFIDENCE
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams

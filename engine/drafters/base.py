@@ -80,14 +80,10 @@ class TextDrafter(ABC):
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         def decide() -> Tensor:
             tokens, n_tokens = self.guess(batch, gamma)
-            n_meant = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
-            return torch.cat([n_meant[:, None], tokens], dim=1)
+            return torch.cat([torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))[:, None], tokens], dim=1)
 
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
-        n_columns = self.schedule.n_columns(decided[:, 0], batch, gamma)
-        drafts = Drafts(decided[:, 1 : n_columns + 1], lengths=decided[:, 0])
-        self.schedule.note(drafts, batch)
-        return drafts
+        return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target(self, self._cache, target.cache)
@@ -115,8 +111,7 @@ class ModelDrafter(ABC):
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         cache = None if self._runner.cache is None else batch.of(self._runner.cache, gamma)
-        tokens, distributions = [batch.current], []
-        bounds, n_columns = self.schedule.bounds(batch, gamma), gamma
+        tokens, distributions, bounds = [batch.current], [], self.schedule.bounds(batch, gamma)
         for i in range(gamma):
             logits = self.logits(batch, i, tokens[-1], cache)
 
@@ -128,14 +123,10 @@ class ModelDrafter(ABC):
 
             token, bounds = self._runner.ranks.decided(draw, 2, len(batch.current))
             tokens.append(token)
-            n_columns = self.schedule.n_columns(bounds, batch, gamma)
-            if n_columns <= i + 1:
+            if self.schedule.n_columns(bounds, batch, gamma) <= i + 1:
                 break
-        probs = torch.stack(distributions, dim=1)[:, :n_columns] if distributions else None
-        lengths = bounds if self.schedule.varies else None
-        drafts = Drafts(torch.stack(tokens, dim=1)[:, 1 : n_columns + 1], probs, lengths)
-        self.schedule.note(drafts, batch)
-        return drafts
+        drafted, probs = torch.stack(tokens, dim=1)[:, 1:], torch.stack(distributions, dim=1) if distributions else None
+        return self.schedule.cut(Drafts(drafted, probs, bounds if self.schedule.varies else None), batch)
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's."""

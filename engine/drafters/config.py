@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
-from engine.drafters.schedules import THRESHOLD, Confidence, Heuristic, Schedule
+from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
 from models.names import Dtype, KVDtype, Scheme
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from engine.runner import ModelRunner, RemoteRunner
     from kv_cache import KVCache
     from models import ModelConfig, Transformer
-
-
-# Options that have no effect but with that schedule.
-OF_CONFIDENCE = ("confidence_threshold", "p_min")
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,8 @@ class DrafterConfig(ABC):
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
     chosen before every round"""
     gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None
-    """how many of them each row drafts. constant: all; heuristic: two more than last time if those were accepted, else
-    one less; confidence (of a draft model): as long as it is sure; auto: as --gamma auto (default: constant, or auto
-    with --gamma auto)"""
+    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else one less;
+    confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with --gamma auto)"""
 
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
@@ -65,9 +60,11 @@ class DrafterConfig(ABC):
 
     def schedule(self, parts: Parts) -> Schedule:
         """How many of a round's tokens each row drafts, by the drafter of those parts."""
-        if self.gamma_schedule == "heuristic":
-            return Heuristic(parts.gamma, parts.runner.max_batch, parts.runner.device)
-        return Schedule()
+        of_rows = parts.runner.max_batch, parts.runner.device
+        if self.gamma_schedule == "confidence":
+            threshold, p_min = (getattr(self, name) for name in OF_CONFIDENCE)
+            return Confidence(threshold, p_min, *of_rows)
+        return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
 
     def check(self) -> None:
         """Raise ConfigError if the options do not go together."""
@@ -97,23 +94,15 @@ class ModelDrafterConfig(DrafterConfig):
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
     confidence_threshold: float | Literal["auto"] = THRESHOLD
-    """--gamma_schedule confidence: a row stops behind a draft token less probable to the draft than this; auto: by what
-    was accepted of the row so far"""
+    """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by what was accepted"""
     p_min: float = 0.0
-    """--gamma_schedule confidence: a row stops before a token where the draft's most probable one is less than this"""
-
-    def schedule(self, parts: Parts) -> Schedule:
-        if self.gamma_schedule == "confidence":
-            runner = parts.runner
-            return Confidence(self.confidence_threshold, self.p_min, runner.max_batch, runner.device)
-        return super().schedule(parts)
+    """--gamma_schedule confidence: a row stops before a token where the most probable one is less than this"""
 
     def check(self) -> None:
         super().check()
-        for name, share in (("confidence_threshold", self.confidence_threshold), ("p_min", self.p_min)):
-            if share != "auto" and not 0 <= share <= 1:
-                what, fix = f"{flag(name)} is no probability", "leave it out for the default"
-                raise ConfigError(what, flag(name), share, f"0 <= {flag(name)} <= 1", fix)
+        for name in OF_CONFIDENCE:
+            if (share := getattr(self, name)) != "auto" and not 0 <= share <= 1:
+                raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
         if not isinstance(self.policy, BudgetedPolicy) or self.policy.draft_budget != "auto":
             self.policy.check()
 
