@@ -32,16 +32,17 @@ class Batch:
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
         self.source = source
-        self._narrows, self._longest = narrows, 0
+        self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
-        self._view(torch.zeros(6, n_rows, dtype=torch.int64, device=device))
+        self._view(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
         self.rows.copy_(torch.arange(n_rows))
 
     def _view(self, state: torch.Tensor) -> None:
         """`lengths [B]` int64: the position of each row's last token, `current [B]`, which is in no cache yet; the one
-        before it is `previous [B]`. `rows [B]`: which row of the caches, and of a drafter's own state, each is."""
+        before it is `previous [B]`. `rows [B]`: which row of the caches, and of a drafter's own state, each is.
+        `idle [B]`: 1 for a row that no request decodes, else 0."""
         self._state = state
-        self.lengths, self.previous, self.current, self.seeds, self.requests, self.rows = state
+        self.lengths, self.previous, self.current, self.seeds, self.requests, self.rows, self.idle = state
 
     def first(self, n: int) -> Batch:
         """So many rows of this batch, in its tensors; always the same object, and the batch itself if these are all."""
@@ -58,7 +59,7 @@ class Batch:
 
     def extent(self, gamma: int) -> int | None:
         """What all positions of a round of `gamma` drafts are below; None where rounds keep the cache's whole shape."""
-        return self._longest + gamma + 1 if self._narrows else None
+        return self._longest + gamma + 1 if self.narrows else None
 
     def set_rows(
         self, sampling: Sequence[SamplingParams], requests: Sequence[int], rows: Sequence[int] | None = None
@@ -66,7 +67,7 @@ class Batch:
         """How each row is sampled, the request that its random numbers are for, and which row of the caches it is."""
         self.distribution.copy_(Distribution.of(sampling, self._state.device, self.distribution.filters))
         seeds, rows = [row.seed for row in sampling], range(len(sampling)) if rows is None else rows
-        self._state[3:].copy_(torch.tensor([seeds, [*requests], [*rows]]))
+        self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
     def set_state(self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int]) -> None:
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))

@@ -257,7 +257,7 @@ class Decoder:
         self._pacing.observe(choice, [len(outcomes[row].block) - 1 for row, _ in busy])
         seconds = time.perf_counter() - started
         self._progress.emitted(n_emitted)
-        return RoundStats(seconds, len(busy), n_emitted, choice)
+        return RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
 
 
 def generate(

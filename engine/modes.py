@@ -102,7 +102,8 @@ class Coupled:
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
-        return verify_coupled(drafts.tokens, self._batch.distribution.logprobs(logits), noise, drafts.lengths)
+        logprobs = self._batch.distribution.logprobs(logits)
+        return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
 
 
 Verification: TypeAlias = Greedy | Rejection | Coupled

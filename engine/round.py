@@ -51,9 +51,9 @@ class Round:
     decoder has set `batch.lengths` to what the round left of each row. Each fills a buffer, which keeps its place where
     parts are captured. Captured parts outlive this object: they may read nothing else of its own.
 
-    drafts: what was proposed. logits: the target's, `[B, gamma + 1, V]`, behind each row's current token and drafts.
-    decided: `[B, 3 + gamma + gamma + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and
-    whether the logits at each position are finite.
+    drafts: what was proposed, in `n_drafts` columns: `gamma`, or fewer by a schedule. logits: the target's, `[B,
+    n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 + n_drafts + n_drafts + 1]` int64:
+    numbers of drafts and of accepted ones, the next token, the drafts, and whether logits at each position are finite.
     """
 
     drafts: Drafts
@@ -87,20 +87,24 @@ class Round:
         return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
-        """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`; stores their KV, a self-draft's too."""
-        positions = self.batch.lengths[:, None] + torch.arange(self.gamma + 1, device=block.device)
+        """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
+        positions = self.batch.lengths[:, None] + torch.arange(block.shape[1], device=block.device)
         cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
         return self.runner.step(block, positions, self.batch.of(cache, self.gamma))
 
     @_part("decided")
     def accept(self) -> Tensor:
         """How many drafts of each row stand, and the token behind them, on every rank."""
-        return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.gamma + self.gamma + 1)
+        return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)
+
+    @property
+    def n_drafts(self) -> int:
+        return self.drafts.tokens.shape[1]
 
     def _decide(self) -> Tensor:
         verdict = self._verification.verify(self.drafts, self.logits)
         lengths = self.drafts.lengths
-        drafted = torch.full_like(verdict.num_accepted, self.gamma) if lengths is None else lengths
+        drafted = torch.full_like(verdict.num_accepted, self.n_drafts) if lengths is None else lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, self.drafts.tokens, finite_rows(self.logits)], dim=1)
 
@@ -120,7 +124,7 @@ class Round:
             lambda: (batch.rows, batch.lengths, batch.current, self.drafts.tokens, self.decided),
         )
         return [
-            Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.gamma :])
+            Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.n_drafts :])
             for drafted, accepted, next_token, *rest in packed
         ]
 

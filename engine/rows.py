@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from engine.batch import Batch
 from engine.requests import Request
 from engine.runner import ModelRunner
@@ -94,6 +96,7 @@ class Rows:
             requests = [request or IDLE for _, request in computed]
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
             batch.set_rows(sampling, ids, [row for row, _ in computed])
+            batch.idle.copy_(torch.tensor([request is None for _, request in computed]))
             self.set_state(batch)
         return batch
 

@@ -1,9 +1,27 @@
-"""Pacings for tests."""
+"""Pacings and schedules for tests."""
 
 from collections.abc import Sequence
 
+import torch
+
 from engine.drafters import Drafter
+from engine.drafters.schedules import Confidence, Heuristic, Schedule
 from engine.pacing import Choice
+
+# Of a drafter of so many rows, by gamma; "" is the one that all have. Thresholds are near what tiny models are sure of.
+SCHEDULES = {
+    "": lambda gamma, n_rows: Schedule(),
+    "heuristic": lambda gamma, n_rows: Heuristic(gamma, n_rows, torch.device("cpu")),
+    "confidence": lambda gamma, n_rows: Confidence(0.5, 0.0, n_rows, torch.device("cpu")),
+    "confidence, p_min": lambda gamma, n_rows: Confidence(0.3, 0.4, n_rows, torch.device("cpu")),
+    "confidence, auto": lambda gamma, n_rows: Confidence("auto", 0.0, n_rows, torch.device("cpu")),
+}
+
+
+def scheduled(drafter: Drafter, schedule: str, n_rows: int) -> Drafter:
+    """The drafter, with a new schedule of that name."""
+    drafter.schedule = SCHEDULES[schedule](drafter.gamma, n_rows)
+    return drafter
 
 
 class Scripted:

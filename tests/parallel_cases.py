@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
-from pacings import Scripted
+from pacings import SCHEDULES, Scripted, scheduled
 from policies import POLICIES, Size
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
@@ -42,7 +42,8 @@ DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab
 class Case:
     """One run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards.
 
-    is_captured: on several ranks its rounds are recorded and replayed, collectives too.
+    is_captured: on several ranks its rounds are recorded and replayed, collectives too; on one as well where rounds
+    that are called may draft less.
     """
 
     group_size: int
@@ -51,6 +52,7 @@ class Case:
     subset: int
     reverse: bool
     is_captured: bool = False
+    schedule: str = ""
 
     @property
     def name(self) -> str:
@@ -73,7 +75,7 @@ def all_cases() -> list[Case]:
 
     def case(group_size: int, mode: str, draft: str) -> Case:
         subset, reverse, is_captured = rng.randrange(4), rng.random() < 0.3, rng.random() < 0.5
-        return Case(group_size, mode, draft, subset, reverse, is_captured)
+        return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
 
     return [case(group_size, mode, draft) for group_size in GROUP_SIZES for mode in MODES for draft in DRAFTS]
 
@@ -92,7 +94,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     order = tuple(range(ranks.size))
     holders = model_ranks(ranks, order[::-1] if case.reverse else order)
     model = _load(folder / str(case.group_size), case.config(), holders)
-    new_graphs = RecordedGraphs if case.is_captured and ranks.size > 1 else None
+    new_graphs = RecordedGraphs if case.is_captured and (ranks.size > 1 or case.schedule) else None
     runner = ModelRunner(model, _cache(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
     rng = random.Random(case.name)
     prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
@@ -100,6 +102,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     changing = case.draft == "changing"
     kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
     drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
+    drafters = [one and scheduled(one, case.schedule, N_ROWS) for one in drafters]
     drafts = {"pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
     limits = [rng.randint(1, 14) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from guesses import KINDS, Guesses
+from pacings import SCHEDULES, scheduled
 from policies import BY_POSITION, POLICIES, Size
 from witness import cut
 
@@ -56,6 +57,7 @@ class Scenario:
     stops: list[list[int]]
     samplings: list[SamplingParams]
     ids: list[int]
+    schedule: str
 
     @classmethod
     def random(cls, rng: random.Random, vocab_size: int, drafters: Sequence[str]) -> Scenario:
@@ -77,6 +79,8 @@ class Scenario:
             stops=[rng.sample(range(vocab_size), rng.choice([0, 0, 1, 2])) for _ in range(n_prompts)],
             samplings=[SamplingParams() if mode == "greedy" else random_sampling(rng) for _ in range(n_prompts)],
             ids=rng.sample(range(1000), n_prompts),
+            # How far others draft changes what a row draws in rejection mode, too.
+            schedule="" if mode == "rejection" else rng.choice(["", *SCHEDULES]),
         )
 
     def futures(self, world: World) -> list[list[int]]:
@@ -93,7 +97,7 @@ class Scenario:
         cache = FullKVCache(world.model.config, n_slots, room, dtype=world.kv_dtype)
         runner = ModelRunner(world.model, cache, self.prefill_chunk)
         paced = self.drafter == PACED
-        drafter = None if paced else self._drafter(self.drafter, runner, room, futures)
+        drafter = None if paced else self._scheduled(self.drafter, runner, room, futures)
         pacing = self._random_pacing(world, runner, room, futures) if paced else None
         own = {"max_new_tokens": self.limits, "sampling": self.samplings, "request_ids": self.ids}
         own |= {"prompts": self.prompts, "stop_tokens": self.stops}
@@ -104,7 +108,11 @@ class Scenario:
     def _random_pacing(self, world: World, runner: ModelRunner, room: int, futures: list[list[int]]) -> RandomPacing:
         rng = random.Random(room)
         kinds = rng.sample([kind for kind in (*DRAFTERS, *world.drafters) if kind not in ("none", PACED)], 3)
-        return RandomPacing([self._drafter(kind, runner, room, futures) for kind in kinds], self.gamma, rng)
+        return RandomPacing([self._scheduled(kind, runner, room, futures) for kind in kinds], self.gamma, rng)
+
+    def _scheduled(self, kind: str, runner: ModelRunner, room: int, futures: list[list[int]]):
+        drafter = self._drafter(kind, runner, room, futures)
+        return drafter and scheduled(drafter, self.schedule, runner.cache.max_batch)
 
     def _drafter(self, kind: str, runner: ModelRunner, room: int, futures: list[list[int]]):
         config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.cache.keys.dtype
@@ -193,6 +201,8 @@ def run_scenario(world: World, seed: int) -> str:
             if not scenario.samplings[i].greedy:
                 expected[i] = again_of.get(i, outputs[0].tokens[i])
     for out in outputs:
-        assert out.tokens == expected, f"seed {seed}: {scenario.mode}, {scenario.drafter}, gamma {scenario.gamma}"
+        assert out.tokens == expected, (
+            f"seed {seed}: {scenario.mode}, {scenario.drafter}, gamma {scenario.gamma}, {scenario.schedule}"
+        )
         check_counts(scenario, out)
     return scenario.mode

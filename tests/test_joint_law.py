@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pacings import Scripted
+from pacings import SCHEDULES, Scripted, scheduled
 from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
 from witness import FakeConfig, FakeModel
@@ -81,7 +81,11 @@ def laws():
 
 
 def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
+    """Of that kind; behind a colon, by a schedule."""
     n_slots, config, dtype = runner.cache.max_batch, TARGET.config, TARGET.dtype
+    kind, _, schedule = kind.partition(": ")
+    if schedule:
+        return scheduled(make_drafter(kind, runner, gamma), schedule, n_slots)
     if kind == "none":
         return None
     if kind == "ngram":
@@ -158,6 +162,16 @@ CONFIGURATIONS = [
     ("rejection", "changing", 3, 5, (PLAIN, FILTERED), 110),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("coupled", "full", 2, 3, (PLAIN,), 108),
+    ("rejection", "full: heuristic", 3, 3, (PLAIN,), 111),
+    ("rejection", "ngram: heuristic", 2, 3, (PLAIN, FILTERED), 112),
+    ("rejection", "full: confidence", 3, 3, (PLAIN, FILTERED), 113),
+    ("rejection", "streaming: confidence", 2, 1, (PLAIN,), 114),
+    ("rejection", "full: confidence, p_min", 3, 4, (PLAIN,), 115),
+    ("rejection", "streaming: confidence, auto", 3, 25, (PLAIN,), 116),
+    ("coupled", "streaming: heuristic", 3, 3, (PLAIN,), 117),
+    ("coupled", "full: confidence", 3, 3, (PLAIN, FILTERED), 118),
+    ("coupled", "full: confidence, p_min", 3, 3, (PLAIN,), 119),
+    ("coupled", "full: confidence, auto", 3, 25, (PLAIN,), 120),
 ]
 
 
@@ -175,3 +189,21 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
     assert abs(agreement) < 4.5, "requests share their random numbers"
     if gamma:
         assert 0.1 < out.stats.counts.acceptance_rate < 0.95, "too easy a draft, or too hard a one"
+    if ":" in kind:
+        assert 0 < out.stats.drafted < gamma * out.stats.counts.rounds, "a schedule that leaves nothing out"
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name])
+def test_greedy_sequences_are_the_targets_argmax(schedule):
+    """The law is one sequence then, whatever is left out of a round."""
+    rng = random.Random(121)
+    prompts = [rng.choices(range(VOCAB), k=rng.randint(1, 8)) for _ in range(120)]
+    runner = ModelRunner(TARGET, FullKVCache(TARGET.config, 6, ROOM, dtype=TARGET.dtype))
+    drafter = make_drafter(f"streaming: {schedule}", runner, 3)
+    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, stop_tokens=[STOP])
+    for prompt, tokens in zip(prompts, out.tokens, strict=True):
+        expected: list[int] = []
+        while not expected or (expected[-1] != STOP and len(expected) < N_NEW):
+            expected.append(int(TARGET.logits_after([*prompt, *expected]).argmax()))
+        assert tokens == expected
+    assert 0 < out.stats.drafted < 3 * out.stats.counts.rounds

@@ -9,6 +9,7 @@ from tyro.conf import arg
 
 from common.errors import ConfigError, flag
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.schedules import OF_CONFIDENCE, OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
 FULL_BUDGET = -1
@@ -18,7 +19,7 @@ ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
 BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
 # What programs choose by themselves that go through several drafts.
-CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks")
+CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks", *OF_SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
         return {one.name: given[one.name] for one in fields(kind) if one.name in given}
 
     kind = kinds[given.get("draft", next(iter(kinds)))]
+    given = {"gamma": "auto", **given} if given.get("gamma_schedule") == "auto" else given
     if not issubclass(kind, ModelDrafterConfig):
         return kind(**own(kind))
     policy = policies()[given.get("draft_policy", DEFAULT_POLICY)]
@@ -121,7 +123,8 @@ def _options(config: DrafterConfig) -> list[str]:
     """What has an effect on that drafter with that policy."""
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
-    own = [one.name for one in fields(config) if one.name != "policy"]
+    unused = ("policy",) if config.gamma_schedule == "confidence" else ("policy", *OF_CONFIDENCE)
+    own = [one.name for one in fields(config) if one.name not in unused]
     if not isinstance(config, ModelDrafterConfig):
         return own
     return ["draft_policy", *(one.name for one in fields(config.policy)), *own]

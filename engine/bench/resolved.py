@@ -13,6 +13,7 @@ from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.schedules import OF_CONFIDENCE
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
@@ -76,7 +77,9 @@ class ResolvedDraft:
     @property
     def options(self) -> dict[str, Any]:
         """Those of the drafter and of its policy, by name."""
-        return vars(self.config) | (vars(self.policy) if self.policy else {})
+        schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
+        own = vars(self.config) | {"gamma_schedule": schedule} | (vars(self.policy) if self.policy else {})
+        return own if schedule == "confidence" else own | dict.fromkeys(OF_CONFIDENCE)
 
     @property
     def form(self) -> tuple[object, ...]:

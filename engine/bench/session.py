@@ -206,7 +206,9 @@ class Session(Plan):
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
         parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.chooses)
-        return draft.config.build(parts)
+        drafter = draft.config.build(parts)
+        drafter.schedule = draft.config.schedule(parts)
+        return drafter
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""

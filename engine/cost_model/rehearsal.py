@@ -99,4 +99,4 @@ class Rehearsal:
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
         parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
-        self.timed[round_.choice].append(parts)
+        self.timed[self._next].append(parts)

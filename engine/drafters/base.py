@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
+from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
@@ -37,9 +38,11 @@ class Drafter(Protocol):
 
     gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
     for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
+    schedule: how many of a round's tokens each row drafts.
     """
 
     gamma: int
+    schedule: Schedule
     verification_cache: VerificationCache
     follows_parts: bool
 
@@ -51,7 +54,8 @@ class Drafter(Protocol):
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
-        means as many as its draft length says. A draft model's are what `verification.draw` gives for its logits."""
+        means as many as its draft length says; fewer columns where no row means more by its schedule, and no round is
+        captured. A draft model's are what `verification.draw` gives for its logits."""
 
     def rollback(self, batch: Batch) -> None:
         """Forget what was rejected: the round left `batch.lengths [B]` tokens committed to `batch.rows` of the target's
@@ -63,6 +67,7 @@ class TextDrafter(ABC):
 
     verification_cache: VerificationCache = None
     follows_parts = False
+    schedule = Schedule()
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -75,17 +80,17 @@ class TextDrafter(ABC):
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         def decide() -> Tensor:
             tokens, n_tokens = self.guess(batch, gamma)
-            return torch.cat([n_tokens[:, None], tokens], dim=1)
+            return torch.cat([torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))[:, None], tokens], dim=1)
 
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
-        return Drafts(decided[:, 1:], lengths=decided[:, 0])
+        return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target(self, self._cache, target.cache)
 
     def rollback(self, batch: Batch) -> None:
         """Text behind the rows' lengths is written over before it is looked at."""
-        return
+        self.schedule.observe(batch)
 
 
 class ModelDrafter(ABC):
@@ -93,6 +98,7 @@ class ModelDrafter(ABC):
 
     verification_cache: VerificationCache = None
     follows_parts = False
+    schedule = Schedule()
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
@@ -105,19 +111,22 @@ class ModelDrafter(ABC):
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         cache = None if self._runner.cache is None else batch.of(self._runner.cache, gamma)
-        tokens, distributions = [batch.current], []
+        tokens, distributions, bounds = [batch.current], [], self.schedule.bounds(batch, gamma)
         for i in range(gamma):
             logits = self.logits(batch, i, tokens[-1], cache)
 
-            def draw(logits: Tensor = logits, i: int = i) -> Tensor:
+            def draw(logits: Tensor = logits, i: int = i, bounds: Tensor = bounds) -> Tensor:
                 token, distribution = verification.draw(logits, i)
                 if distribution is not None:
                     distributions.append(distribution)
-                return token
+                return torch.stack([token, self.schedule.shorten(bounds, i, logits, token, batch)])
 
-            tokens.append(self._runner.ranks.decided(draw, len(batch.current)))
-        drafted = torch.stack(tokens, dim=1)[:, 1:]
-        return Drafts(drafted, torch.stack(distributions, dim=1) if distributions else None)
+            token, bounds = self._runner.ranks.decided(draw, 2, len(batch.current))
+            tokens.append(token)
+            if self.schedule.n_columns(bounds, batch, gamma) <= i + 1:
+                break
+        drafted, probs = torch.stack(tokens, dim=1)[:, 1:], torch.stack(distributions, dim=1) if distributions else None
+        return self.schedule.cut(Drafts(drafted, probs, bounds if self.schedule.varies else None), batch)
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's."""
@@ -134,6 +143,7 @@ class ModelDrafter(ABC):
     def rollback(self, batch: Batch) -> None:
         if self._runner.cache is not None:
             batch.of(self._runner.cache).rollback(batch.lengths)
+        self.schedule.observe(batch)
 
 
 def check_target(drafter: object, own: KVCache, given: KVCache) -> None:

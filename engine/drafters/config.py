@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from common.errors import require_at_least
+from common.errors import ConfigError, flag, require_at_least
+from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
 from models.names import Dtype, KVDtype, Scheme
@@ -49,15 +50,35 @@ class DrafterConfig(ABC):
     gamma: int | Literal["auto"] = 3
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
     chosen before every round"""
+    gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None
+    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else one less;
+    confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with --gamma auto)"""
 
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
         """The drafter, over an empty cache if it has one."""
 
+    def schedule(self, parts: Parts) -> Schedule:
+        """How many of a round's tokens each row drafts, by the drafter of those parts."""
+        of_rows = parts.runner.max_batch, parts.runner.device
+        if self.gamma_schedule == "confidence":
+            threshold, p_min = (getattr(self, name) for name in OF_CONFIDENCE)
+            return Confidence(threshold, p_min, *of_rows)
+        return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
+
     def check(self) -> None:
         """Raise ConfigError if the options do not go together."""
         if self.gamma != "auto":
             require_at_least("gamma", self.gamma, 0)
+        own = self.gamma_schedule
+        if own is not None and (own == "auto") != (self.gamma == "auto"):
+            what, where = "gamma and its schedule contradict each other", f"{flag('gamma')}, {flag('gamma_schedule')}"
+            fix = f"leave out {flag('gamma')}" if own == "auto" else f"name a number: {flag('gamma')} 3"
+            raise ConfigError(what, where, f"{self.gamma} and {own}", "auto for both, or for neither", fix)
+        if own == "confidence" and not isinstance(self, ModelDrafterConfig):
+            what, where = "a draft without probabilities is never more or less sure", flag("gamma_schedule")
+            seen, required = f"{own} with draft {self.name}", "constant, heuristic or auto"
+            raise ConfigError(what, where, seen, required, f"use {where} heuristic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +93,16 @@ class ModelDrafterConfig(DrafterConfig):
     """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is"""
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
+    confidence_threshold: float | Literal["auto"] = THRESHOLD
+    """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by what was accepted"""
+    p_min: float = 0.0
+    """--gamma_schedule confidence: a row stops before a token where the most probable one is less than this"""
 
     def check(self) -> None:
         super().check()
+        for name in OF_CONFIDENCE:
+            if (share := getattr(self, name)) != "auto" and not 0 <= share <= 1:
+                raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
         if not isinstance(self.policy, BudgetedPolicy) or self.policy.draft_budget != "auto":
             self.policy.check()
 

@@ -1,0 +1,125 @@
+"""Schedules: how many of a round's tokens each row drafts; all, or fewer where more would be rejected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from engine.modes import Drafts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+
+# transformers' threshold, or where it is adapted the first one, until more drafts than these were verified; its steps.
+THRESHOLD, FEWEST_SEEN, N_STEPS = 0.4, 5, 20
+# Options of drafters: what only `confidence` has, and all.
+OF_CONFIDENCE = ("confidence_threshold", "p_min")
+OF_SCHEDULES = ("gamma_schedule", *OF_CONFIDENCE)
+
+
+class Schedule:
+    """Constant: every row drafts as many tokens as its round. Others derive from it.
+
+    A bound, `[B]` int64, is the most drafts that each row means: 0 where no request decodes it. It may depend on what
+    was emitted, on drafts before the one that it leaves out and on that one's distribution, never on that one itself
+    (docs/lossless.md)."""
+
+    varies = False
+
+    def bounds(self, batch: Batch, gamma: int) -> Tensor:
+        """Before anything is drafted."""
+        return gamma * (1 - batch.idle)
+
+    def shorten(self, bounds: Tensor, i: int, logits: Tensor, token: Tensor, batch: Batch) -> Tensor:
+        """Behind the i-th draft, `token [B]` of `logits [B, V]`; only the rank that decides is asked."""
+        return bounds
+
+    def n_columns(self, bounds: Tensor, batch: Batch, gamma: int) -> int:
+        """How many drafts rows have, with those that are not meant: all where rounds keep their shape."""
+        return int(bounds.max()) if self.varies and batch.narrows else gamma
+
+    def cut(self, drafts: Drafts, batch: Batch) -> Drafts:
+        """Those of so many columns, as `verified` looks at them."""
+        tokens, probs, lengths = drafts
+        if not self.varies or lengths is None:
+            return drafts
+        n = self.n_columns(lengths, batch, tokens.shape[1])
+        self._begun, self._tokens, self._lengths = batch.lengths.clone(), tokens[:, :n], lengths
+        return Drafts(tokens[:, :n], None if probs is None else probs[:, :n], lengths)
+
+    def verified(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """How many drafts of each row were verified, and how many of those accepted: none behind the end of a block
+        that was cut by a stop token or a limit. What replaces a rejected draft is always another token."""
+        n_emitted = batch.lengths - self._begun
+        n_verified = torch.minimum(n_emitted, self._lengths)
+        padded = torch.nn.functional.pad(self._tokens, (1, 0))  # there may be no column
+        last = padded.gather(1, n_verified[:, None]).squeeze(1)
+        rejected = (n_verified > 0) & (n_verified == n_emitted) & (last != batch.current)
+        return n_verified, n_verified - rejected.long()
+
+    def observe(self, batch: Batch) -> None:
+        """The round of the drafts that were cut last is over, and `batch.lengths` and `batch.current` are set."""
+
+
+class Heuristic(Schedule):
+    """A row drafts two tokens more where all of its last were accepted, else one less: from 1 to `gamma`, which it
+    begins with (`num_assistant_tokens_schedule` of transformers, generation/candidate_generator.py). What a row of the
+    cache came to is where its next request begins."""
+
+    varies = True
+
+    def __init__(self, gamma: int, n_rows: int, device: torch.device) -> None:
+        self._gamma, self._limits = gamma, torch.full((n_rows,), gamma, device=device)
+
+    def bounds(self, batch: Batch, gamma: int) -> Tensor:
+        return torch.minimum(super().bounds(batch, gamma), self._limits[batch.rows])
+
+    def observe(self, batch: Batch) -> None:
+        (n_verified, n_accepted), limits = self.verified(batch), self._limits[batch.rows]
+        changed = torch.where(n_accepted < n_verified, limits - 1, limits + 2).clamp(1, self._gamma)
+        self._limits[batch.rows] = torch.where(n_verified > 0, changed, limits)
+
+
+class Confidence(Schedule):
+    """A row stops behind a draft whose own probability is below the threshold (`assistant_confidence_threshold` of
+    transformers), and before one whose distribution has none of `p_min` (p-min of llama.cpp's drafts): the draft's at
+    the row's temperature, 1 where it is greedy, before top-k and top-p. A threshold of "auto" divides best what was
+    verified of a row of the cache: with the least share of rejected drafts that pass, plus three times that of accepted
+    ones that do not (transformers' rule, in steps)."""
+
+    varies = True
+
+    def __init__(self, threshold: float | Literal["auto"], p_min: float, n_rows: int, device: torch.device) -> None:
+        self._adapts, self._p_min = threshold == "auto", p_min
+        self._thresholds = torch.full((n_rows,), THRESHOLD if threshold == "auto" else threshold, device=device)
+        # Verified drafts of each row: rejected and accepted ones, by probability.
+        self._seen = torch.zeros(n_rows, 2, N_STEPS, device=device)
+        self._sure: list[Tensor] = []
+
+    def shorten(self, bounds: Tensor, i: int, logits: Tensor, token: Tensor, batch: Batch) -> Tensor:
+        temperature = batch.distribution.temperature
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaled = scaled / (temperature + (temperature == 0)).to(scaled.dtype)[:, None]
+        mass = scaled.logsumexp(dim=-1)
+        sure, most = (scaled.gather(1, token[:, None]).squeeze(1) - mass).exp(), (scaled.amax(dim=-1) - mass).exp()
+        self._sure = [*self._sure[:i], sure]
+        bounds = torch.where(most < self._p_min, bounds.clamp(max=i), bounds)
+        return torch.where(sure < self._thresholds[batch.rows], bounds.clamp(max=i + 1), bounds)
+
+    def observe(self, batch: Batch) -> None:
+        if not self._adapts or not self._sure:  # ranks that do not decide have seen no probability
+            return
+        sure, (n_verified, n_accepted) = torch.stack(self._sure, dim=1), (n[:, None] for n in self.verified(batch))
+        column, steps = (torch.arange(n, device=sure.device) for n in (sure.shape[1], N_STEPS))
+        outcomes = torch.stack([(n_accepted <= column) & (column < n_verified), column < n_accepted], dim=1)
+        step = (sure * N_STEPS).long().clamp(0, N_STEPS - 1)[..., None] == steps
+        self._seen[batch.rows] += (outcomes[..., None] & step[:, None]).sum(dim=2)
+        seen = self._seen[batch.rows]
+        n_seen = seen.sum(dim=2)
+        below = (seen.cumsum(dim=2) - seen) / n_seen[..., None]
+        best = (1 - below[:, 0] + 3 * below[:, 1]).argmin(dim=1) / N_STEPS
+        enough = (n_seen > 0).all(dim=1) & (n_seen.sum(dim=1) > FEWEST_SEEN)
+        self._thresholds[batch.rows] = torch.where(enough, best, self._thresholds[batch.rows])

@@ -1,0 +1,225 @@
+"""How many tokens each row drafts: by what was accepted, and by how sure the draft is."""
+
+import random
+
+import pytest
+import torch
+from no_host_reads import NoHostReads
+from pacings import SCHEDULES, scheduled
+from tiny import TINY, batch_at, full_cache, random_prompts, tiny_model
+
+from engine import ModelRunner, NGram, SelfSpeculation, generate
+from engine.batch import Batch
+from engine.drafters import Drafter
+from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
+from engine.modes import Drafts, Greedy
+from engine.sampling import Filters, SamplingParams
+from kv_cache import StreamingKVCache
+
+CPU, GAMMA = torch.device("cpu"), 4
+WRONG = 9  # no draft of these tests
+
+
+def drafted(lengths: list[int]) -> Drafts:
+    """Drafts 1, 2, 3, 4 of every row, of which it means so many."""
+    return Drafts(torch.arange(1, GAMMA + 1).expand(len(lengths), -1), lengths=torch.tensor(lengths))
+
+
+def end_round(schedule: Confidence | Heuristic, batch: Batch, lengths: list[int], emitted: list[list[int]]) -> None:
+    """A round of those draft lengths that left each row with more tokens, the last of which are given."""
+    schedule.cut(drafted(lengths), batch)
+    n = [had + len(tokens) for had, tokens in zip(batch.lengths.tolist(), emitted, strict=True)]
+    last = [tokens[-1] if tokens else 0 for tokens in emitted]
+    batch.set_state(n, [0] * len(n), last)
+    schedule.observe(batch)
+
+
+def test_a_row_drafts_two_more_where_all_was_accepted_and_one_less_where_not():
+    schedule, batch = Heuristic(GAMMA, 5, CPU), batch_at([9, 5, 7, 3, 4], [0] * 5)
+    assert schedule.bounds(batch, GAMMA).tolist() == [4] * 5
+    bonus = [1, 2, 3, 4, WRONG]
+    end_round(schedule, batch, [4, 4, 4, 4, 0], [[WRONG], [1, 2, 3, WRONG], bonus, [1, 2, 3, WRONG], [WRONG]])
+    assert schedule.bounds(batch, GAMMA).tolist() == [3, 3, 4, 3, 4], "at most gamma; nothing drafted, nothing known"
+    end_round(schedule, batch, [3, 3, 4, 3, 4], [[WRONG], [1, WRONG], [1, WRONG], [1, WRONG], []])
+    assert schedule.bounds(batch, GAMMA).tolist() == [2, 2, 3, 2, 4], "a row without a request stays as it is"
+    end_round(schedule, batch, [2, 2, 3, 2, 4], [[WRONG], [1, 2], [1, 2, 3, WRONG], [1, WRONG], [1, 2, 3, 4]])
+    assert schedule.bounds(batch, GAMMA).tolist() == [1, 4, 4, 1, 4], "a stop token cuts the block, and rejects nothing"
+    end_round(schedule, batch, [1, 4, 4, 1, 4], [[WRONG], [WRONG], [WRONG], [1, WRONG], [WRONG]])
+    assert schedule.bounds(batch, GAMMA).tolist() == [1, 3, 3, 3, 3], "never less than one"
+    assert schedule.bounds(batch, 2).tolist() == [1, 2, 2, 2, 2], "a round may draft less than the drafter can"
+
+
+def test_limits_are_those_of_the_rows_of_the_cache():
+    """Also where a batch has other rows of it, in another order, and one that idles."""
+    schedule, batch = Heuristic(GAMMA, 3, CPU), Batch(3, Filters())
+    batch.set_rows([SamplingParams()] * 3, range(3), [2, 0, 1])
+    batch.idle[2] = 1
+    batch.set_state([5, 5, 5], [0] * 3, [0] * 3)
+    assert schedule.bounds(batch, GAMMA).tolist() == [4, 4, 0]
+    end_round(schedule, batch, [4, 4, 0], [[WRONG], [1, 2, 3, 4, WRONG], []])
+    batch.set_rows([SamplingParams()] * 3, range(3))
+    batch.idle[2] = 0
+    assert schedule.bounds(batch, GAMMA).tolist() == [4, 4, 3]
+
+
+def sure_of(*shares: float) -> torch.Tensor:
+    """Logits of three ids, the first of which has that share of each row's mass and the second most of the rest."""
+    return torch.tensor([[share, (1 - share) * 0.9, (1 - share) * 0.1] for share in shares]).log()
+
+
+def test_a_row_stops_behind_the_token_that_it_is_not_sure_of():
+    schedule, batch = Confidence(0.5, 0.0, 3, CPU), batch_at([5, 6, 7], [0] * 3)
+    bounds = schedule.bounds(batch, GAMMA)
+    bounds = schedule.shorten(bounds, 0, sure_of(0.6, 0.4, 0.51), torch.tensor([0, 0, 0]), batch)
+    assert bounds.tolist() == [4, 1, 4], "the token itself is meant"
+    bounds = schedule.shorten(bounds, 1, sure_of(0.6, 0.9, 0.6), torch.tensor([0, 0, 1]), batch)
+    assert bounds.tolist() == [4, 1, 2], "it is its own probability that counts; who stopped stays so"
+    bounds = schedule.shorten(bounds, 2, sure_of(0.1, 0.1, 0.1), torch.tensor([0, 0, 0]), batch)
+    assert bounds.tolist() == [3, 1, 2]
+
+
+def test_a_row_stops_before_a_token_where_the_likeliest_is_not_likely():
+    """Whichever is drawn: its own probability is small in the first two rows, and large in the last."""
+    schedule, batch = Confidence(0.0, 0.5, 3, CPU), batch_at([5, 6, 7], [0] * 3)
+    bounds = schedule.shorten(schedule.bounds(batch, 4), 1, sure_of(0.1, 0.45, 0.45), torch.tensor([0, 1, 0]), batch)
+    assert bounds.tolist() == [4, 1, 1]
+
+
+def test_probabilities_are_those_at_the_rows_temperature():
+    """Half of the mass at temperature 1 is more at a lower one; greedy rows are at 1."""
+    schedule, batch = Confidence(0.7, 0.0, 3, CPU), Batch(3, Filters())
+    batch.set_rows([SamplingParams(), SamplingParams(0.25), SamplingParams(4.0)], range(3))
+    bounds = schedule.shorten(schedule.bounds(batch, 4), 0, sure_of(0.6, 0.6, 0.8), torch.tensor([0, 0, 0]), batch)
+    assert bounds.tolist() == [1, 4, 1]
+
+
+def best_threshold(seen: list[tuple[float, bool]]) -> float:
+    """The least share of rejected drafts that pass plus three times that of accepted ones that do not."""
+    accepted, rejected = ([sure for sure, ok in seen if ok is kind] for kind in (True, False))
+
+    def cost(threshold: float) -> float:
+        passed = sum(sure >= threshold for sure in rejected) / len(rejected)
+        return passed + 3 * sum(sure < threshold for sure in accepted) / len(accepted)
+
+    return min((step / N_STEPS for step in range(N_STEPS)), key=cost)
+
+
+def test_an_adapted_threshold_divides_what_was_accepted_from_what_was_not():
+    """Row 0 is sure of what is accepted, row 1 of what is not, row 2 sees no rejection."""
+    rng, schedule, batch = random.Random(0), Confidence("auto", 0.0, 3, CPU), batch_at([5, 6, 7], [0] * 3)
+    seen: list[list[tuple[float, bool]]] = [[], [], []]
+    thresholds = set()
+    for n_round in range(12):
+        # Nothing that is seen leaves a row unsure: what is told apart here are outcomes.
+        shares = [[rng.uniform(0.3, 1.0) for _ in range(3)] for _ in range(GAMMA)]
+        bounds, token = schedule.bounds(batch, GAMMA), torch.tensor([0, 0, 0])
+        for i, column in enumerate(shares):
+            schedule.shorten(bounds, i, sure_of(*column), token, batch)
+        emitted = []
+        for row in range(3):
+            n = 0
+            while n < GAMMA and (row == 2 or (shares[n][row] > 0.62) == (row == 0)):
+                n += 1
+            seen[row] += [(shares[i][row], i < n) for i in range(min(n + 1, GAMMA))]
+            emitted.append([*range(1, n + 1), WRONG])
+        end_round(schedule, batch, [GAMMA] * 3, emitted)
+        own = schedule._thresholds.tolist()
+        for row in range(2):
+            enough = len(seen[row]) > 5 and {ok for _, ok in seen[row]} == {True, False}
+            assert own[row] == pytest.approx(best_threshold(seen[row]) if enough else 0.4), (n_round, row)
+            thresholds.add(own[row])
+        assert own[2] == pytest.approx(0.4)
+    assert 0.5 < own[0] < 0.7 and len(thresholds) > 3
+
+
+def runner_and_drafter(schedule: str, n_rows: int = 2, gamma: int = 5) -> tuple[ModelRunner, Drafter]:
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, n_rows))
+    cache = StreamingKVCache(TINY, n_rows, 12, 2, dtype=torch.float64)
+    return runner, scheduled(SelfSpeculation(runner, cache, gamma), schedule, n_rows)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_batch_drafts_as_far_as_its_longest_row(schedule):
+    """Both the draft's steps and the block that is verified are shorter; the tokens are those of plain decoding."""
+    runner, drafter = runner_and_drafter(schedule)
+    n_steps, widths, meant = [], [], []
+    propose, logits, step = drafter.propose, drafter.logits, runner.step
+
+    def watched(*args):
+        n_steps.append(0)
+        drafts = propose(*args)
+        meant.append(5 if drafts.lengths is None else int(drafts.lengths.max()))
+        return drafts
+
+    def counted(*args):
+        n_steps[-1] += 1
+        return logits(*args)
+
+    def wide(tokens, *args):
+        widths.append(tokens.shape[1])
+        return step(tokens, *args)
+
+    prompts, how = random_prompts([30, 7, 12, 19]), {"max_new_tokens": 24}
+    plain = generate(runner, prompts, **how)
+    drafter.propose, drafter.logits, runner.step = watched, counted, wide
+    out = generate(runner, prompts, drafter=drafter, **how)
+    assert out.tokens == plain.tokens
+    assert widths == [n + 1 for n in meant] and len(set(widths)) > (1 if schedule else 0)
+    assert all(n <= ran <= min(n + 1, 5) for n, ran in zip(meant, n_steps, strict=True))
+    assert [round_.choice.gamma for round_ in out.stats.rounds] == meant
+    assert (out.stats.drafted < 5 * out.stats.counts.rounds) is bool(schedule)
+
+
+def test_a_row_without_a_request_keeps_no_batch_drafting():
+    """Of two rows that are computed one idles, and is never unsure: the other one's bounds are the batch's."""
+    runner, drafter = runner_and_drafter("confidence", n_rows=4)
+    alone, same = runner_and_drafter("confidence", n_rows=1)
+    (prompt,) = random_prompts([30])
+    ran = generate(runner, [prompt], max_new_tokens=24, drafter=drafter).stats
+    assert [one.choice for one in ran.rounds] == [
+        one.choice for one in generate(alone, [prompt], max_new_tokens=24, drafter=same).stats.rounds
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rounds_that_keep_their_shape_read_nothing_back(schedule):
+    """As captured ones do: all columns are drafted then, and lengths say which are meant."""
+    for make in (lambda runner: runner_and_drafter(schedule)[1], lambda runner: NGram(runner, 5)):
+        runner, _ = runner_and_drafter("")
+        drafter = scheduled(make(runner), schedule, 2)
+        batch = Batch(2, Filters(), narrows=False)
+        batch.set_state([7, 4], [1, 2], [3, 4])
+        with torch.inference_mode(), NoHostReads():
+            drafts = drafter.propose(batch, Greedy(), 5)
+            drafter.rollback(batch)
+        assert drafts.tokens.shape == (2, 5)
+
+
+SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        ("--gamma 4", ("constant", None, None)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule heuristic", ("heuristic", None, None)),
+        ("--gamma 4 --draft ngram --gamma_schedule heuristic", ("heuristic", None, None)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --p_min 0.1", ("confidence", 0.4, 0.1)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --benchmark", ("confidence", 0.4, 0.0)),
+        ("--gamma 4 --gamma_schedule confidence --confidence_threshold auto", ("confidence", "auto", 0.0)),
+        ("--gamma 4 --draft_budget auto --gamma_schedule confidence", ("confidence", 0.4, 0.0)),
+    ],
+)
+def test_flags_choose_the_schedule_and_the_record_says_it(call, flags, said):
+    record = call("tests/selfspec_benchmark.py", f"{SIZES} {flags}").record
+    assert (record["gamma_schedule"], record["confidence_threshold"], record["p_min"]) == said
+    assert record["identical_sequences"] == 2 and record["gamma"] == 4
+    assert all(0 <= choice["gamma"] <= 4 for choice in record["choices"])
+    if said[0] != "constant" and "auto" not in flags:
+        assert record["drafted"] < 4 * sum(choice["rounds"] for choice in record["choices"]) * 2
+
+
+def test_a_schedule_of_auto_is_a_gamma_of_auto(call):
+    record = call("tests/selfspec_benchmark.py", f"{SIZES} --gamma_schedule auto").record
+    assert (record["gamma"], record["gamma_schedule"], record["identical_sequences"]) == ("auto", "auto", 2)
