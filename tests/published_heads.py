@@ -99,12 +99,13 @@ def filled(head: Module, seed: int = 0) -> Module:
 
 
 def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int = 0) -> EagleHead:
-    """For a target whose states are `dim` wide; of EAGLE-3, with two of every three ids of the target's."""
+    """For a target whose states are `dim` wide: an EAGLE-1 that borrows what it can, or an EAGLE-3 with two of every
+    three ids of the target's."""
     sizes = {"n_layer": 1, "dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
     config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
     if version == 1:
-        return filled(EagleHead(EagleShape(config, dim, fc_bias=True)), seed)
+        return filled(EagleHead(EagleShape(config, dim, own_embedding=False, fc_bias=True)), seed)
     head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))), seed)
     head.target_ids = ids
     return head

@@ -138,7 +138,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
         head = PlainEagle(tensors, version)
         held, state = plain[request][length - 1]
         head.held = [[*layer] for layer in held]
-        for token in [*drafts[1:], 0]:
+        for _ in drafts:
             if version == 1:
                 yield MODEL.logits(state)
             else:
@@ -152,7 +152,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
 
 @pytest.mark.parametrize("changing", [False, True])
 def test_eagles_cache_holds_what_the_targets_states_gave(tmp_path, changing):
-    """Over a small budget, in rows that are refilled: accepted tokens' entries are none of the head's approximations."""
+    """Over a small budget, in rows that are refilled: what accepted tokens left is no approximation of the head's."""
     drafter, _, _ = eagle(
         tmp_path, 3, lambda shape: StreamingKVCache(shape, SLOTS, 12, 2, dtype=torch.float64), n_draft=40
     )
