@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ DEEP = replace(TINY, n_layer=7)
 MODEL = tiny_model(DEEP)
 LENGTHS = [1, 9, 30, 2, 17]
 LIMITS = [25, 9, 18, 30, 12]
-GAMMA, SLOTS = 3, 2
+GAMMA, SLOTS = 3, 3
 HOT = [SamplingParams(temperature=16.0, seed=seed) for seed in range(len(LENGTHS))]  # so that much is accepted
 CHANGING = [Choice(0, 3), Choice(0, 1), PLAIN, PLAIN, Choice(0, 3), Choice(0, 0), Choice(1, 2), Choice(0, 2)]
 
@@ -46,7 +47,7 @@ def watched(kind: type, *arguments):
     seen: list[tuple[int, int, int, list[int], torch.Tensor]] = []
 
     class Watched(kind):
-        of_row = dict[int, int]()
+        of_row: ClassVar[dict[int, int]] = {}
 
         def follow(self, rows):
             super().follow(rows)
