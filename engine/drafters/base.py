@@ -33,18 +33,29 @@ class Shown(NamedTuple):
     known: int
 
 
+class Observer(Protocol):
+    """What every verification shows the target's hidden states: the inputs of `layers`, of none its last ones."""
+
+    layers: tuple[int, ...]
+
+    def observe(self, batch: Batch, block: Tensor, states: Tensor) -> None:
+        """Of `block [B, T]` behind the batch's lengths, `states [B, T, ...]` (see `Transformer.hidden_states`)."""
+
+
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
     gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
     for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.
+    observer: what drafts from the target's hidden states has one.
     """
 
     gamma: int
     schedule: Schedule
     verification_cache: VerificationCache
     follows_parts: bool
+    observer: Observer | None
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
@@ -68,6 +79,7 @@ class TextDrafter(ABC):
     verification_cache: VerificationCache = None
     follows_parts = False
     schedule = Schedule()
+    observer: Observer | None = None
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -99,6 +111,7 @@ class ModelDrafter(ABC):
     verification_cache: VerificationCache = None
     follows_parts = False
     schedule = Schedule()
+    observer: Observer | None = None
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)

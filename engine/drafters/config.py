@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from engine.drafters.base import Drafter
     from engine.runner import ModelRunner, RemoteRunner
     from kv_cache import KVCache
-    from models import ModelConfig, Transformer
+    from models import ModelConfig
+    from models.checkpoints.model_source import ModelSource
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a session has for a drafter to be made of.
 
-    gamma: the most that a round drafts. model: what drafts, of which this rank may hold nothing. new_cache: an empty
-    cache of the draft's policy. remote: stands for a model that other ranks hold. texts: what plain decoding emitted.
-    rehearses: whether prompts are decoded before, to measure what that costs.
+    gamma: the most that a round drafts. model: what drafts, a Transformer or a head, of which this rank may hold
+    nothing. new_cache: an empty cache of the draft's policy. remote: stands for a model that other ranks hold. texts:
+    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs.
     """
 
     runner: ModelRunner
     gamma: int
-    model: Transformer | None
+    model: Any
     new_cache: Callable[[ModelConfig], KVCache]
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
@@ -65,6 +66,10 @@ class DrafterConfig(ABC):
             threshold, p_min = (getattr(self, name) for name in OF_CONFIDENCE)
             return Confidence(threshold, p_min, *of_rows)
         return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
+        """The second model that it needs, which its `draft_model` names: found, not loaded. Errors: UserError."""
+        return None
 
     def check(self) -> None:
         """Raise ConfigError if the options do not go together."""
