@@ -92,11 +92,13 @@ class Flags:
                 "random weights have nothing to say", flag("load_format"), "dummy", "a trained model", fix
             )
         sampled = self.sampling.temperature > 0 and self.sampling.verification != "coupled"
-        names = self.drafters or [name for name, kind in ALONE.items() if not (sampled and kind.needs_baseline)]
+        given = self.draft.given()
+        able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
+        names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
         chosen = {name: _chosen(name) for name in names}
-        if given := [name for name, value in self.draft.given().items() if value == AUTO]:
+        if auto := [name for name, value in given.items() if value == AUTO]:
             fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
-            raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, given)), AUTO, "a number", fix)
+            raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, auto)), AUTO, "a number", fix)
         if len(models := [name for name in chosen if chosen[name]["draft"] == STANDALONE]) > 1:
             fix, what = "run the other one by itself, into the same file", "a session holds one draft model"
             raise ConfigError(what, flag("drafters"), " ".join(models), f"one {STANDALONE}:CHECKPOINT", fix)

@@ -21,6 +21,7 @@ from engine.bench.resolved import ResolvedDraft, resolve_sampling
 from engine.bench.text import PromptText
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
+from engine.drafters.combined import beside_texts
 from engine.drafters.config import DrafterConfig, Parts
 from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
@@ -206,7 +207,7 @@ class Session(Plan):
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
         parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.chooses)
-        return draft.config.build(parts)
+        return beside_texts(draft.config.build(parts), draft.config, parts)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""

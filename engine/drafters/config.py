@@ -14,7 +14,7 @@ from kv_cache.streaming import Streaming
 from models.names import Dtype, KVDtype, Scheme
 
 if TYPE_CHECKING:
-    from engine.drafters.base import Drafter
+    from engine.drafters.base import Drafter, HostDrafter
     from engine.runner import ModelRunner, RemoteRunner
     from kv_cache import KVCache
     from models import ModelConfig, Transformer
@@ -45,6 +45,8 @@ class DrafterConfig(ABC):
     name: ClassVar[str]
     # Whether it proposes what the baseline emitted, which has to run first.
     needs_baseline: ClassVar[bool] = False
+    # The option without which there is nothing to draft from.
+    needs_option: ClassVar[str | None] = None
 
     gamma: int | Literal["auto"] = 3
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
@@ -61,6 +63,14 @@ class DrafterConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostDrafterConfig(DrafterConfig):
+    """A drafter that looks tokens up on the host, where others can stand beside it."""
+
+    @abstractmethod
+    def build(self, parts: Parts) -> HostDrafter: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
     """A drafter that runs a model over a KV cache of its own."""
 
@@ -72,9 +82,14 @@ class ModelDrafterConfig(DrafterConfig):
     """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is"""
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
+    texts: tuple[HostDrafterConfig, ...] = ()
+    text_match: int = 4
+    """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's drafts"""
 
     def check(self) -> None:
         super().check()
+        for text in self.texts:
+            text.check()
         if not isinstance(self.policy, BudgetedPolicy) or self.policy.draft_budget != "auto":
             self.policy.check()
 
