@@ -26,7 +26,7 @@ ROWS: list[tuple[str, list[str]]] = [
     ("end", ["xyzxyzxyzxyz"]),
 ]
 GAMMA, GEN_LEN = 2, 10
-DRAFTERS = ["ngram", "oracle", "self"]
+DRAFTERS = ["cache", "ngram", "oracle", "self", "suffix"]
 Prompts = list[tuple[str, list[list[int]]]]
 
 
@@ -79,7 +79,9 @@ def test_each_category_has_a_record_and_every_row_is_plain_decodings(bench, tmp_
             assert row["sequences"] == row["identical_sequences"] == n_turns and row["gamma"] == GAMMA
             assert row["emitted"] == row["baseline_emitted"] <= n_turns * (GEN_LEN - 1)
             assert row["acceptance_rate"] is None or row["acceptance_rate"] == round(row["accepted"] / row["judged"], 4)
-        oracle = record["rows"][1]  # it has a draft for every round, of which the last one of a row may be cut
+        oracle = record["rows"][
+            DRAFTERS.index("oracle")
+        ]  # it has a draft for every round, of which the last one of a row may be cut
         assert oracle["acceptance_rate"] in (1.0, None)
         assert oracle["rounds"] <= oracle["emitted"] / (GAMMA + 1) + n_turns
     rows = ended.record["rows"]

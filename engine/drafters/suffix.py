@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from engine.runner import ModelRunner
 
 
+# How many of the suffixes that end at a token are noted to have ended there.
+N_NOTED = 16
+
+
 class SuffixAutomaton:
     """Of a growing text, every substring (Blumer et al. 1985): a state is substrings that end at the same positions,
     the longest of `_length` tokens, and its link their longest suffix that ends elsewhere, too. Amortised O(1) a token.
+
+    repeated: how long the text's longest suffix is that occurs in it before, and how many tokens the text had where that
+    last ended, or earlier where more suffixes than N_NOTED end with it; 0 and 0 without one.
     """
 
     def __init__(self) -> None:
         self.text: list[int] = []
+        self.repeated = 0, 0
         self._next: list[dict[int, int]] = []
         self._length: list[int] = []
         self._link: list[int] = []
@@ -29,12 +37,12 @@ class SuffixAutomaton:
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._append(token)
-
-    def repeated(self) -> tuple[int, int]:
-        """How long the text's longest suffix is that occurs in it before, and how many tokens the text had where that
-        first ended; 0 and 0 without one."""
-        state = self._link[self._last]
-        return self._length[state], self._end[state]
+            state = self._link[self._last]
+            self.repeated = self._length[state], self._end[state]
+            for _ in range(N_NOTED):
+                if state == 0:
+                    break
+                self._end[state], state = len(self.text), self._link[state]
 
     def _state(self, following: dict[int, int], length: int, link: int, end: int) -> int:
         self._next.append(following)
@@ -64,7 +72,10 @@ class SuffixAutomaton:
 
 
 class Suffix(HostDrafter):
-    """Of several places where the suffix stood, it copies from the first. Errors: ConfigError if gamma is negative."""
+    """It copies from where the suffix stood last; at the end of the text, from the beginning of what it copied.
+
+    Errors: ConfigError if gamma is negative.
+    """
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
@@ -75,8 +86,8 @@ class Suffix(HostDrafter):
             self._rows[shown.row] = SuffixAutomaton()
         own = self._rows[shown.row]
         own.extend(shown.text[len(own.text) :])
-        n_matched, end = own.repeated()
-        return Guess(own.text[end : end + self.gamma] if n_matched else (), n_matched)
+        (n_matched, end), n_text = own.repeated, len(own.text)
+        return Guess([own.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
 
 
 @dataclass(frozen=True, kw_only=True)
