@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from engine.drafters.base import Guess, HostDrafter, Shown
@@ -17,58 +16,54 @@ if TYPE_CHECKING:
 N_NOTED = 16
 
 
-class SuffixAutomaton:
-    """Of a growing text, every substring (Blumer et al. 1985): a state is substrings that end at the same positions,
-    the longest of `_length` tokens, and its link their longest suffix that ends elsewhere, too. Amortised O(1) a token.
+@dataclass(eq=False, slots=True)
+class _State:
+    """Substrings that end at the same positions: the longest has `length` tokens; `link` has those that end elsewhere,
+    too; `following` is by the next token. end: how many tokens the text had where they last ended."""
 
-    repeated: how long the text's longest suffix is that occurs in it before, and how many tokens the text had where that
-    last ended, or earlier where more suffixes than N_NOTED end with it; 0 and 0 without one.
+    length: int = 0
+    end: int = 0
+    link: _State | None = None
+    following: dict[int, _State] = field(default_factory=dict)
+
+
+class SuffixAutomaton:
+    """Of a growing text, every substring (Blumer et al. 1985), in O(1) a token, amortised.
+
+    repeated: how long the text's longest suffix is that occurs in it before, and how many tokens the text had where
+    that last ended, or earlier where more suffixes than N_NOTED end with it; 0 and 0 without one.
     """
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self.repeated = 0, 0
-        self._next: list[dict[int, int]] = []
-        self._length: list[int] = []
-        self._link: list[int] = []
-        self._end: list[int] = []
-        self._last = self._state({}, 0, 0, 0)
+        self._root = self._last = _State()
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._append(token)
-            state = self._link[self._last]
-            self.repeated = self._length[state], self._end[state]
-            for _ in range(N_NOTED):
-                if state == 0:
-                    break
-                self._end[state], state = len(self.text), self._link[state]
-
-    def _state(self, following: dict[int, int], length: int, link: int, end: int) -> int:
-        self._next.append(following)
-        self._length.append(length)
-        self._link.append(link)
-        self._end.append(end)
-        return len(self._next) - 1
-
-    def _append(self, token: int) -> None:
+    def append(self, token: int) -> None:
         self.text.append(token)
-        place, self._last = self._last, self._state({}, len(self.text), 0, len(self.text))
-        while token not in self._next[place]:
-            self._next[place][token] = self._last
-            if place == 0:
-                return
-            place = self._link[place]
-        found = self._next[place][token]
-        if self._length[found] > self._length[place] + 1:  # its shorter substrings end here, too: a state of their own
-            longer, own = found, (dict(self._next[found]), self._length[place] + 1, self._link[found], self._end[found])
-            self._link[longer] = found = self._state(*own)
-            while self._next[place].get(token) == longer:
-                self._next[place][token] = found
-                if place == 0:
-                    break
-                place = self._link[place]
-        self._link[self._last] = found
+        self._add(token)
+        state = self._last.link
+        assert state is not None, "only the root has no link"
+        self.repeated = state.length, state.end
+        for _ in range(N_NOTED):
+            if state.link is None:
+                break
+            state.end, state = len(self.text), state.link
+
+    def _add(self, token: int) -> None:
+        place: _State | None = self._last
+        self._last = _State(len(self.text), len(self.text), self._root)
+        while place and token not in place.following:
+            place.following[token], place = self._last, place.link
+        if place is None:
+            return
+        found = place.following[token]
+        if found.length > place.length + 1:  # its shorter substrings end here, too: a state of their own
+            longer, found = found, _State(place.length + 1, found.end, found.link, dict(found.following))
+            longer.link = found
+            while place and place.following.get(token) is longer:
+                place.following[token], place = found, place.link
+        self._last.link = found
 
 
 class Suffix(HostDrafter):
@@ -85,7 +80,8 @@ class Suffix(HostDrafter):
         if shown.known == 0:
             self._rows[shown.row] = SuffixAutomaton()
         own = self._rows[shown.row]
-        own.extend(shown.text[len(own.text) :])
+        for token in shown.text[len(own.text) :]:
+            own.append(token)
         (n_matched, end), n_text = own.repeated, len(own.text)
         return Guess([own.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
 
