@@ -11,7 +11,6 @@ does before the target verifies, also on the host.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -30,7 +29,7 @@ from common.tables import Column, console
 from engine.bench.config import Rows, RunConfig, Sizes, Text
 from engine.drafters import Drafter
 from reproduce.gamma_cell import Contender
-from reproduce.paper.columns import measured, of, over
+from reproduce.paper.columns import measured, of, over, rows_of
 from reproduce.paper.published import Record
 from reproduce.spec_bench import PLAIN, Drafters, open_session
 
@@ -51,10 +50,6 @@ class Flags(Drafters):
     """whole prompts, as of the benchmarks"""
     repeats: int = 3
     """how often all are run, every other time in reverse order"""
-
-
-def table_rows(records: Iterable[Record]) -> list[Record]:
-    return [record | row for record in records for row in record["rows"]]
 
 
 def row_of(one: Contender) -> Record:
@@ -89,7 +84,7 @@ def main(flags: Flags) -> None:
     found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
     record = record_of(BENCHMARK, plain.session, found, without=("gamma", "draft_budget"))
-    publish(flags.output.output, record, console(table_rows([record]), COLUMNS))
+    publish(flags.output.output, record, console(rows_of([record]), COLUMNS))
 
 
 if __name__ == "__main__":

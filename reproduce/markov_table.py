@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
-from common.errors import DataError, flag, require_at_least
+from common.errors import flag, require_at_least
 from common.jsonl import require_appendable
 from engine.bench.config import RunConfig, Target, Text
 
@@ -39,17 +39,10 @@ def main(flags: Flags) -> None:
 
     stored = flags.target
     source = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
-    table, tokenizer, n_tokens = NGramTable(flags.max_ngram), source.tokenizer(), 0
-    dataset = resolve_dataset(RunConfig(target=stored, text=flags.text), source)
-    for book in load_books(str(dataset)):
-        tokens = tokenizer.encode(book, add_bos=False)[flags.skip :]
-        table.learn(tokens)
-        n_tokens += len(tokens)
-    if n_tokens < 2:
-        seen, required = f"{n_tokens} tokens behind the first {flags.skip} of each book", "2 tokens or more"
-        raise DataError("there is nothing to count", flag("skip"), seen, required, "skip less, or give more text")
+    table, tokenizer = NGramTable(flags.max_ngram), source.tokenizer()
+    for book in load_books(str(resolve_dataset(RunConfig(target=stored, text=flags.text), source))):
+        table.learn(tokenizer.encode(book, add_bos=False)[flags.skip :])
     table.save(Path(flags.markov_table), source.config.vocab_size)
-    print(f"{n_tokens} tokens of {dataset}, contexts of up to {flags.max_ngram}: {flags.markov_table}")
 
 
 if __name__ == "__main__":

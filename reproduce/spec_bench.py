@@ -37,7 +37,7 @@ from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, 
 from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.drafters import Drafter
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.paper.columns import SLOWER, of
 from reproduce.paper.published import Record
@@ -123,12 +123,10 @@ class Flags(Drafters):
 def _chosen(name: str) -> dict[str, Any]:
     head, _, path = name.partition(":")
     *texts, kind = head.split("+")
-    beside = {"text_drafts": tuple(texts)} if texts else {}
-    is_known = bool(path) if kind == STANDALONE else kind in ALONE and not path
-    if texts and not (kind == STANDALONE or issubclass(ALONE.get(kind, DrafterConfig), ModelDrafterConfig)):
-        is_known = False
+    is_known = bool(path) if kind == STANDALONE else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
     if is_known and set(texts) <= TEXTS.keys():
-        return {"draft": kind, **({"draft_model": path} if path else {}), **beside}
+        given = {"draft": kind, "draft_model": path, "text_drafts": tuple(texts)}
+        return {name: value for name, value in given.items() if value}
     near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
     required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"
     fix = f"perhaps you meant {near[0]}{':CHECKPOINT' if near[0] == STANDALONE else ''}" if near else fix

@@ -17,6 +17,7 @@ from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Combined, NGramCache, Suffix
 from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
@@ -30,7 +31,8 @@ from models.llama import select_layers
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
 OF_CACHES = ("self, streaming", "self, snapkv", *(f"standalone, {policy}" for policy in POLICIES))
-DRAFTS = ("none", "ngram", *OF_CACHES, "self, some layers", "changing")
+TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
+DRAFTS = ("none", *TEXTS, *OF_CACHES, "self, some layers", "combined", "changing")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -111,8 +113,11 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
     kind, _, policy = case.draft.partition(", ")
     if kind == "none":
         return None
-    if kind == "ngram":
-        return NGram(runner, GAMMA)
+    if kind in TEXTS:
+        return TEXTS[kind](runner, GAMMA)
+    if kind == "combined":
+        model = _drafter(replace(case, draft="standalone, streaming"), folder, runner)
+        return Combined(runner, model, [Suffix(runner, GAMMA), NGramCache(runner, GAMMA)], 1)
     if policy == "some layers":
         draft = select_layers(runner.model, [1])
         return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])

@@ -48,7 +48,8 @@ class Combined(HostDrafter):
         self.model.follow(prompts)
         if len(rows) == len(prompts):
             return
-        self._skips = not self._is_captured and self._ranks.shared(lambda: self._has_guesses(rows))
+        each = [one.row for one in rows]
+        self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
         held = {one.row: self._behind.pop(one.row, one.known) for one in rows}
         missed = [one._replace(text=one.text[:-1], known=held[one.row]) for one in rows]
         if self._skips:  # a draft that is written through has what is verified
@@ -56,9 +57,6 @@ class Combined(HostDrafter):
             self._behind |= {one.row: one.known for one in missed if not writes or one.known < len(one.text)}
         else:
             self.model.follow([one for one in missed if one.known < len(one.text)])
-
-    def _has_guesses(self, rows: Sequence[Shown]) -> bool:
-        return bool(self._guesses[[one.row for one in rows], 0].all())
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         if self._skips:

@@ -24,9 +24,9 @@ class NGramCache(HostDrafter):
     drafter goes, or the program ends.
 
     In rejection mode a guess must not know what a row's random numbers will draw: what they drew under this drafter
-    before, or in another row at the same time. So only the first request of a seed and id learns and drafts; another
-    has no drafts. What others emitted is independent of its numbers, whatever was guessed for them; which draft is
-    guessed depends on them, and so do a request's own tokens in that mode, but not their distribution.
+    before, or in another row at the same time. So only the first request of a seed and id learns and drafts. What
+    others emitted is independent of its numbers, whatever was guessed for them; but its tokens depend on the guess, and
+    so on others: a seed keeps their distribution in that mode, not the tokens.
     Errors: ConfigError if gamma is negative or max_ngram below 1; DataError for a file of another kind.
     """
 
@@ -46,23 +46,19 @@ class NGramCache(HostDrafter):
                 weakref.finalize(self, _save, self._table, path, runner.vocab_size)
 
     def continued(self, shown: Shown) -> Guess:
+        drawn = self._table.drawn
         if shown.known == 0:
-            self._learnt[shown.row] = self._begin(shown.draws)
+            if len(drawn) >= self._size:
+                self._table.forget()
+                self._learnt = dict.fromkeys(self._learnt)
+            self._learnt[shown.row] = None if shown.draws in drawn else 0
+            if shown.draws is not None:
+                drawn.add(shown.draws)
         if (learnt := self._learnt[shown.row]) is None:
             return Guess()
         self._table.learn(shown.text, learnt)
         self._learnt[shown.row] = len(shown.text)
         return self._table.continued(shown.text, self.gamma)
-
-    def _begin(self, draws: tuple[int, int] | None) -> int | None:
-        if draws is None:
-            return 0
-        if draws in self._table.drawn:
-            return None
-        if len(self._table.drawn) == self._size:
-            self._table.forget()
-        self._table.drawn.add(draws)
-        return 0
 
 
 def _save(table: NGramTable, path: Path, vocab_size: int) -> None:

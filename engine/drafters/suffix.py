@@ -41,29 +41,28 @@ class SuffixAutomaton:
 
     def append(self, token: int) -> None:
         self.text.append(token)
-        self._add(token)
-        state = self._last.link
-        assert state is not None, "only the root has no link"
+        self._last = self._added(token, self._last)
+        state = self._last.link or self._root
         self.repeated = state.length, state.end
         for _ in range(N_NOTED):
             if state.link is None:
                 break
             state.end, state = len(self.text), state.link
 
-    def _add(self, token: int) -> None:
-        place: _State | None = self._last
-        self._last = _State(len(self.text), len(self.text), self._root)
+    def _added(self, token: int, place: _State | None) -> _State:
+        whole = _State(len(self.text), len(self.text), self._root)
         while place and token not in place.following:
-            place.following[token], place = self._last, place.link
+            place.following[token], place = whole, place.link
         if place is None:
-            return
+            return whole
         found = place.following[token]
         if found.length > place.length + 1:  # its shorter substrings end here, too: a state of their own
             longer, found = found, _State(place.length + 1, found.end, found.link, dict(found.following))
             longer.link = found
             while place and place.following.get(token) is longer:
                 place.following[token], place = found, place.link
-        self._last.link = found
+        whole.link = found
+        return whole
 
 
 class Suffix(HostDrafter):
