@@ -5,7 +5,7 @@
     python reproduce/drafters.py --B 1 --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
 
 Each repeat has drafters that know nothing of the last; medians are over repeats. A draft's cost is all that a round
-does before the target verifies, also on the host.
+does before the target verifies, also on the host; the mean over rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,7 +55,7 @@ class Flags(Drafters):
 def row_of(one: Contender) -> Record:
     phases = [(run.phases["resume"], run.phases["draft"]) for run in one.outputs if run.phases]
     seconds = [sum(parts) for each in phases for parts in zip(*each, strict=True)]
-    return {"drafter": one.name, "drafting_ms": round(1e3 * median(seconds), 4) if seconds else None, **one.row()}
+    return {"drafter": one.name, "drafting_ms": round(1e3 * fmean(seconds), 4) if seconds else None, **one.row()}
 
 
 def main(flags: Flags) -> None:

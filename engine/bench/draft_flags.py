@@ -31,7 +31,7 @@ class DraftFlags:
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value not in (None, ())}
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """The drafter's options. chosen: what a program chooses in place of a flag.
@@ -88,7 +88,7 @@ def draft_flags(
         says = arg(help=f"what the cache keeps. {_listed(kept)}", help_behavior_hint=f"(default: {DEFAULT_POLICY})")
         specs.append(("draft_policy", Annotated[PolicyName | None, says], None))
         says = arg(help="what guesses beside a draft model, where it is sure", help_behavior_hint="(default: none)")
-        specs.append(("text_drafts", Annotated[tuple[TextName, ...] | None, says], None))
+        specs.append(("text_drafts", Annotated[tuple[TextName, ...], says], ()))
     for name, (owner, *others) in owners.items():
         of_all = {owner, *others} >= set(chosen.values()) or (others and issubclass(owner, BudgetedPolicy))
         hint, default = get_type_hints(owner)[name], getattr(owner, name, None)
