@@ -83,7 +83,7 @@ class ModelDrafterConfig(DrafterConfig):
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
     texts: tuple[HostDrafterConfig, ...] = ()
-    text_match: int = 4
+    text_match: int = 8
     """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's drafts"""
 
     def check(self) -> None:

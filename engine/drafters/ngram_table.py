@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from common.errors import DataError
 from engine.drafters.base import Guess
@@ -65,16 +64,15 @@ class NGramTable:
         required = f"n-grams of version {VERSION}, of a vocabulary of {vocab_size} ids"
         try:
             content = json.loads(path.read_bytes())
-            seen: Any = f"version {content['version']}, {content['vocab_size']} ids"
-            if (content["version"], content["vocab_size"]) == (VERSION, vocab_size):
-                table = cls(int(content["order"]), size)
-                table.drawn = {(int(seed), int(request)) for seed, request in content["drawn"]}
-                for *context, (token, count) in content["grams"]:
-                    if not all(0 <= int(one) < vocab_size for one in (*context, token)):
-                        raise ValueError(f"token ids {[*context, token]}")
-                    table._followers.setdefault(tuple(context), {})[token] = int(count)
-                return table
+            if (content["version"], content["vocab_size"]) != (VERSION, vocab_size):
+                raise ValueError(f"version {content['version']}, {content['vocab_size']} ids")
+            table = cls(int(content["order"]), size)
+            table.drawn = {(int(seed), int(request)) for seed, request in content["drawn"]}
+            for *context, (token, count) in content["grams"]:
+                if not all(0 <= int(one) < vocab_size for one in (*context, token)):
+                    raise ValueError(f"token ids {[*context, token]}")
+                table._followers.setdefault(tuple(context), {})[token] = int(count)
+            return table
         except (OSError, ValueError, KeyError, TypeError) as error:
-            seen = repr(error)
-        fix = "replace the file: reproduce/markov_table.py makes one"
-        raise DataError("a file of n-grams cannot be used", path, seen, required, fix)
+            fix = "replace the file: reproduce/markov_table.py makes one"
+            raise DataError("a file of n-grams cannot be used", path, repr(error), required, fix) from None
