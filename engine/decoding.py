@@ -218,7 +218,8 @@ class Decoder:
         shown = []
         for row, request, length in rows:
             if (known := self._rows.followed[row].get(index, 0)) < length:
-                shown.append(Shown(row, request.id, [*request.prompt, *request.tokens][:length], known))
+                text = [*request.prompt, *request.tokens][:length]
+                shown.append(Shown(row, request.id, text, known, request.draws(self._mode)))
                 self._rows.followed[row][index] = length
         self._pacing.drafters[index].follow(shown)
         return sum(len(one.text) - one.known for one in shown)
@@ -231,7 +232,8 @@ class Decoder:
         round_ = self._rounds.of(choice, batch, mode)
         with self._phase("resume"):
             if choice.drafter is not None:
-                self._show(choice.drafter, [(row, request, request.length) for row, request in busy])
+                n_ahead = self._pacing.drafters[choice.drafter].reads_current
+                self._show(choice.drafter, [(row, request, request.length + n_ahead) for row, request in busy])
         with self._phase("draft"):
             if choice.drafter is not None:
                 round_.propose()
@@ -292,8 +294,7 @@ def generate(
     requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids, numbered_from)
     for request in requests:
         decoder.submit(request)
-    rounds = tuple(iter(decoder.step, None))
-    counts = tuple(request.counts for request in requests)
+    rounds, counts = tuple(iter(decoder.step, None)), tuple(one.counts for one in requests)
     stats = Stats(counts, (rounds,), decoder.prefill_seconds, decoder.draft_prefill_seconds)
     reasons, errors = [one.finish_reason for one in requests], [one.error for one in requests]
     return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)

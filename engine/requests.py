@@ -47,6 +47,10 @@ class Request:
         """Tokens whose KV the target's cache holds: all but the last one emitted."""
         return len(self.prompt) + len(self.tokens) - 1
 
+    def draws(self, mode: str) -> tuple[int, int] | None:
+        """The seed and id that key its random numbers, in rejection mode: no guess may know what they will draw."""
+        return (self.sampling.seed, self.id) if mode == "rejection" and not self.sampling.greedy else None
+
     def emit(self, block: Sequence[int]) -> int:
         """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
         for count, token in enumerate(block, start=1):

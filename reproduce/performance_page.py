@@ -18,7 +18,7 @@ import common.startup
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
-from reproduce import serve_load, spec_bench
+from reproduce import drafters, serve_load, spec_bench
 from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, filled, read, table
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
 from reproduce.paper.published import Record, grouped
@@ -36,7 +36,7 @@ def _ends(values: Sequence[int]) -> str:
     return " to ".join(map(str, sorted({min(values), max(values)})))
 
 
-SETS, LOADS = "spec_bench.jsonl", "serve_load.jsonl"
+SETS, LOADS, DRAFTERS = "spec_bench.jsonl", "serve_load.jsonl", "drafters.jsonl"
 PROMPTS = Column(lambda record: f"{record['shortest']} to {record['longest']}", "prompt tokens")
 SERVED = [*of("model"), Column("turns", "turns"), PROMPTS, Column("temperature", "temperature"), *serve_load.COLUMNS]
 CATEGORIES = [*of("model", "B"), *spec_bench.COLUMNS]
@@ -82,12 +82,13 @@ def tables(folder: Path) -> dict[str, str]:
     sources = dict.fromkeys(cell["alpha_source"] for cell in costs if cell.get("alpha_source"))
     compiled, sets = read(folder, kernels, "kernel_report")[-1:], read(folder, SETS, spec_bench.BENCHMARK)
     loads = read(folder, LOADS, serve_load.BENCHMARK)
-    served = [record | row for record in loads for row in record["rows"]]
+    served, texts = rows_of(loads), read(folder, DRAFTERS, drafters.BENCHMARK)
     steps_served = [record["overhead"] for record in loads if record["overhead"]]
     return {
         "cpu_pairs": table("Speculation on a CPU", medians, PAIRS, pairs),
         "cpu_peers": table("A plain step beside other libraries", plain, of("prefix_len", "B", *times, "dtype"), peers),
         "prompt_sets": table("Prompt sets", sets, CATEGORIES, SETS, spec_bench.table_rows(sets)),
+        "drafters": table("Drafters by text", texts, drafters.COLUMNS, DRAFTERS, rows_of(texts)),
         "serving": table("Serving", loads, SERVED, LOADS, served),
         "serving_steps": markdown(steps_served, serve_load.OVER_HTTP) if steps_served else NONE,
         "gpu_selfspec": table("Speculation on a GPU", done("gpu_selfspec"), SELFSPEC, GPU),

@@ -34,7 +34,7 @@ from common.jsonl import append_or_put_off, publish, read_lines, require_appenda
 from common.provenance import provenance
 from common.tables import Column, console
 from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
-from engine.bench.draft_flags import draft_flags
+from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
@@ -65,25 +65,18 @@ COLUMNS = [
 
 
 @dataclass(frozen=True)
-class Flags:
+class Drafters:
+    """Of a program that compares drafters: what drafts, for which target and sampling."""
+
     FLAGS: ClassVar[dict[str, str]] = {"draft": "--drafters", "draft_model": "--drafters"}
 
     target: Target = field(default_factory=Target)
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
-    prompts: Annotated[str | None, arg(help_behavior_hint=f"(default: {PROMPTS})")] = None
-    """a .jsonl or .parquet file of conversations, or a known set (spec-bench, speed-bench/SPLIT)"""
-    categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None
-    """only these"""
-    per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
-    """conversations of each, the first ones"""
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
-    """what drafts: names, or KIND:CHECKPOINT (standalone, eagle, medusa); each has the draft flags that it takes"""
-    B: int = 8
-    """conversations decoded together"""
-    gen_len: int = 128
-    """new tokens of each turn, at most"""
+    """what drafts: names, or KIND:CHECKPOINT (standalone, eagle, medusa); before one, text drafters (suffix+self); each
+    has the draft flags that it takes"""
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
@@ -93,17 +86,33 @@ class Flags:
                 "random weights have nothing to say", flag("load_format"), "dummy", "a trained model", fix
             )
         sampled = self.sampling.temperature > 0 and self.sampling.verification != "coupled"
-        names = self.drafters or [name for name, kind in ALONE.items() if not (sampled and kind.needs_baseline)]
+        given = self.draft.given()
+        able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
+        names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
         chosen = {name: _chosen(name) for name in names}
-        if given := [name for name, value in self.draft.given().items() if value == AUTO]:
+        if auto := [name for name, value in given.items() if value == AUTO]:
             fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
-            raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, given)), AUTO, "a number", fix)
+            raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, auto)), AUTO, "a number", fix)
         if len(models := [name for name in chosen if "draft_model" in chosen[name]]) > 1:
             fix, what = "run the other one by itself, into the same file", "a session holds one draft model"
             raise ConfigError(what, flag("drafters"), " ".join(models), f"one {STANDALONE}:CHECKPOINT", fix)
         configs = self.draft.variants(*chosen.values())
         require_at_least("gamma", min(int(config.gamma) for config in configs), 1)
         return dict(zip(chosen, configs, strict=True))
+
+
+@dataclass(frozen=True)
+class Flags(Drafters):
+    prompts: Annotated[str | None, arg(help_behavior_hint=f"(default: {PROMPTS})")] = None
+    """a .jsonl or .parquet file of conversations, or a known set (spec-bench, speed-bench/SPLIT)"""
+    categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None
+    """only these"""
+    per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
+    """conversations of each, the first ones"""
+    B: int = 8
+    """conversations decoded together"""
+    gen_len: int = 128
+    """new tokens of each turn, at most"""
 
     def cell(self, category: Sequence[Prompt]) -> str:
         """16 digits of what is run: these conversations, and all flags that have a say in how."""
@@ -112,24 +121,25 @@ class Flags:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _chosen(name: str) -> dict[str, str]:
-    kind, _, path = name.partition(":")
-    if path and kind in WITH_MODEL:
-        return {"draft": kind, "draft_model": path}
-    if name not in ALONE:
-        near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
-        required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"
-        fix = f"perhaps you meant {near[0]}{':CHECKPOINT' if near[0] == STANDALONE else ''}" if near else fix
-        raise ConfigError("there is no such drafter", flag("drafters"), name, required, fix)
-    return {"draft": name}
+def _chosen(name: str) -> dict[str, Any]:
+    head, _, path = name.partition(":")
+    *texts, kind = head.split("+")
+    is_known = bool(path) if kind in WITH_MODEL else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
+    if is_known and set(texts) <= TEXTS.keys():
+        given = {"draft": kind, "draft_model": path, "text_drafts": tuple(texts)}
+        return {name: value for name, value in given.items() if value}
+    near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
+    required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"
+    fix = f"perhaps you meant {near[0]}{':CHECKPOINT' if near[0] == STANDALONE else ''}" if near else fix
+    raise ConfigError("there is no such drafter", flag("drafters"), name, required, fix)
 
 
-def open_session(flags: Flags, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]]) -> engine.Session:
-    """With room for prompts of those lengths, and for every drafter. Errors: UserError."""
+def open_session(
+    run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
+) -> engine.Session:
+    """With room for the prompts, those or the run's own, and for every drafter. Errors: UserError."""
     from engine.bench.plan import resolve, resolve_several
 
-    sizes, rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
-    run = RunConfig(flags.target, sizes=sizes, rows=rows, sampling=flags.sampling, output=flags.output)
     for draft in configs:  # all are checked before anything is loaded
         resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
@@ -239,7 +249,9 @@ def measure(
     stored, options = flags.target, ("draft_model", "gamma", "draft_policy", *option_names())
     template = find_model(stored.model, stored.load_format, stored.model_name, flag("model")).chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
-    session = open_session(flags, list(configs.values()), ids)
+    sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
+    run = RunConfig(flags.target, sizes=sizes, rows=own_rows, sampling=flags.sampling, output=flags.output)
+    session = open_session(run, list(configs.values()), ids)
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
     settings = {name: settings_record(sessions[name]) for name in configs}

@@ -18,7 +18,7 @@ from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Eagle, Medusa
+from engine.drafters import Combined, Eagle, Medusa, NGramCache, Suffix
 from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
@@ -33,7 +33,8 @@ GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
 OF_CACHES = ("self, streaming", "self, snapkv", *(f"standalone, {policy}" for policy in POLICIES))
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
-DRAFTS = ("none", "ngram", *OF_CACHES, *HEADS, "self, some layers", "changing")
+TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
+DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -78,6 +79,8 @@ def all_cases() -> list[Case]:
 
     def case(group_size: int, mode: str, draft: str) -> Case:
         subset, reverse, is_captured = rng.randrange(4), rng.random() < 0.3, rng.random() < 0.5
+        # Where rounds are captured, a model beside a text always drafts: it counts more drafts than one process.
+        is_captured = is_captured and draft != "combined"
         return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
 
     return [case(group_size, mode, draft) for group_size in GROUP_SIZES for mode in MODES for draft in DRAFTS]
@@ -117,8 +120,11 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
     kind, _, policy = case.draft.partition(", ")
     if kind == "none":
         return None
-    if kind == "ngram":
-        return NGram(runner, GAMMA)
+    if kind in TEXTS:
+        return TEXTS[kind](runner, GAMMA)
+    if kind == "combined":
+        model = _drafter(replace(case, draft="standalone, streaming"), folder, runner)
+        return Combined(runner, model, [Suffix(runner, GAMMA), NGramCache(runner, GAMMA)], 1)
     if kind == "medusa":
         return Medusa(runner, random_medusa(runner.model.config), GAMMA)
     if case.draft in HEADS:

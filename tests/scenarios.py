@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,8 @@ from witness import cut
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
-from engine.drafters import Eagle, Medusa
+from engine.drafters import Combined, Eagle, Markov, Medusa, NGramCache, Suffix
+from engine.drafters.ngram_table import NGramTable
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
@@ -25,8 +27,23 @@ PACED = "paced"
 # What needs no model, made of a runner and gamma.
 TEXT_DRAFTERS = {
     "ngram": NGram,
+    "ngram, first match": partial(NGram, match="first"),
+    "suffix": Suffix,
+    "cache": NGramCache,
+    "markov": lambda runner, gamma: Markov(runner, gamma, counted(runner.vocab_size)),
 }
+COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
+DRAFTERS += COMBINED
+# In rejection mode, what these rounds draw depends on the batch that they are for.
+BY_BATCH = (PACED, "cache", *COMBINED)
+
+
+def counted(vocab_size: int) -> NGramTable:
+    """A table of what follows what in random text."""
+    rng, table = random.Random(vocab_size), NGramTable(2)
+    table.learn([rng.randrange(vocab_size) for _ in range(400)])
+    return table
 
 
 class World(Protocol):
@@ -64,8 +81,7 @@ class Scenario:
     @classmethod
     def random(cls, rng: random.Random, vocab_size: int, drafters: Sequence[str]) -> Scenario:
         drafter = rng.choice(drafters)
-        # What a paced round draws in rejection mode depends on the batch that it was paced for.
-        mode = rng.choice(["greedy", "greedy", "coupled", "coupled" if drafter == PACED else "rejection"])
+        mode = rng.choice(["greedy", "greedy", "coupled", "coupled" if drafter in BY_BATCH else "rejection"])
         n_prompts = rng.randint(1, 5)
         gamma, n_sink = rng.randint(0, 6), rng.randint(0, 4)
         return cls(
@@ -126,6 +142,9 @@ class Scenario:
             return Medusa(runner, random_medusa(config), self.gamma)
         if kind in KINDS:
             return Guesses(runner, dict(zip(self.ids, futures, strict=True)), self.gamma, kind, config.vocab_size)
+        if kind in COMBINED:
+            texts = [make(runner, self.gamma) for make in (Suffix, NGramCache)]
+            return Combined(runner, self._drafter(kind.partition(", ")[2], runner, room, futures), texts, 2)
         policy = kind.rpartition(", ")[2]
         if kind == "standalone, streaming" and self.spare_room > 0:
             policy = "streaming, positions in the cache"

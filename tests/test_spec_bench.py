@@ -26,7 +26,7 @@ ROWS: list[tuple[str, list[str]]] = [
     ("end", ["xyzxyzxyzxyz"]),
 ]
 GAMMA, GEN_LEN = 2, 10
-DRAFTERS = ["ngram", "oracle", "self"]
+DRAFTERS = ["cache", "ngram", "oracle", "self", "suffix"]
 Prompts = list[tuple[str, list[list[int]]]]
 
 
@@ -79,7 +79,8 @@ def test_each_category_has_a_record_and_every_row_is_plain_decodings(bench, tmp_
             assert row["sequences"] == row["identical_sequences"] == n_turns and row["gamma"] == GAMMA
             assert row["emitted"] == row["baseline_emitted"] <= n_turns * (GEN_LEN - 1)
             assert row["acceptance_rate"] is None or row["acceptance_rate"] == round(row["accepted"] / row["judged"], 4)
-        oracle = record["rows"][1]  # it has a draft for every round, of which the last one of a row may be cut
+        # It has a draft for every round, of which the last one of a row may be cut.
+        oracle = record["rows"][DRAFTERS.index("oracle")]
         assert oracle["acceptance_rate"] in (1.0, None)
         assert oracle["rounds"] <= oracle["emitted"] / (GAMMA + 1) + n_turns
     rows = ended.record["rows"]
@@ -92,7 +93,9 @@ def test_each_category_has_a_record_and_every_row_is_plain_decodings(bench, tmp_
             assert whole[name] == sum(part[name] for part in parts)
         assert whole["mean_accepted_length"] == pytest.approx(whole["emitted"] / whole["rounds"], abs=1e-4)
         assert 1 <= whole["mean_accepted_length"] <= GAMMA + 1 and whole["sequences"] == 8
-    assert len(ended.lines) == 14 and "identical rows" in ended.lines[0] and "8 of 8" in ended.lines[-2]
+    assert (
+        len(ended.lines) == 2 + 4 * len(DRAFTERS) and "identical rows" in ended.lines[0] and "8 of 8" in ended.lines[-2]
+    )
 
 
 @pytest.mark.parametrize("sampling", ["", "--temperature 1.5 --seed 3 --top_k 40"])

@@ -8,7 +8,7 @@ from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.schedules import OF_CONFIDENCE, OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
@@ -17,6 +17,8 @@ DEFAULT_POLICY = "streaming"
 # The name that the paper's scripts have for it.
 ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
+TEXTS = {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
+TextName: Any = Literal[tuple(TEXTS)]
 BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
 # What programs choose by themselves that go through several drafts.
 CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks", *OF_SCHEDULES)
@@ -30,7 +32,7 @@ class DraftFlags:
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value not in (None, ())}
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """The drafter's options. chosen: what a program chooses in place of a flag.
@@ -73,11 +75,13 @@ def draft_flags(
     chosen = {name: every[name] for name in kinds or every if kinds or not _required(every[name])}
     kept = policies() if any(issubclass(kind, ModelDrafterConfig) for kind in chosen.values()) else {}
     owners: dict[str, list[Any]] = {}
-    kinds_of_options: list[Any] = [*chosen.values(), *kept.values()]
+    beside = [kind for name, kind in TEXTS.items() if kept and name not in chosen]
+    kinds_of_options: list[Any] = [*chosen.values(), *kept.values(), *beside]
     for kind in kinds_of_options:
         for option in fields(kind):
             owners.setdefault(option.name, []).append(kind)
-    owners.pop("policy", None)
+    for name in ("policy", "texts"):
+        owners.pop(name, None)
     specs: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     if len(chosen) > 1:
         first = "self" if "self" in chosen else next(iter(chosen))
@@ -85,6 +89,8 @@ def draft_flags(
     if kept:
         says = arg(help=f"what the cache keeps. {_listed(kept)}", help_behavior_hint=f"(default: {DEFAULT_POLICY})")
         specs.append(("draft_policy", Annotated[PolicyName | None, says], None))
+        says = arg(help="what guesses beside a draft model, where it is sure", help_behavior_hint="(default: none)")
+        specs.append(("text_drafts", Annotated[tuple[TextName, ...], says], ()))
     for name, (owner, *others) in owners.items():
         of_all = {owner, *others} >= set(chosen.values()) or (others and issubclass(owner, BudgetedPolicy))
         hint, default = get_type_hints(owner)[name], getattr(owner, name, None)
@@ -112,7 +118,8 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
     if not issubclass(kind, ModelDrafterConfig):
         return kind(**own(kind))
     policy = policies()[given.get("draft_policy", DEFAULT_POLICY)]
-    return kind(**own(kind), policy=policy(**own(policy)))
+    texts = tuple(TEXTS[name](**own(TEXTS[name])) for name in given.get("text_drafts", ()))
+    return kind(**own(kind), policy=policy(**own(policy)), texts=texts)
 
 
 def _required(kind: type[DrafterConfig]) -> list[str]:
@@ -124,11 +131,14 @@ def _options(config: DrafterConfig) -> list[str]:
     """What has an effect on that drafter with that policy."""
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
-    unused = ("policy",) if config.gamma_schedule == "confidence" else ("policy", *OF_CONFIDENCE)
+    texts = config.texts if isinstance(config, ModelDrafterConfig) else ()
+    unused = {"policy", "texts", *(() if texts else ("text_match",))}
+    unused |= set() if config.gamma_schedule == "confidence" else {*OF_CONFIDENCE}
     own = [one.name for one in fields(config) if one.name not in unused]
     if not isinstance(config, ModelDrafterConfig):
         return own
-    return ["draft_policy", *(one.name for one in fields(config.policy)), *own]
+    owners: list[Any] = [config.policy, *texts]
+    return ["draft_policy", "text_drafts", *(one.name for owner in owners for one in fields(owner)), *own]
 
 
 def _called(config: DrafterConfig) -> str:

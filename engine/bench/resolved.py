@@ -12,7 +12,7 @@ from common.errors import ConfigError, flag, without_effect
 from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.schedules import OF_CONFIDENCE
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
@@ -26,7 +26,7 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
 # Fields of drafters that are no options of a record, or have another place there.
-ELSEWHERE = {"policy", "gamma", "draft_model", "draft_ranks"}
+ELSEWHERE = {"policy", "texts", "gamma", "draft_model", "draft_ranks"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class ResolvedDraft:
         return self.config.policy if isinstance(self.config, ModelDrafterConfig) else None
 
     @property
+    def texts(self) -> tuple[HostDrafterConfig, ...]:
+        """The text drafters beside the model."""
+        return self.config.texts if isinstance(self.config, ModelDrafterConfig) else ()
+
+    @property
     def layers(self) -> tuple[int, ...] | None:
         """Those of the target that a self-draft runs; None for all."""
         return self.config.layers if isinstance(self.config, SelfConfig) else None
@@ -78,7 +83,9 @@ class ResolvedDraft:
     def options(self) -> dict[str, Any]:
         """Those of the drafter and of its policy, by name."""
         schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
-        own = vars(self.config) | {"gamma_schedule": schedule} | (vars(self.policy) if self.policy else {})
+        owners = [*self.texts, self.config, *([self.policy] if self.policy else [])]
+        own = {name: value for owner in owners for name, value in vars(owner).items()}
+        own |= {"text_drafts": [text.name for text in self.texts] or None, "gamma_schedule": schedule}
         return own if schedule == "confidence" else own | dict.fromkeys(OF_CONFIDENCE)
 
     @property
@@ -118,7 +125,7 @@ def option_names() -> list[str]:
     by_kind = sorted(drafters().values(), key=lambda kind: issubclass(kind, ModelDrafterConfig))
     kinds: list[Any] = [*policies().values(), *by_kind]
     every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
-    return [name for name in every if name not in ELSEWHERE]
+    return [*(name for name in every if name not in ELSEWHERE), "text_drafts"]
 
 
 def resolve_dtype(wanted: str, device: str) -> torch.dtype:

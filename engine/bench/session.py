@@ -21,6 +21,7 @@ from engine.bench.resolved import ResolvedDraft, resolve_sampling
 from engine.bench.text import PromptText
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
+from engine.drafters.combined import beside_texts
 from engine.drafters.config import DrafterConfig, Parts
 from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
@@ -208,7 +209,7 @@ class Session(Plan):
         parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.chooses)
         drafter = draft.config.build(parts)
         drafter.schedule = draft.config.schedule(parts)
-        return drafter
+        return beside_texts(drafter, draft.config, parts)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""

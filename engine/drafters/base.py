@@ -25,12 +25,13 @@ VerificationCache: TypeAlias = KVCache | WriteThroughKVCache | None
 
 class Shown(NamedTuple):
     """The target's row holds `text`, of which a drafter has followed the first `known` tokens: with 0 it is the prompt
-    of another request, the one with that id; with more, rounds went by without the drafter."""
+    of another request, the one with that id; with more, rounds went by without the drafter. draws: see `Request`."""
 
     row: int
     request: int
     text: Sequence[int]
     known: int
+    draws: tuple[int, int] | None = None
 
 
 class Observer(Protocol):
@@ -49,6 +50,8 @@ class Drafter(Protocol):
     for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.
     observer: what drafts from the target's hidden states has one.
+    reads_current: whether it is shown every row before every round, and behind what the target's row holds the current
+    token, too.
     """
 
     gamma: int
@@ -56,6 +59,7 @@ class Drafter(Protocol):
     verification_cache: VerificationCache
     follows_parts: bool
     observer: Observer | None
+    reads_current: bool
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
@@ -80,6 +84,7 @@ class TextDrafter(ABC):
     follows_parts = False
     schedule = Schedule()
     observer: Observer | None = None
+    reads_current = False
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -105,6 +110,38 @@ class TextDrafter(ABC):
         self.schedule.observe(batch)
 
 
+class Guess(NamedTuple):
+    """Tokens that may follow a text, and how many of its last tokens they were found by."""
+
+    tokens: Sequence[int] = ()
+    n_matched: int = 0
+
+
+class HostDrafter(TextDrafter):
+    """What text drafters share that look things up on the host of the rank that decides: in `follow`, since nothing
+    that `propose` does may be read there."""
+
+    reads_current = True
+
+    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+        super().__init__(runner, gamma)
+        self._guesses = torch.zeros(runner.max_batch, 1 + gamma, dtype=torch.int64, device=runner.device)
+
+    @abstractmethod
+    def continued(self, shown: Shown) -> Guess:
+        """Learn what is new of a row's text, and guess at most gamma tokens behind it."""
+
+    def follow(self, rows: Sequence[Shown]) -> None:
+        if rows and self._ranks.leads:
+            found = [self.continued(one).tokens for one in rows]
+            packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens in found]
+            self._guesses[[one.row for one in rows]] = torch.tensor(packed, device=self._guesses.device)
+
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        own = self._guesses[batch.rows]
+        return own[:, 1 : 1 + gamma], own[:, 0].clamp(max=gamma)
+
+
 class ModelDrafter(ABC):
     """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
 
@@ -112,6 +149,7 @@ class ModelDrafter(ABC):
     follows_parts = False
     schedule = Schedule()
     observer: Observer | None = None
+    reads_current = False
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)

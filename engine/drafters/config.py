@@ -15,7 +15,7 @@ from kv_cache.streaming import Streaming
 from models.names import Dtype, KVDtype, Scheme
 
 if TYPE_CHECKING:
-    from engine.drafters.base import Drafter
+    from engine.drafters.base import Drafter, HostDrafter
     from engine.runner import ModelRunner, RemoteRunner
     from kv_cache import KVCache
     from models import ModelConfig
@@ -47,6 +47,8 @@ class DrafterConfig(ABC):
     name: ClassVar[str]
     # Whether it proposes what the baseline emitted, which has to run first.
     needs_baseline: ClassVar[bool] = False
+    # The option without which there is nothing to draft from.
+    needs_option: ClassVar[str | None] = None
 
     gamma: int | Literal["auto"] = 3
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
@@ -87,6 +89,14 @@ class DrafterConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostDrafterConfig(DrafterConfig):
+    """A drafter that looks tokens up on the host, where others can stand beside it."""
+
+    @abstractmethod
+    def build(self, parts: Parts) -> HostDrafter: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
     """A drafter that runs a model over a KV cache of its own."""
 
@@ -102,9 +112,14 @@ class ModelDrafterConfig(DrafterConfig):
     """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by what was accepted"""
     p_min: float = 0.0
     """--gamma_schedule confidence: a row stops before a token where the most probable one is less than this"""
+    texts: tuple[HostDrafterConfig, ...] = ()
+    text_match: int = 8
+    """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's drafts"""
 
     def check(self) -> None:
         super().check()
+        for text in self.texts:
+            text.check()
         for name in OF_CONFIDENCE:
             if (share := getattr(self, name)) != "auto" and not 0 <= share <= 1:
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")

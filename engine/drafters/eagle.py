@@ -45,7 +45,7 @@ class Eagle(ModelDrafter):
         super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, known in rows:
+        for row, _, text, known, *_ in rows:
             if known == 0:
                 self.cache.reset_row(row)
             # The last known round's tokens once more: what it has left may be the head's own approximations.

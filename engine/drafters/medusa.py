@@ -35,7 +35,7 @@ class Medusa(ModelDrafter):
         check_target(self, self._target.cache, target.cache)
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, _ in rows:
+        for row, _, text, *_ in rows:
             states = self._target.states_again(row, text, len(text) - 1, len(text))
             self._observed.begin(row, len(text), states[0, -1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -18,30 +18,33 @@ if TYPE_CHECKING:
 
     from engine.runner import ModelRunner
 
+Match: TypeAlias = Literal["longest", "first", "last"]
+
 
 class NGram(TextDrafter):
     """Proposes what followed the last tokens when they stood in the row before (Saxena, Prompt Lookup Decoding, 2023).
 
     Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
-    most; among those the one with the most tokens behind it, up to gamma; then the latest. Without a match a row gets
-    no draft. Errors: ConfigError if gamma is negative or max_ngram below 1.
+    most; among those, as `match` says: the one with the most tokens behind it, up to gamma, then the latest
+    ("longest"); or the "first", as in transformers, or the "last", as in llama.cpp. Without a match a row gets no
+    draft. Errors: ConfigError if gamma is negative or max_ngram below 1.
     """
 
-    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3) -> None:
+    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, match: Match = "longest") -> None:
         super().__init__(runner, gamma)
         require_at_least("max_ngram", max_ngram, 1)
-        self.max_ngram = max_ngram
+        self.max_ngram, self.match = max_ngram, match
         self._text = torch.zeros_like(runner.cache.positions)
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, known in rows:
+        for row, _, text, known, *_ in rows:
             self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         rows, lengths = batch.rows[:, None], batch.lengths
         self._text[rows, lengths[:, None]] = batch.current[:, None]
         text = self._text[batch.rows, : batch.extent(gamma)]
-        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram)
+        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.match)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
@@ -49,11 +52,13 @@ class NGram(TextDrafter):
         return tokens, n_tokens
 
 
-def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int) -> tuple[Tensor, Tensor]:
+def find_ngram(
+    text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, match: Match = "longest"
+) -> tuple[Tensor, Tensor]:
     """Where each row's last tokens stood before, and how many tokens to copy from behind it.
 
     text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns `match [B]`, the position of
-    the match's last token, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
+    the last token of the match that `match` prefers, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
     """
     position = torch.arange(text.shape[1], device=text.device)
     last = lengths[:, None]
@@ -66,10 +71,12 @@ def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int) -> tup
         matches = matches & same & (last >= back)
         matched += matches
     available = (last - position).clamp(min=0, max=gamma)
-    rank = (matched * (gamma + 1) + available) * text.shape[1] + position
-    match = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
-    found = matched.gather(1, match) > 0
-    return match.squeeze(1), (available.gather(1, match) * found).squeeze(1)
+    size = text.shape[1]
+    among = {"longest": available * size + position, "first": size - 1 - position, "last": position}[match]
+    rank = matched * (gamma + 1) * size + among
+    place = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
+    found = matched.gather(1, place) > 0
+    return place.squeeze(1), (available.gather(1, place) * found).squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +86,12 @@ class NGramConfig(DrafterConfig):
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3
     """longest match that is looked for"""
+    ngram_match: Match = "longest"
+    """of matches of the same length: with the most tokens behind it, then the latest; or the first, or the last"""
 
     def check(self) -> None:
         super().check()
         require_at_least("max_ngram", self.max_ngram, 1)
 
     def build(self, parts: Parts) -> NGram:
-        return NGram(parts.runner, parts.gamma, self.max_ngram)
+        return NGram(parts.runner, parts.gamma, self.max_ngram, self.ngram_match)

@@ -33,7 +33,7 @@ class SavedText(TextDrafter):
         self._end = torch.zeros_like(self._start)
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        for row, request, text, known in rows:
+        for row, request, text, known, *_ in rows:
             if known == 0:
                 saved = self._texts.get(request, ())
                 self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)

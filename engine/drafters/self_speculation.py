@@ -53,7 +53,7 @@ class SelfSpeculation(ModelDrafter):
         super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, _ in rows:
+        for row, _, text, *_ in rows:
             queries = None
             if self.cache.n_observed and len(text) > self.cache.capacity:
                 queries = self._target.last_queries(row, text, self.cache.n_observed)

@@ -57,7 +57,7 @@ class StandaloneDraft(ModelDrafter):
 
     def follow(self, rows: Sequence[Shown]) -> None:
         behind = {}
-        for row, _, text, known in rows:
+        for row, _, text, known, *_ in rows:
             own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
             if known == 0:
                 self._fill(row, own_ids)

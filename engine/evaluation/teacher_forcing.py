@@ -51,6 +51,8 @@ def forced_acceptance(
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
         drafter.follow([Shown(row, row, prompt, 0)])
+        if drafter.reads_current:
+            drafter.follow([Shown(row, row, [*prompt, continuations[row][0]], len(prompt))])
     batch = Batch(n_rows, Filters.of(params), runner.device, runner.noise_source)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
@@ -67,7 +69,8 @@ def forced_acceptance(
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
-        if drafter.verification_cache is None:
-            drafter.follow([Shown(row, row, text[: n + gamma + 1], n) for row, (text, n) in enumerate(known)])
+        if drafter.verification_cache is None or drafter.reads_current:
+            ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
+            drafter.follow([Shown(row, row, text[:end], n) for row, (text, n, end) in enumerate(ends)])
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts

@@ -1,0 +1,102 @@
+"""Combined: text drafters beside a model: what they guess with confidence goes in front of what the model drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from engine.batch import Batch
+from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
+from engine.drafters.schedules import Schedule
+from engine.modes import Drafts, Verification
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.drafters.base import Drafter
+    from engine.runner import ModelRunner
+
+
+class Combined(HostDrafter):
+    """Of each row's guesses found by `least_match` tokens or more, the longest, then the one found by most. The model
+    runs over a row's guess and drafts what is left of gamma. Where every row has one, it does not run, but where rounds
+    are captured; it catches up before it drafts again. Guesses are certain of their tokens, as all text drafts are.
+    """
+
+    def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
+        super().__init__(runner, model.gamma)
+        self.model, self.verification_cache = model, model.verification_cache
+        self.observer = model.observer
+        self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
+        self._skips, self._behind = False, dict[int, int]()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The model's: rows that texts guess for draft by it, too."""
+        return self.model.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self.model.schedule = schedule
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        super().check(target, length)
+        self.model.check(target, length)
+
+    def continued(self, shown: Shown) -> Guess:
+        guesses = [text.continued(shown) for text in self._texts]
+        sure = [guess for guess in guesses if guess.tokens and guess.n_matched >= self._least_match]
+        return max(sure, key=lambda guess: (len(guess.tokens), guess.n_matched), default=Guess())
+
+    def follow(self, rows: Sequence[Shown]) -> None:
+        super().follow(rows)
+        prompts = [one for one in rows if one.known == 0]
+        for one in prompts:
+            self._behind.pop(one.row, None)
+        self.model.follow(prompts)
+        if len(rows) == len(prompts):
+            return
+        each = [one.row for one in rows]
+        self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
+        held = {one.row: self._behind.pop(one.row, one.known) for one in rows}
+        missed = [one._replace(text=one.text[:-1], known=held[one.row]) for one in rows]
+        if self._skips:  # a draft that is written through has what is verified
+            writes = self.verification_cache is not None
+            self._behind |= {one.row: one.known for one in missed if not writes or one.known < len(one.text)}
+        else:
+            self.model.follow([one for one in missed if one.known < len(one.text)])
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        if self._skips:
+            return super().propose(batch, verification, gamma)
+        led = _Led(verification, *self.guess(batch, gamma))
+        return self.model.propose(batch, cast(Verification, led), gamma)
+
+    def rollback(self, batch: Batch) -> None:
+        self.model.rollback(batch)
+
+
+class _Led:
+    """Draws a row's guess where there is one, certain of it; else as `verification` does."""
+
+    def __init__(self, verification: Verification, tokens: Tensor, n_tokens: Tensor) -> None:
+        self._verification, self._tokens, self._n_tokens = verification, tokens, n_tokens
+
+    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+        token, probs = self._verification.draw(logits, i)
+        guessed = i < self._n_tokens
+        token = torch.where(guessed, self._tokens[:, i], token)
+        if probs is not None:
+            certain = torch.zeros_like(probs).scatter_(1, token[:, None], 1)
+            probs = torch.where(guessed[:, None], certain, probs)
+        return token, probs
+
+
+def beside_texts(model: Drafter, config: DrafterConfig, parts: Parts) -> Drafter:
+    """A drafter with the text drafters of its options beside it, if it has any."""
+    if not isinstance(config, ModelDrafterConfig) or not config.texts:
+        return model
+    return Combined(parts.runner, model, [text.build(parts) for text in config.texts], config.text_match)

@@ -1,0 +1,91 @@
+"""NGramCache: n-grams that all rows share, of all prompts and answers so far, kept between runs in a file."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from common.errors import UserError, require_at_least
+from common.jsonl import require_appendable
+from common.process import LEADER
+from common.say import say
+from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.config import HostDrafterConfig, Parts
+from engine.drafters.ngram_table import NGramTable
+
+if TYPE_CHECKING:
+    from engine.runner import ModelRunner
+
+
+class NGramCache(HostDrafter):
+    """What any row was prompted with or emitted helps every other. path: loaded if it is there, and saved when the
+    drafter goes, or the program ends.
+
+    In rejection mode a guess must not know what a row's random numbers will draw: what they drew under this drafter
+    before, or in another row at the same time. So only the first request of a seed and id learns and drafts. What
+    others emitted is independent of its numbers, whatever was guessed for them; but its tokens depend on the guess, and
+    so on others: a seed keeps their distribution in that mode, not the tokens.
+    Errors: ConfigError if gamma is negative or max_ngram below 1; DataError for a file of another kind.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, gamma: int, max_ngram: int = 3, size: int = 1 << 18, path: Path | None = None
+    ) -> None:
+        super().__init__(runner, gamma)
+        require_at_least("max_ngram", max_ngram, 1)
+        self._size, self._table = size, NGramTable(max_ngram, size)
+        # Of each row, how much of its text was learnt; None where nothing may be.
+        self._learnt: dict[int, int | None] = {}
+        if path is not None and self._ranks.leads:
+            if path.is_file() and path.stat().st_size:
+                self._table = NGramTable.load(path, runner.vocab_size, size)
+                self._table.order = max_ngram
+            if self._ranks.first == LEADER:  # one replica's is kept
+                weakref.finalize(self, _save, self._table, path, runner.vocab_size)
+
+    def continued(self, shown: Shown) -> Guess:
+        drawn = self._table.drawn
+        if shown.known == 0:
+            if len(drawn) >= self._size:
+                self._table.forget()
+                self._learnt = dict.fromkeys(self._learnt)
+            self._learnt[shown.row] = None if shown.draws in drawn else 0
+            if shown.draws is not None:
+                drawn.add(shown.draws)
+        if (learnt := self._learnt[shown.row]) is None:
+            return Guess()
+        self._table.learn(shown.text, learnt)
+        self._learnt[shown.row] = len(shown.text)
+        return self._table.continued(shown.text, self.gamma)
+
+
+def _save(table: NGramTable, path: Path, vocab_size: int) -> None:
+    try:
+        table.save(path, vocab_size)
+    except UserError as error:  # nobody is left to catch it
+        say(f"note: {error}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramCacheConfig(HostDrafterConfig):
+    """What most often followed the last tokens in any row so far."""
+
+    name: ClassVar[str] = "cache"
+    max_ngram: int = 3
+    """longest match that is looked for"""
+    ngram_cache: str | None = None
+    """file that its n-grams are loaded from, if there is one, and saved to"""
+    ngram_cache_size: int = 1 << 18
+    """contexts that it keeps, the latest"""
+
+    def check(self) -> None:
+        super().check()
+        require_at_least("max_ngram", self.max_ngram, 1)
+        require_at_least("ngram_cache_size", self.ngram_cache_size, 1)
+        require_appendable(self.ngram_cache, "ngram_cache")
+
+    def build(self, parts: Parts) -> NGramCache:
+        path = Path(self.ngram_cache) if self.ngram_cache else None
+        return NGramCache(parts.runner, parts.gamma, self.max_ngram, self.ngram_cache_size, path)

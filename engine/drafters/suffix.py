@@ -1,0 +1,95 @@
+"""Suffix: drafts what followed the row's longest suffix that stood in its text before, of any length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.config import HostDrafterConfig, Parts
+
+if TYPE_CHECKING:
+    from engine.runner import ModelRunner
+
+
+# How many of the suffixes that end at a token are noted to have ended there.
+N_NOTED = 16
+
+
+@dataclass(eq=False, slots=True)
+class _State:
+    """Substrings that end at the same positions: the longest has `length` tokens; `link` has those that end elsewhere,
+    too; `following` is by the next token. end: how many tokens the text had where they last ended."""
+
+    length: int = 0
+    end: int = 0
+    link: _State | None = None
+    following: dict[int, _State] = field(default_factory=dict)
+
+
+class SuffixAutomaton:
+    """Of a growing text, every substring (Blumer et al. 1985), in O(1) a token, amortised.
+
+    repeated: how long the text's longest suffix is that occurs in it before, and how many tokens the text had where
+    that last ended, or earlier where more suffixes than N_NOTED end with it; 0 and 0 without one.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.repeated = 0, 0
+        self._root = self._last = _State()
+
+    def append(self, token: int) -> None:
+        self.text.append(token)
+        self._last = self._added(token, self._last)
+        state = self._last.link or self._root
+        self.repeated = state.length, state.end
+        for _ in range(N_NOTED):
+            if state.link is None:
+                break
+            state.end, state = len(self.text), state.link
+
+    def _added(self, token: int, place: _State | None) -> _State:
+        whole = _State(len(self.text), len(self.text), self._root)
+        while place and token not in place.following:
+            place.following[token], place = whole, place.link
+        if place is None:
+            return whole
+        found = place.following[token]
+        if found.length > place.length + 1:  # its shorter substrings end here, too: a state of their own
+            longer, found = found, _State(place.length + 1, found.end, found.link, dict(found.following))
+            longer.link = found
+            while place and place.following.get(token) is longer:
+                place.following[token], place = found, place.link
+        whole.link = found
+        return whole
+
+
+class Suffix(HostDrafter):
+    """It copies from where the suffix stood last; at the end of the text, from the beginning of what it copied.
+
+    Errors: ConfigError if gamma is negative.
+    """
+
+    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+        super().__init__(runner, gamma)
+        self._rows: dict[int, SuffixAutomaton] = {}
+
+    def continued(self, shown: Shown) -> Guess:
+        if shown.known == 0:
+            self._rows[shown.row] = SuffixAutomaton()
+        own = self._rows[shown.row]
+        for token in shown.text[len(own.text) :]:
+            own.append(token)
+        (n_matched, end), n_text = own.repeated, len(own.text)
+        return Guess([own.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixConfig(HostDrafterConfig):
+    """Copies from the row's own text, behind the longest match of any length."""
+
+    name: ClassVar[str] = "suffix"
+
+    def build(self, parts: Parts) -> Suffix:
+        return Suffix(parts.runner, parts.gamma)

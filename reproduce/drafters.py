@@ -1,0 +1,91 @@
+"""What every drafter gains on one text: plain decoding and each of them from one prefilled state, in both orders.
+
+    python reproduce/drafters.py --B 1 --prefix_len 2000 --gen_len 128 --output reproduction/drafters.jsonl
+    python reproduce/drafters.py --B 1 --prefix_len 2000 --temperature 0.6 --verification coupled --drafters self ngram
+    python reproduce/drafters.py --B 1 --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
+
+Each repeat has drafters that know nothing of the last; medians are over repeats. A draft's cost is all that a round
+does before the target verifies, also on the host; the mean over rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+from tyro.conf import arg
+
+from common import cli
+from common.errors import require_at_least
+from common.jsonl import publish
+from common.tables import Column, console
+from engine.bench.config import Rows, RunConfig, Sizes, Text
+from engine.drafters import Drafter
+from reproduce.gamma_cell import Contender
+from reproduce.paper.columns import measured, of, over, rows_of
+from reproduce.paper.published import Record
+from reproduce.spec_bench import PLAIN, Drafters, open_session
+
+BENCHMARK = "drafters"
+COLUMNS = [
+    *(Column("text", "text", align="<"), *of("temperature", "B", "gamma"), Column("drafter", "drafter", align="<")),
+    *of("acceptance_rate", "mean_accepted_length"),
+    measured(over("drafting_ms"), "drafting / plain step", ".2f"),
+    *of("speedup", "wall_speedup", "identical"),
+]
+
+
+@dataclass(frozen=True)
+class Flags(Drafters):
+    text: Text = field(default_factory=Text)
+    sizes: Sizes = field(default_factory=Sizes)
+    prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
+    """whole prompts, as of the benchmarks"""
+    repeats: int = 3
+    """how often all are run, every other time in reverse order"""
+
+
+def row_of(one: Contender) -> Record:
+    phases = [(run.phases["resume"], run.phases["draft"]) for run in one.outputs if run.phases]
+    seconds = [sum(parts) for each in phases for parts in zip(*each, strict=True)]
+    return {"drafter": one.name, "drafting_ms": round(1e3 * fmean(seconds), 4) if seconds else None, **one.row()}
+
+
+def main(flags: Flags) -> None:
+    from engine.bench import passes
+    from engine.bench.record import record_of
+
+    require_at_least("repeats", flags.repeats, 1)
+    configs, rows = flags.configs(), Rows(prompts=flags.prompts)
+    run = RunConfig(flags.target, flags.text, flags.sizes, rows, sampling=flags.sampling, output=flags.output)
+    session = open_session(run, list(configs.values()))
+    passes.prefill(session)
+    contenders = [plain := Contender(PLAIN, session.variant(draft=None))]
+    held: dict[str, list[Drafter]] = {PLAIN: []}
+    for name, draft in configs.items():
+        own, held[name] = session.variant(draft=draft), []
+        contenders.append(Contender(name, own, None, plain, held[name], {"gamma": draft.gamma}))
+    passes.warm_up(plain.session)
+    texts = passes.decode(plain.session, PLAIN).tokens  # what an oracle drafts
+    for repeat in range(flags.repeats):
+        for one in contenders if repeat % 2 == 0 else reversed(contenders):
+            if one.plain:
+                held[one.name][:] = one.session.drafters(texts)
+                passes.warm_up(one.session, one.drafters)
+            one.run()
+            held[one.name].clear()
+    found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
+    found["rows"] = [row_of(one) for one in contenders if one.plain]
+    record = record_of(BENCHMARK, plain.session, found, without=("gamma", "draft_budget"))
+    publish(flags.output.output, record, console(rows_of([record]), COLUMNS))
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

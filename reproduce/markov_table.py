@@ -1,0 +1,49 @@
+"""Counts what follows what in a text, for --draft markov.
+
+python reproduce/markov_table.py --skip 60000 --markov_table table.json
+python tests/selfspec_benchmark.py --draft markov --markov_table table.json
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+from common import cli
+from common.errors import flag, require_at_least
+from common.jsonl import require_appendable
+from engine.bench.config import RunConfig, Target, Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    markov_table: str  # the file to write
+    max_ngram: int = 3  # longest context
+    skip: int = 0  # tokens at the beginning of every book that are left out: where prompts are cut
+
+
+def main(flags: Flags) -> None:
+    require_at_least("max_ngram", flags.max_ngram, 1)
+    require_at_least("skip", flags.skip, 0)
+    require_appendable(flags.markov_table, "markov_table")
+
+    from engine.bench.data import load_books
+    from engine.bench.text import resolve_dataset
+    from engine.drafters.ngram_table import NGramTable
+    from models.checkpoints.model_source import find_model
+
+    stored = flags.target
+    source = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
+    table, tokenizer = NGramTable(flags.max_ngram), source.tokenizer()
+    for book in load_books(str(resolve_dataset(RunConfig(target=stored, text=flags.text), source))):
+        table.learn(tokenizer.encode(book, add_bos=False)[flags.skip :])
+    table.save(Path(flags.markov_table), source.config.vocab_size)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

@@ -1,0 +1,58 @@
+"""drafters.py: every drafter on one text, anew in each repeat; markov_table.py: what one of them drafts from."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import run
+
+from engine.bench import passes
+from reproduce.performance_page import page
+
+SIZES = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --dtype float64 --gamma 2"
+
+
+def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names, decode = [], passes.decode
+
+    def noted(session, name, *rest, **more):
+        names.append(name)
+        return decode(session, name, *rest, **more)
+
+    monkeypatch.setattr(passes, "decode", noted)
+    drafters = ["oracle", "cache", "suffix+cache+self", "ngram"]
+    flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
+    ended = call("reproduce/drafters.py", f"{flags} --drafters {' '.join(drafters)}")
+    assert names == ["plain", "plain", *drafters, *drafters[::-1], "plain"]
+    rows = {row["drafter"]: row for row in ended.record["rows"]}
+    assert list(rows) == drafters and ended.record["repeats"] == 2
+    for row in rows.values():
+        assert row["identical_rows"] == row["sequences"] == 2 and len(row["speedups"]) == 2
+        assert row["drafting_ms"] > 0 and row["gamma"] == 2
+    assert rows["oracle"]["acceptance_rate"] == 1.0 > rows["cache"]["acceptance_rate"], "it knows nothing of the last"
+    text = page(tmp_path)
+    shown = text[text.index("## Drafters by text") : text.index("## Serving")]
+    assert all(f"| {name} |" in shown for name in drafters) and "2 of 2" in shown
+
+
+def test_a_cache_is_kept_where_a_file_is_named(call, tmp_path: Path):
+    flags = f"{SIZES} --repeats 1 --drafters cache --ngram_cache {tmp_path / 'cache.json'}"
+    first, again = (call("reproduce/drafters.py", flags).record["rows"][0]["mean_accepted_length"] for _ in range(2))
+    assert 1 <= first < again
+
+
+def test_a_table_has_what_stands_behind_what_is_skipped(checkpoint: Path, tmp_path: Path):
+    text, table = "in and out " * 18, tmp_path / "table.json"
+    (tmp_path / "book.txt").write_text("skipped " + text)
+    flags = f"--model {checkpoint} --dataset {tmp_path / 'book.txt'} --skip 8 --max_ngram 4 --markov_table {table}"
+    assert run("reproduce/markov_table.py", flags.split()).code == 0
+    grams = {text[i - n : i + 1] for n in range(1, 5) for i in range(n, len(text))}
+    assert len(json.loads(table.read_text())["grams"]) == len(grams)
+
+
+def test_a_file_of_the_cache_is_a_table(call, tmp_path: Path):
+    file = tmp_path / "cache.json"
+    for draft in (f"cache --ngram_cache {file}", f"markov --markov_table {file}"):
+        record = call("tests/selfspec_benchmark.py", f"{SIZES} --draft {draft}").record
+        assert record["identical_sequences"] == 2 and record["draft"] == draft.split()[0]
+    assert record["acceptance_rate"] > 0.5 and record["markov_table"] == str(file)
