@@ -110,7 +110,6 @@ def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
         one = waiting.pop()
         waiting += one.__subclasses__()
         if name := vars(one).get("name"):
-            if name in found:
+            if found.setdefault(name, one) is not one:
                 raise TypeError(f"{one.__module__} and {found[name].__module__} both define {name!r}: rename one")
-            found[name] = one
     return dict(sorted(found.items()))
