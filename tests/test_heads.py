@@ -172,7 +172,7 @@ BAD = {
 MAPPED = {
     "ids beyond the vocabulary": put("d2t", lambda t: t["d2t"] + DEEP.vocab_size),
     "ids below it": put("d2t", lambda t: t["d2t"] - DEEP.vocab_size),
-    "one id twice": put("d2t", lambda t: torch.zeros(20).long() - torch.arange(20)),
+    "one id twice": lambda t: drop("t2d")(put("d2t", torch.zeros(20).long() - torch.arange(20))(t)),
     "another mask": put("t2d", lambda t: ~t["t2d"]),
     "a longer map": put("d2t", torch.zeros(21).long()),
 }
