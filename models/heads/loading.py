@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import CheckpointError, flag
 from models.checkpoints.convert import DTYPES, Part, SourceTensor, match_parts, read_stacked, source_parts
@@ -48,22 +48,21 @@ class HeadSource(ModelSource):
 
     @property
     def n_weights(self) -> int:
-        with torch.device("meta"):
-            return sum(x.numel() for x in _module(self.shape).parameters())
+        return sum(x.numel() for x in _on_meta(self.shape).parameters())
 
     def load(self, **how: Any) -> Any:
         """A MedusaHeads or an EagleHead, whole on every rank. how: device, dtype, prepack and quantize (of an EAGLE
         head's layers) as of `load_model`; the rest is of no use here."""
         device, dtype = how["device"], how["dtype"]
         tensors = _open(Path(self.path))
-        with torch.device("meta"):
-            head = _module(self.shape).eval().requires_grad_(False)
+        head = _on_meta(self.shape).eval().requires_grad_(False)
         matched = match_parts(Path(self.path), tensors, head_parts(self.shape), (*MAPS, *UNUSED), FIX)
         weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
         head.load_state_dict(weights, assign=True)
         if isinstance(head, EagleHead):
             if "d2t" in tensors:
-                head.target_ids = _target_ids(Path(self.path), tensors, self.config.vocab_size).to(device)
+                n_draft = head.shape.draft_vocab_size or 0
+                head.target_ids = _target_ids(Path(self.path), tensors, self.config.vocab_size, n_draft).to(device)
             if how.get("quantize"):
                 quantize_linears(head.body.layers, how["quantize"])
         if how.get("prepack", True):
@@ -80,7 +79,7 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     folder = weights if weights.is_dir() else weights.parent
     values = read_config(folder / CONFIG)
     names = tensors.keys()
-    is_medusa = all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
+    is_medusa = bool(names) and all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
     layout = "medusa" if is_medusa else "eagle" if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names else None
     if layout != kind:
         seen = f"{LAYOUTS[layout]} layout" if layout else ", ".join(sorted(names)[:4])
@@ -100,28 +99,16 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
 
 def head_parts(shape: MedusaShape | EagleShape) -> dict[str, tuple[Part, ...]]:
     """For each tensor of a head's state dict, the published tensors stacked on dim 0, with shapes."""
-    if isinstance(shape, MedusaShape):
-        with torch.device("meta"):
-            return {name: ((name, tuple(x.shape)),) for name, x in MedusaHeads(shape).state_dict().items()}
-    config, n_input = shape.config, len(shape.inputs_of)
-    parts = source_parts(replace(config, tie_embeddings=shape.draft_vocab_size is None))
-    parts = {name: tuple((part.removeprefix("model."), size) for part, size in of) for name, of in parts.items()}
-    if not shape.own_embedding:
-        del parts["tok_embeddings.weight"]
-    if shape.draft_vocab_size is not None:
-        parts["output.weight"] = (("lm_head.weight", (shape.draft_vocab_size, config.dim)),)
-    if n_input:
-        wide = "layers.0.attention.wqkv.weight"
-        parts[wide] = tuple((name, (rows, 2 * config.dim)) for name, (rows, _) in parts[wide])
-        parts["layers.0.hidden_norm.weight"] = (("layers.0.hidden_norm.weight", (config.dim,)),)
-    else:
-        del parts["layers.0.attention_norm.weight"], parts["norm.weight"]
-    parts = {f"body.{name}": of for name, of in parts.items()}
-    own: dict[str, tuple[int, ...]] = {"fc.weight": (config.dim, shape.state_dim if n_input else 2 * config.dim)}
-    own |= {"fc.bias": (config.dim,)} if shape.fc_bias else {}
-    own |= {"input_norm.weight": (shape.state_dim,)} if shape.norm_before_fc else {}
-    own |= {f"fc_norm.{i}.weight": (shape.target_dim,) for i in range(n_input if shape.fc_norm else 0)}
-    return parts | {name: ((name, size),) for name, size in own.items()}
+    stacks = source_parts(replace(shape.config, tie_embeddings=False)) if isinstance(shape, EagleShape) else {}
+    parts = dict[str, tuple[Part, ...]]()
+    for name, x in _on_meta(shape).state_dict().items():
+        own = name.removeprefix("body.")
+        stacked, rest = stacks.get(own, ((own, ()),)), tuple(x.shape[1:])
+        rows = [x.shape[0]] if len(stacked) == 1 else [size[0] for _, size in stacked]
+        parts[name] = tuple(
+            (part.removeprefix("model."), (n, *rest)) for (part, _), n in zip(stacked, rows, strict=True)
+        )
+    return parts
 
 
 def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
@@ -146,8 +133,9 @@ def _open(path: Path) -> dict[str, SourceTensor]:
     return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
 
 
-def _module(shape: MedusaShape | EagleShape) -> nn.Module:
-    return MedusaHeads(shape) if isinstance(shape, MedusaShape) else EagleHead(shape)
+def _on_meta(shape: MedusaShape | EagleShape) -> MedusaHeads | EagleHead:
+    with torch.device("meta"):
+        return MedusaHeads(shape) if isinstance(shape, MedusaShape) else EagleHead(shape)
 
 
 def _medusa_shape(
@@ -164,6 +152,8 @@ def _eagle_shape(
     where: Path, values: Mapping[str, Any], tensors: Mapping[str, SourceTensor], target: ModelConfig
 ) -> EagleShape:
     own = values.get("transformer_layer_config") or values
+    if not isinstance(own, dict):
+        raise CheckpointError("the head's layers are not described", where, repr(own)[:80], "a JSON object", FIX)
     given = {**own, "architectures": ["LlamaForCausalLM"], "attention_bias": False, "eos_token_id": None}
     config = ModelConfig.from_hf(given, where=str(where))
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
@@ -190,25 +180,25 @@ def _eagle_shape(
 
 def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
-    given = values.get(key) or (values.get("eagle_config") or {}).get(key) or [2, n_layer // 2, n_layer - 3]
-    if len({*given}) < len(given) or not all(isinstance(i, int) and 0 <= i <= n_layer for i in given):
+    nested = values.get("eagle_config")
+    given = values.get(key) or (nested.get(key) if isinstance(nested, dict) else None) or [2, n_layer // 2, n_layer - 3]
+    layers = given if isinstance(given, list) else [given]
+    if not all(isinstance(i, int) and 0 <= i <= n_layer for i in layers) or len({*layers}) < len(layers):
         required = f"different layers of the target, 0 to {n_layer}"
         raise CheckpointError("the head reads layers that the target has not", f"{where}: {key}", given, required, FIX)
-    return tuple(sorted(given))
+    return tuple(sorted(layers))
 
 
-def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None = None) -> Tensor:
+def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int) -> Tensor:
     """The target's id of each of the head's, `[draft_vocab_size]` int64."""
-    offsets = tensors["d2t"].read()
-    ids = offsets + torch.arange(len(offsets))
-    chosen = torch.zeros(vocab_size, dtype=torch.bool)
-    fits = len(ids) == (n_draft or len(ids)) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
-    if fits:
+    offsets, chosen = tensors["d2t"].read(), torch.zeros(vocab_size, dtype=torch.bool)
+    ids = offsets + torch.arange(n_draft) if offsets.shape == (n_draft,) else torch.tensor([-1])
+    if fits := ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all()):
         chosen[ids] = True
-    whole = tensors["t2d"].read() if "t2d" in tensors else chosen
-    if not fits or int(chosen.sum()) < len(ids) or not torch.equal(whole.bool(), chosen):
-        seen, required = f"{len(ids)} ids, {int(ids.min())} to {int(ids.max())}", f"{n_draft} ids below {vocab_size}"
-        required += ", no two the same, and those that t2d marks"
+    marked = tensors["t2d"].read() if "t2d" in tensors else chosen
+    if not fits or int(chosen.sum()) < n_draft or not torch.equal(marked, chosen):
+        seen = f"d2t {tuple(offsets.shape)}, {offsets.dtype}, of {int(chosen.sum())} ids"
+        required = f"{n_draft} ids below {vocab_size}, no two the same, and those that t2d marks"
         raise CheckpointError("the head's vocabulary is no part of the target's", path, seen, required, FIX)
     return ids
 
