@@ -57,6 +57,7 @@ def test_limits_are_those_of_the_rows_of_the_cache():
     batch.set_state([5, 5, 5], [0] * 3, [0] * 3)
     assert schedule.bounds(batch, GAMMA).tolist() == [4, 4, 0]
     end_round(schedule, batch, [4, 4, 0], [[WRONG], [1, 2, 3, 4, WRONG], []])
+    assert schedule.bounds(batch, GAMMA).tolist() == [3, 4, 0]
     batch.set_rows([SamplingParams()] * 3, range(3))
     batch.idle[2] = 0
     assert schedule.bounds(batch, GAMMA).tolist() == [4, 4, 3]
