@@ -53,8 +53,8 @@ class Greedy:
 class Rejection:
     """Drafting, accepting and resampling each have a stream of their own.
 
-    What a round drew behind its first rejection is drawn again by the next round from the same numbers, which is sound:
-    nothing that was emitted depended on them.
+    What a round drew behind its first rejection is drawn anew, from the numbers of another index: what it drew may have
+    said how far it went, and so what a draft's cache still holds.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -62,7 +62,7 @@ class Rejection:
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
         probs = self._batch.distribution.probs(logits)
-        noise = self._gumbel(self._batch.lengths + 1 + i, Stream.DRAFT, probs)
+        noise = self._gumbel(self._batch.lengths + 1 + i, Stream.DRAFT + len(Stream) * i, probs)
         return (probs.log() + noise).argmax(dim=-1), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
@@ -75,7 +75,7 @@ class Rejection:
         resample = self._gumbel(batch.lengths + 1, Stream.RESAMPLE, probs)
         return verify_rejection(drafts.tokens, drafts.probs, probs, accept, resample, drafts.lengths)
 
-    def _gumbel(self, positions: Tensor, stream: Stream, like: Tensor) -> Tensor:
+    def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
         batch = self._batch
         return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype, batch.source)
 

@@ -29,7 +29,8 @@ def blocks_per_pass(device: torch.device) -> int:
 
 
 class Stream(IntEnum):
-    """What a number is for. Two purposes never share numbers, except where sharing is the method (COUPLED)."""
+    """What a number is for. Two purposes never share numbers, except where sharing is the method (COUPLED). A round's
+    i-th draft is a purpose of its own: DRAFT + len(Stream) * i."""
 
     COUPLED = 0
     DRAFT = 1
@@ -76,7 +77,7 @@ def compiled_source(backend: str | Callable = "inductor") -> Source:
 
 
 def uniform(
-    seed: Tensor, request: Tensor, position: Tensor, stream: Stream, n_ids: int = 1, source: Source = in_passes
+    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1, source: Source = in_passes
 ) -> Tensor:
     """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
@@ -95,7 +96,7 @@ def gumbel(
     seed: Tensor,
     request: Tensor,
     position: Tensor,
-    stream: Stream,
+    stream: int,
     n_ids: int,
     dtype: torch.dtype | None = None,
     source: Source = in_passes,

@@ -13,6 +13,7 @@ from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts, Greedy
+from engine.noise import Stream, gumbel
 from engine.sampling import Filters, SamplingParams
 from kv_cache import StreamingKVCache
 
@@ -57,6 +58,7 @@ def test_limits_are_those_of_the_rows_of_the_cache():
     batch.set_state([5, 5, 5], [0] * 3, [0] * 3)
     assert schedule.bounds(batch, GAMMA).tolist() == [4, 4, 0]
     end_round(schedule, batch, [4, 4, 0], [[WRONG], [1, 2, 3, 4, WRONG], []])
+    assert schedule.bounds(batch, GAMMA).tolist() == [3, 4, 0]
     batch.set_rows([SamplingParams()] * 3, range(3))
     batch.idle[2] = 0
     assert schedule.bounds(batch, GAMMA).tolist() == [4, 4, 3]
@@ -180,6 +182,25 @@ def test_a_row_without_a_request_keeps_no_batch_drafting():
     assert [one.choice for one in ran.rounds] == [
         one.choice for one in generate(alone, [prompt], max_new_tokens=24, drafter=same).stats.rounds
     ]
+
+
+def test_no_round_draws_its_drafts_from_numbers_that_another_saw(monkeypatch):
+    """What a round drew and did not verify said how far it went, so what the draft's cache forgot, and the next q."""
+    seen: list[tuple[int, ...]] = []
+
+    def spied(seed, request, position, stream, *args):
+        if stream not in (Stream.COUPLED, Stream.ACCEPT, Stream.RESAMPLE):
+            keys = torch.stack([seed, request, position, torch.full_like(seed, stream)], 1).tolist()
+            seen.extend(map(tuple, keys))
+        return gumbel(seed, request, position, stream, *args)
+
+    monkeypatch.setattr("engine.modes.gumbel", spied)
+    runner, drafter = runner_and_drafter("confidence")
+    sampling = [SamplingParams(1.0, seed=seed) for seed in (3, 4)]
+    out = generate(runner, random_prompts([30, 7]), max_new_tokens=[24, 24], drafter=drafter, sampling=sampling)
+    of_requests = [key for key in seen if key[0]]  # rows that idle draw the same numbers round by round
+    assert len(of_requests) == len(set(of_requests)) >= out.stats.drafted
+    assert out.stats.drafted > out.stats.counts.verified, "drafts that nobody verified"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 # transformers' threshold, or where it is adapted the first one, until more drafts than these were verified; its steps.
 THRESHOLD, FEWEST_SEEN, N_STEPS = 0.4, 5, 20
-# Options of drafters: what only `confidence` has, and all.
 OF_CONFIDENCE = ("confidence_threshold", "p_min")
 OF_SCHEDULES = ("gamma_schedule", *OF_CONFIDENCE)
 
