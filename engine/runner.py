@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -17,7 +16,7 @@ from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import largest
 from models import ModelConfig, Transformer
-from models.attention import MAX_BLOCK, ObservingAttention
+from models.attention import MAX_BLOCK
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
@@ -247,14 +246,13 @@ class ModelRunner:
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer.
         Those tokens are run once more, over the row as it is, and nothing is stored."""
-        observer, observing = copy.copy(self.model), ObservingAttention(self.model.backend)
-        observer.backend = observing
         start = len(text) - n
         tokens = torch.tensor(text[start:], device=self.device)[None]
         positions = torch.arange(start, len(text), device=self.device)[None]
         view = self.cache.view(slice(row, row + 1), len(text), block_at_end=True)
-        observer.hidden(tokens, positions, ReadOnlyKVCache(view))
-        return [queries[0].transpose(0, 1) for queries in observing.queries]
+        looking = ReadOnlyKVCache(view)
+        self.model.hidden(tokens, positions, looking)
+        return [queries[0].transpose(0, 1) for queries in looking.queries]
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and

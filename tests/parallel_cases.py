@@ -29,7 +29,7 @@ from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-OF_CACHES = ("self, streaming", "self, snapkv", *(f"standalone, {policy}" for policy in POLICIES))
+OF_CACHES = ("self, streaming", "self, snapkv", "self, verify_topk", *(f"standalone, {policy}" for policy in POLICIES))
 DRAFTS = ("none", "ngram", *OF_CACHES, "self, some layers", "changing")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3

@@ -20,7 +20,7 @@ SHAPES = {
 
 
 class LlamaWorld:
-    drafters = ("snapkv", "standalone, snapkv")
+    drafters = ("snapkv", "standalone, snapkv", "verify_topk")
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])

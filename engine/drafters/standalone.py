@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import ModelDrafterConfig, Parts
@@ -101,6 +101,13 @@ class StandaloneConfig(ModelDrafterConfig):
     """the draft's converted checkpoint"""
     draft_ranks: tuple[int, ...] | None = None
     """ranks that share the draft (default: those of --rank_group)"""
+
+    def check(self) -> None:
+        super().check()
+        if self.policy.of_self_drafts:
+            what, where = f"{self.policy.name} chooses among the target's entries", flag("draft_policy")
+            seen = f"{self.policy.name}, and a draft model with entries of its own"
+            raise ConfigError(what, where, seen, "a self-draft, or another policy", f"use {where} snapkv")
 
     def build(self, parts: Parts) -> StandaloneDraft:
         from engine.runner import ModelRunner
