@@ -45,7 +45,7 @@ class VerifyTopKCache(SnapKVCache):
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
         n_first: int = 4,
-        refresh: int = 8,
+        refresh: int = 4,
         score_queries: Literal["ends", "all"] = "ends",
     ) -> None:
         check_topk(budget, window, n_first, refresh)
@@ -112,7 +112,7 @@ class VerifyTopK(SnapKV):
     of_self_drafts: ClassVar[bool] = True
     n_sink: int = 4
     """attention sinks in the budget"""
-    refresh: int = 8
+    refresh: int = 4
     """rounds after which entries are chosen anew"""
     score_queries: Literal["ends", "all"] = "ends"
     """by which queries of a verification: its first and last token's that stand, or all"""

@@ -157,11 +157,11 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += capacity * draft.kv_per_token
     # Target and draft never attend at once.
-    dequantized, observed = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
+    dequantized, queries = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
     if draft and draft.chooses:  # one layer's keys, and scores as above; the queries of all layers
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-        observed = draft.config.n_layer * block * config.n_head * config.head_dim * itemsize
+        queries = draft.config.n_layer * block * config.n_head * config.head_dim * itemsize
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
@@ -172,7 +172,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
     weights = sum(one.weights(plan.device) for one in models if not one.shares_weights)
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": sum(draft.capacities) * draft.kv_per_token + observed if draft else 0,
+        "draft KV": sum(draft.capacities) * draft.kv_per_token + queries if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
