@@ -30,10 +30,10 @@ def received(queries: torch.Tensor, kv: KV, newest: torch.Tensor) -> torch.Tenso
 class VerifyTopKCache(SnapKVCache):
     """As SnapKVCache behind a prompt; after every `refresh` rounds a self-draft's entries are chosen anew.
 
-    Each layer and KV head keeps `n_first` tokens of the text's beginning, the last `budget - n_chosen`, and of the
-    others those that queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv
-    2512.01278): of its first and of its last token that stands ("ends"), or of every token ("all"), the last that
-    stands in place of rejected ones. Errors: ConfigError as of SnapKVCache, or if `refresh` or `n_first` is too small.
+    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that
+    queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv 2512.01278): of its
+    first and of its last token that stands ("ends"), or of every token ("all"), the last that stands in place of
+    rejected ones. Errors: ConfigError as of SnapKVCache, or if `refresh` or `n_first` is too small.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class VerifyTopKCache(SnapKVCache):
         if source.keys.shape[3] <= self.capacity:
             return
         rows, n_chosen = self.row_indices, self.n_sink
+        own_rows = slice(None) if self.rows is None else rows
         starts = block.starts[rows]
         n_standing = (lengths - starts)[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
@@ -89,9 +90,9 @@ class VerifyTopKCache(SnapKVCache):
             found = stored_as(*source.gather(from_layer, chosen), self.entries.dtype)
             for own, new in zip((self.entries, self.scales), found, strict=True):
                 if own is not None and new is not None:
-                    held = own[to_layer][:, rows, :, :n_chosen]
                     is_written = is_new.view(-1, *[1] * (new.dim() - 2))
-                    own[to_layer][:, rows, :, :n_chosen] = torch.where(is_written, new, held)
+                    held = own[to_layer][:, own_rows, :, :n_chosen]
+                    own[to_layer][:, own_rows, :, :n_chosen] = torch.where(is_written, new, held)
 
 
 def check_topk(budget: int, window: int, n_first: int, refresh: int) -> None:

@@ -131,8 +131,8 @@ def footprints(plan: Plan) -> list[Footprint]:
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
     prefills, stored = draft.source is not None, (draft.quantize, draft.kv_dtype, dequantizes)
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
-    as_draft = plan.shares_weights, prefills, draft.policy.n_observed, draft.policy.of_self_drafts
-    return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft)]
+    as_draft = plan.shares_weights, prefills, draft.policy.n_observed
+    return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft, chooses=draft.policy.of_self_drafts)]
 
 
 def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -> MemoryPlan:
