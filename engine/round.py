@@ -74,9 +74,20 @@ class Round:
         self._verification = self._new_verification()
         self.drafts = Drafts(batch.current.new_empty(len(batch.current), 0))
 
+    def propose(self) -> None:
+        """The drafter's tokens, now and then by what it has chosen anew; nothing to call without a drafter."""
+        assert self.drafter is not None
+        if self.drafter.is_due():
+            self.refresh()
+        self.draft()
+
+    @_part(None)
+    def refresh(self) -> None:
+        assert self.drafter is not None
+        self.drafter.refresh(self.batch, self.gamma)
+
     @_part("drafts")
-    def propose(self) -> Drafts:
-        """The drafter's tokens; nothing to call without a drafter."""
+    def draft(self) -> Drafts:
         assert self.drafter is not None
         self._verification = self._new_verification()
         return self.drafter.propose(self.batch, self._verification, self.gamma)

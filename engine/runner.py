@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -17,7 +16,7 @@ from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import largest
 from models import ModelConfig, Transformer
-from models.attention import MAX_BLOCK, ObservingAttention
+from models.attention import MAX_BLOCK
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
@@ -246,19 +245,22 @@ class ModelRunner:
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
-        observer, observing = copy.copy(self.model), ObservingAttention(self.model.backend)
-        observer.backend = observing
-        self.states_again(row, text, range(len(text) - n, len(text)), model=observer)
-        return [queries[0].transpose(0, 1) for queries in observing.queries]
+        _, queries = self._run_again(row, text, range(len(text) - n, len(text)))
+        return [of_layer[0].transpose(0, 1) for of_layer in queries]
 
-    def states_again(
-        self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = (), model: Transformer | None = None
-    ) -> Tensor:
+    def states_again(self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()) -> Tensor:
         """The hidden states `[1, n, ...]` (see `Transformer.hidden_states`) of the `n` tokens of `text` at those
-        positions, which the row holds: they are run once more, over the row as it is, and nothing is stored."""
+        positions, which the row holds."""
+        return self._run_again(row, text, at, layers)[0]
+
+    def _run_again(
+        self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """States, and each layer's queries, of tokens that the row holds: run over it as it is, storing nothing."""
         tokens, positions = torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
-        view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
-        return (model or self.model).hidden_states(tokens, positions, ReadOnlyKVCache(view), layers)[1]
+        looking = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
+        _, states = self.model.hidden_states(tokens, positions, looking, layers)
+        return states, looking.queries
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and

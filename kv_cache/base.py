@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from common.errors import ConfigError
-from kv_cache.entries import KV, dequantize, largest, quantize
+from kv_cache.entries import KV, dequantize, largest, quantize, stored_as
 
 EMPTY = -1
 Device: TypeAlias = "str | torch.device"
@@ -77,6 +77,11 @@ class KVCache(ABC):
     def positions(self) -> torch.Tensor:
         """`[max_batch, capacity]`; a copy, of a view over rows that a tensor names."""
         return self._positions if self.rows is None else self._positions[self.rows]
+
+    @property
+    def row_indices(self) -> torch.Tensor:
+        """Which row of the entries each row is, `[B]` int64."""
+        return self._rows[:, 0]
 
     @property
     def device(self) -> torch.device:
@@ -142,13 +147,26 @@ class KVCache(ABC):
             self.entries[layer][:, self._rows, :, slots] = stored
             self.scales[layer][:, self._rows, :, slots] = scale
 
-    def read(self, layer: int) -> KV:
-        """One layer's entries as views."""
+    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
+        """One layer's entries as views. queries: what reads them, `[B, T, n_head, head_dim]`, rotated if keys are."""
         entries = self.entries[layer].transpose(2, 3)
         if self.scales is None:
             return KV(entries[0], entries[1], rows=self.rows)
         scales = self.scales[layer].transpose(2, 3)
         return KV(entries[0], entries[1], scales[0], scales[1], self.rows)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots [B, n_kv_head, n]`, and their scales."""
+        entries, device = self.entries[layer], self.device
+        both, row, head, line, _ = entries.stride()
+        first = [torch.arange(2, device=device)[:, None, None, None] * both, self.row_indices[:, None, None] * row]
+        first.append(torch.arange(slots.shape[1], device=device)[:, None] * head)
+        # Of one table of vectors, which are then copied whole.
+        at, shape = (sum(first) // line + slots).flatten(), (2, *slots.shape)
+        found = entries.as_strided((2 * both // line, line), (line, 1)).index_select(0, at).view(*shape, line)
+        if self.scales is None:
+            return found, None
+        return found, self.scales[layer].as_strided((2 * both // line,), (1,)).index_select(0, at).view(shape)
 
     def rollback(self, lengths: torch.Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
@@ -163,6 +181,11 @@ class KVCache(ABC):
         self.notes.pop(row, None)
         assert self.rows is None, "rows are filled and reset in the cache itself"
         self.positions[row] = EMPTY
+
+    @property
+    def refresh(self) -> int:
+        """Rounds after which a self-draft's entries are chosen anew, see `choose`; 0 where they never are."""
+        return 0
 
     @property
     def n_observed(self) -> int:
@@ -201,10 +224,7 @@ class KVCache(ABC):
             from_slots = source.slots(self.selected(kept, length, keys, asked))
             entries = source.entries[from_layer, :, from_row][:, head, from_slots]
             scale = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
-            if self.scales is None:
-                entries = dequantize(entries, scale, self.entries.dtype)
-            elif scale is None or entries.dtype != self.entries.dtype:
-                entries, scale = quantize(dequantize(entries, scale, torch.float32), self.entries.dtype)
+            entries, scale = stored_as(entries, scale, self.entries.dtype)
             self.entries[to_layer, :, row][:, :, to_slots] = entries
             if self.scales is not None and scale is not None:
                 self.scales[to_layer, :, row][:, :, to_slots] = scale

@@ -64,3 +64,14 @@ def dequantize(stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dt
     if scale is None:
         return stored.to(dtype)
     return (stored.float() * scale[..., None]).to(dtype)
+
+
+def stored_as(
+    entries: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Entries of one cache as another one of `dtype` stores them: with scales if those have 8 bits."""
+    if dtype not in largest():
+        return dequantize(entries, scale, dtype), None
+    if scale is None or entries.dtype != dtype:
+        return quantize(dequantize(entries, scale, torch.float32), dtype)
+    return entries, scale

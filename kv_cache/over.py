@@ -7,23 +7,45 @@ from typing import TypeAlias
 
 import torch
 
-from kv_cache.base import KVCache
+from kv_cache.base import Device, KVCache
 from kv_cache.entries import KV
 
 
 class ReadOnlyKVCache:
-    """Over a cache that holds the forward's tokens: they are run again, and stored entries keep their bits."""
+    """Over a cache that holds the forward's tokens: they are run again, and stored entries keep their bits. `queries`:
+    those of each layer, `[B, T, n_head, head_dim]` in order."""
 
     def __init__(self, cache: KVCache) -> None:
         self.in_order, self.block_ends_view, self.rows = cache.in_order, cache.block_ends_view, cache.rows
         self.positions = cache.positions
-        self.rotary_positions, self.read = cache.rotary_positions, cache.read
+        self.rotary_positions, self._read = cache.rotary_positions, cache.read
+        self.queries: list[torch.Tensor] = []
 
     def begin(self, positions: torch.Tensor) -> None:
         return None
 
     def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
         return None
+
+    def read(self, layer: int, queries: torch.Tensor) -> KV:
+        self.queries.append(queries)
+        return self._read(layer)
+
+
+class BlockQueries:
+    """The queries of the last block that was verified in each row, in tensors that stay where they are.
+
+    starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none; queries:
+    `[n_layer, max_batch, n_token, n_head, head_dim]`, of which a shorter block fills the first.
+    """
+
+    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
+        self.queries = torch.zeros(*shape, device=device, dtype=dtype)
+        self.starts = torch.empty(shape[1], device=device, dtype=torch.int64)
+        self.forget()
+
+    def forget(self, row: int | slice = slice(None)) -> None:
+        self.starts[row] = torch.iinfo(torch.int64).max
 
 
 class BlockAlone:
@@ -43,21 +65,28 @@ class BlockAlone:
     def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
         self._new = new
 
-    def read(self, layer: int) -> KV:
+    def read(self, layer: int, queries: torch.Tensor) -> KV:
         return KV(*self._new.unbind(2))
 
 
 class WriteThroughKVCache:
-    """Reads from `target`; writes to `target` and, of the `layers` that it has, to `draft` (None: all of them).
+    """Reads from `target`; writes to `target` and, of the `layers` that it has, to `draft` (None: all of them), whose
+    queries it notes in `observed`.
 
     Verifying through it replaces the approximate KV that a self-drafting model left behind by what
     the target has just computed for the same tokens, at the cost of one small extra write a layer.
     """
 
-    def __init__(self, target: KVCache, draft: KVCache, layers: Sequence[int] | None = None) -> None:
-        self.target, self.draft, self.layers = target, draft, layers
+    def __init__(
+        self,
+        target: KVCache,
+        draft: KVCache,
+        layers: Sequence[int] | None = None,
+        observed: BlockQueries | None = None,
+    ) -> None:
+        self.target, self.draft, self.layers, self.observed = target, draft, layers, observed
         self.in_order, self.block_ends_view, self.rows = target.in_order, target.block_ends_view, target.rows
-        self.rotary_positions, self.read = target.rotary_positions, target.read
+        self.rotary_positions = target.rotary_positions
         own = range(len(draft.entries))
         self._draft_layer = dict(zip(layers or own, own, strict=True))
 
@@ -66,6 +95,8 @@ class WriteThroughKVCache:
         return self.target.positions
 
     def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.observed is not None:
+            self.observed.starts[self.draft.row_indices] = positions[:, 0]
         return self.target.begin(positions), self.draft.begin(positions)
 
     def write(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
@@ -73,8 +104,15 @@ class WriteThroughKVCache:
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], new)
 
+    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
+        if self.observed is not None and queries is not None and layer in self._draft_layer:
+            kept = self.observed.queries[self._draft_layer[layer]]
+            kept[self.draft.row_indices, : queries.shape[1]] = queries
+        return self.target.read(layer)
+
     def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> WriteThroughKVCache:
-        return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)
+        views = self.target.view(rows, extent), self.draft.view(rows, extent)
+        return WriteThroughKVCache(*views, self.layers, self.observed)
 
 
 # What a forward claims slots in once, then writes and reads in every layer.

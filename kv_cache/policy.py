@@ -23,6 +23,8 @@ class Policy(ABC):
     """Options of a policy, whose fields are its flags."""
 
     name: ClassVar[str]
+    # Whether it takes verifications through the cache that they choose from.
+    of_self_drafts: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:

@@ -52,26 +52,27 @@ class SnapKVCache(StreamingKVCache):
             required = f"the last {self.window} queries of every layer"
             fix = "pass ModelRunner.last_queries(row, prompt, cache.n_observed)"
             raise ConfigError(what, "SnapKVCache.fill_row: queries", None, required, fix)
-        votes = attention_received(queries(), keys())[:, : length - self.window]
+        newest = torch.arange(length - self.window, length, device=kept.device)
+        votes = attention_received(queries(), keys(), newest)[:, : length - self.window]
         pooled = torch.nn.functional.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
         chosen = pooled.topk(self.n_sink, dim=1).indices.sort(dim=1).values
-        recent = torch.arange(length - self.window, length, device=chosen.device)
-        return torch.cat([chosen, recent.expand(len(chosen), -1)], dim=1)
+        return torch.cat([chosen, newest.expand(len(chosen), -1)], dim=1)
 
 
-def attention_received(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What each entry gets of the attention of a text's last n queries, summed over them and averaged over heads.
+def attention_received(queries: torch.Tensor, keys: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+    """What each entry gets of the attention of n queries, summed over them and averaged over heads.
 
-    `queries [n_head, n, D]` and `keys [n_kv_head, C, D]`, rotated -> `[n_kv_head, C]` float32; a head's sum is n.
+    `queries [..., n_head, n, D]` and `keys [..., n_kv_head, C, D]`, rotated; a query sees entries up to its `newest
+    [..., n]` -> `[..., n_kv_head, C]` float32; a head's sum is n.
     """
-    n_kv_head, n_token, head_dim = keys.shape
-    n_query = queries.shape[1]
+    *batch, n_kv_head, n_token, head_dim = keys.shape
+    n_query = queries.shape[-2]
     # The query heads of a group as rows of one product: keys are read once, and not copied for each.
-    scores = queries.float().reshape(n_kv_head, -1, head_dim) @ keys.float().mT * head_dim**-0.5
-    scores = scores.view(n_kv_head, -1, n_query, n_token)
-    at = torch.arange(n_token, device=keys.device)
-    scores = scores.masked_fill(at > at[n_token - n_query :, None], float("-inf"))
-    return scores.softmax(dim=-1).sum(dim=2).mean(dim=1)
+    products = queries.to(keys.dtype).reshape(*batch, n_kv_head, -1, head_dim) @ keys.mT
+    scores = (products.float() * head_dim**-0.5).view(*batch, n_kv_head, -1, n_query, n_token)
+    is_hidden = torch.arange(n_token, device=keys.device) > newest[..., None]
+    scores = scores.masked_fill(is_hidden[..., None, None, :, :], float("-inf"))
+    return scores.softmax(dim=-1).sum(dim=-2).mean(dim=-2)
 
 
 def check_snapkv(budget: int, window: int, pool: int = 5) -> None:

@@ -69,7 +69,7 @@ class Attention(nn.Module):
             q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
         q, new = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
         step.cache.write(layer, step.slots, new)
-        kv = step.cache.read(layer)
+        kv = step.cache.read(layer, q)
         if step.slot_rotation is not None:
             keys, values = kv.dequantized(q.dtype)
             turned = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache
+from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache, VerifyTopKCache
 from kv_cache.base import KVShape
 
 
@@ -48,6 +48,12 @@ POLICIES = {
     ),
     "snapkv": Policy(
         lambda config, size: SnapKVCache(config, size.n_rows, size.budget + 1, size.window, dtype=size.dtype),
+        by_attention=True,
+    ),
+    "verify_topk": Policy(
+        lambda config, size: VerifyTopKCache(
+            config, size.n_rows, size.budget + 1, size.window, dtype=size.dtype, n_first=0, refresh=2
+        ),
         by_attention=True,
     ),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import make_case
 
-from models.attention import MAX_BLOCK, ObservingAttention, TorchAttention
+from models.attention import MAX_BLOCK, TorchAttention
 
 
 def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
@@ -39,9 +39,3 @@ def test_equals_attention_by_hand(group, n_kv_head, n_token, sliding_window):
 def test_8_bit_entries_are_dequantised_as_the_backend_says(n_token):
     case, backend = make_case([40, 33], n_token, storage=torch.int8), TorchAttention()
     assert case.dequantizes(backend) and backend.dequantizes(n_token)
-
-
-def test_observing_changes_no_answer(monkeypatch):
-    backend = TorchAttention()
-    monkeypatch.setattr(backend, "dequantizes", lambda n_token: n_token > 3)
-    assert [ObservingAttention(backend).dequantizes(n_token) for n_token in (3, 4)] == [False, True]

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.graphs import CudaGraphs
-from kv_cache import StreamingKVCache
+from kv_cache import StreamingKVCache, VerifyTopKCache
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -53,6 +53,9 @@ def eagle(runner: ModelRunner) -> Eagle:
 DRAFTERS = {
     "none": lambda runner: None,
     "streaming": lambda runner: SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), gamma=3),
+    "verify_topk": lambda runner: SelfSpeculation(
+        runner, VerifyTopKCache(TINY, 2, 12, 5, dtype=torch.float64, n_first=1, refresh=1), gamma=3
+    ),
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
     "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
@@ -86,7 +89,8 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
         assert one.tokens == called.tokens or (kind, mode) == ("combined", "rejection")
         assert one.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
-    assert len(graphs) == 2 * (3 if kind == "none" else 4), "of two rows, and of one; the second run captures nothing"
+    n_parts = {"none": 3, "verify_topk": 5}.get(kind, 4)
+    assert len(graphs) == 2 * n_parts, "of two rows, and of one; the second run captures nothing"
     n_rounds = sum(len(one.stats.rounds) for one in replayed)
     assert sum(graph.replays for graph in graphs) == len(graphs) // 2 * (n_rounds - 2)
 

@@ -10,6 +10,7 @@ from attention_cases import Case, FakeSlots, make_case
 
 from kv_cache import KV
 from kv_cache.entries import largest
+from kv_cache.verify_topk import received
 from models import cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
@@ -67,6 +68,20 @@ def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, stor
             extent = int(case.queries[row, token]) + 1
             alone = part(slice(row, row + 1), slice(token, token + 1), extent)
             assert torch.equal(alone[0, 0], whole[row, token])
+
+
+@pytest.mark.parametrize("storage", ENTRIES)
+@pytest.mark.parametrize("group,head_dim", [(1, 64), (3, 64), (4, 128)])
+def test_received_attention_equals_the_references(backend, storage, group, head_dim):
+    """Of queries that see more or less than the block before them, and of rows among others; a row that verified
+    nothing sees whatever there is."""
+    case = make_case([2, 40, 203, 77], 4, storage=storage, group=group, head_dim=head_dim, capacity=203)
+    newest = torch.tensor([[0, 1], [36, 39], [199, 2**63 - 1], [75, 74]])
+    for one in (case, case.among_other_rows()):
+        found, wanted = (how(one.q[:, ::3], one.kv, newest) for how in (backend.received, received))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.sum(dim=-1), torch.ones(4, 2))
+        assert not found[1, :, 40:].any()
 
 
 def test_every_finite_float8_is_read_as_pytorch_reads_it(backend):

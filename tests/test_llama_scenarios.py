@@ -20,7 +20,8 @@ SHAPES = {
 
 
 class LlamaWorld:
-    drafters = ("snapkv", "standalone, snapkv", "medusa", "eagle-1, streaming", "eagle-3, streaming")
+    heads = ("medusa", "eagle-1, streaming", "eagle-3, streaming")
+    drafters = ("snapkv", "verify_topk", "standalone, snapkv", *heads)
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])

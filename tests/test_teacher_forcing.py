@@ -8,7 +8,7 @@ from common.errors import UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
-from kv_cache import SnapKVCache, StreamingKVCache
+from kv_cache import SnapKVCache, StreamingKVCache, VerifyTopKCache
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
@@ -53,13 +53,16 @@ def test_the_target_itself_is_always_right():
     assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
 
 
-@pytest.mark.parametrize("kind", ["streaming", "snapkv", "ngram"])
+@pytest.mark.parametrize("kind", ["streaming", "snapkv", "verify_topk", "ngram"])
 def test_the_row_is_left_as_the_prompt_left_it(kind):
     """A decode behind it finds the prefilled rows, and emits what it would have emitted before."""
     target = tiny_model()
     runner = ModelRunner(target, full_cache(target, 3))
     drafter = {
         "streaming": lambda: SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), GAMMA),
+        "verify_topk": lambda: SelfSpeculation(
+            runner, VerifyTopKCache(TINY, 3, 12, 5, dtype=torch.float64, refresh=2), GAMMA
+        ),
         "snapkv": lambda: SelfSpeculation(runner, SnapKVCache(TINY, 3, 12, 5, dtype=torch.float64), GAMMA),
         "ngram": lambda: NGram(runner, GAMMA),
     }[kind]()

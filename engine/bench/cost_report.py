@@ -33,7 +33,8 @@ from models.config import ModelConfig
 ROOM = 48
 # Sizes and settings that a grid has several of.
 SIZES = ("B", "prefix_len", "gen_len")
-VARIED = (*SIZES, "gamma", "draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "max_ngram")
+OF_POLICIES = ("draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "refresh", "score_queries")
+VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
 
 
 def report(flags: CostFlags) -> None:

@@ -64,7 +64,7 @@ class Footprint:
     capacities: KV entries a row of each cache; one of them is read at a time. kv_dtype: of entries, None for `dtype`.
     dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None where
     entries have more bits. Of a draft, shares_weights: whether they are the target's; prefills: whether it runs the
-    prompts itself; observed: how many queries select entries (SnapKV).
+    prompts itself; observed: how many queries select entries (SnapKV); chooses: whether verifications do, too.
     """
 
     config: ModelConfig
@@ -76,6 +76,7 @@ class Footprint:
     shares_weights: bool = False
     prefills: bool = True
     observed: int = 0
+    chooses: bool = False
 
     def weights(self, device: str) -> int:
         """Bytes of one copy of the weights; repacking or quantising holds a tied embedding twice."""
@@ -133,7 +134,7 @@ def footprints(plan: Plan) -> list[Footprint]:
     prefills, stored = draft.source is not None and not is_head, (draft.quantize, draft.kv_dtype, dequantizes)
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
     as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
-    return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft)]
+    return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft, chooses=draft.policy.of_self_drafts)]
 
 
 def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -> MemoryPlan:
@@ -158,7 +159,11 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += capacity * draft.kv_per_token
     # Target and draft never attend at once.
-    dequantized = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0)
+    dequantized, queries = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
+    if draft and draft.chooses:  # one layer's keys, and scores as above; the queries of all layers
+        keys = config.n_kv_head * config.head_dim * itemsize
+        dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
+        queries = draft.config.n_layer * block * config.n_head * config.head_dim * itemsize
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
@@ -171,7 +176,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": sum(draft.capacities) * draft.kv_per_token if draft else 0,
+        "draft KV": sum(draft.capacities) * draft.kv_per_token + queries if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,

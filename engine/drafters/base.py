@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -55,17 +55,25 @@ class Drafter(Protocol):
     """
 
     gamma: int
-    schedule: Schedule
-    verification_cache: VerificationCache
-    follows_parts: bool
-    observer: Observer | None
-    reads_current: bool
+    schedule: Schedule = Schedule()
+    verification_cache: VerificationCache = None
+    follows_parts: bool = False
+    observer: Observer | None = None
+    reads_current: bool = False
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
 
     def follow(self, rows: Sequence[Shown]) -> None:
         """Come to know what those rows hold; outside of what is captured."""
+
+    def is_due(self) -> bool:
+        """Asked before every round: whether it begins with `refresh`."""
+        return False
+
+    def refresh(self, batch: Batch, gamma: int) -> None:
+        """Choose anew what a round of so many drafts reads, by what was verified; as `propose`."""
+        return
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
@@ -77,14 +85,8 @@ class Drafter(Protocol):
         cache."""
 
 
-class TextDrafter(ABC):
+class TextDrafter(Drafter):
     """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
-
-    verification_cache: VerificationCache = None
-    follows_parts = False
-    schedule = Schedule()
-    observer: Observer | None = None
-    reads_current = False
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -142,14 +144,8 @@ class HostDrafter(TextDrafter):
         return own[:, 1 : 1 + gamma], own[:, 0].clamp(max=gamma)
 
 
-class ModelDrafter(ABC):
+class ModelDrafter(Drafter):
     """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
-
-    verification_cache: VerificationCache = None
-    follows_parts = False
-    schedule = Schedule()
-    observer: Observer | None = None
-    reads_current = False
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)

@@ -75,6 +75,12 @@ class Combined(HostDrafter):
         led = _Led(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, led), gamma)
 
+    def is_due(self) -> bool:
+        return self.model.is_due()
+
+    def refresh(self, batch: Batch, gamma: int) -> None:
+        self.model.refresh(batch, gamma)
+
     def rollback(self, batch: Batch) -> None:
         self.model.rollback(batch)
 

@@ -103,6 +103,13 @@ class StandaloneConfig(ModelDrafterConfig):
     draft_ranks: tuple[int, ...] | None = None
     """ranks that share the draft (default: those of --rank_group)"""
 
+    def check(self) -> None:
+        super().check()
+        if self.policy.of_self_drafts:
+            what, where = f"{self.policy.name} chooses among the target's entries", flag("draft_policy")
+            seen = f"{self.policy.name}, and a draft model with entries of its own"
+            raise ConfigError(what, where, seen, "a self-draft, or another policy", f"use {where} snapkv")
+
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
         from models.checkpoints.model_source import find_model
 

@@ -1,4 +1,4 @@
-"""The protocol that every attention backend follows, and a wrapper that remembers the queries it is given."""
+"""The protocol that every attention backend follows."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,16 +45,3 @@ class AttentionBackend(Protocol):
     def dequantizes(self, n_token: int) -> bool: ...
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any: ...
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor: ...
-
-
-class ObservingAttention:
-    """As `backend`, for policies that select by attention; `queries`: each layer's `[B, T, H, D]` in order, rotated."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-        self.name, self.dequantizes, self.prepare = backend.name, backend.dequantizes, backend.prepare
-        self.queries: list[Tensor] = []
-
-    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        self.queries.append(q)
-        return self._backend.attend(q, kv, prepared)

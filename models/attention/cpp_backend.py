@@ -4,7 +4,7 @@ import ctypes
 import functools
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 # Slots per task. A constant, not a share of the capacity: sums over a row's slots are then cut in the same
 # places whatever the batch, the block or the capacity is, and come out the same to the last bit.
 PART = 1024
+# The kernel writes whole tiles, which divide this.
+PADDING = 32
 
 
 @functools.cache
@@ -62,30 +64,42 @@ class CppAttention:
         return Prepared(newest, oldest, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
-        batch, n_token, n_head, head_dim = q.shape
-        n_slot, n_kv_head = kv.keys.shape[1:3]
-        group = n_head // n_kv_head
-        packed = q.view(batch, n_token, n_kv_head, group, head_dim).transpose(1, 2).float()
-        packed = (packed * (math.log2(math.e) * head_dim**-0.5)).contiguous()
-        n_row, n_part = n_token * group, -(-n_slot // PART)
+        packed, n_part = _packed(q, kv), -(-kv.keys.shape[1] // PART)
+        batch, n_kv_head, n_token, group, head_dim = packed.shape
         out = torch.empty_like(packed)
-        partials = packed.new_empty(batch * n_kv_head * n_part, n_row, head_dim + 2)
-        # The kernel's `Layout`: sizes, then strides by row, head and slot.
-        scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
-        strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
-        sizes = [batch, n_kv_head, n_slot, n_row, *strides, PART]
-        layout = (ctypes.c_int64 * len(sizes))(*sizes)
-        assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
-        failed = self._kernel.foretoken_attend(
-            layout,
-            ctypes.c_int64(head_dim),
-            ctypes.c_int64(ENTRIES.index(kv.keys.dtype)),
-            *map(_pointer, (packed, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales)),
-            *map(_pointer, (prepared.slots, prepared.newest, prepared.oldest, partials, out)),
-            ctypes.c_int(torch.get_num_threads()),
-        )
-        assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
-        return out.transpose(1, 2).reshape(batch, n_token, n_head, head_dim).to(q.dtype)
+        partials = packed.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
+        read = packed, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
+        seen = prepared.slots, prepared.newest, prepared.oldest
+        _run(self._kernel.foretoken_attend, packed, kv, *read, *seen, partials, out)
+        return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
+
+    def received(self, q: Tensor, kv: KV, newest: Tensor) -> Tensor:
+        """As `kv_cache.verify_topk.received`."""
+        packed, n_slot = _packed(q, kv), kv.keys.shape[1]
+        batch, n_kv_head, _, group, _ = packed.shape
+        newest = newest.clamp(max=n_slot - 1).repeat_interleave(group, dim=1)
+        out = packed.new_empty(batch, n_kv_head, -(-n_slot // PADDING) * PADDING)
+        _run(self._kernel.foretoken_receive, packed, kv, packed, kv.rows, kv.keys, kv.key_scales, newest, out)
+        return out[..., :n_slot]
+
+
+def _packed(q: Tensor, kv: KV) -> Tensor:
+    """Queries by KV head, scaled to powers of two: `[B, n_kv_head, T, G, D]` float32."""
+    packed = q.unflatten(2, (kv.keys.shape[2], -1)).transpose(1, 2).float()
+    return (packed * (math.log2(math.e) * q.shape[-1] ** -0.5)).contiguous()
+
+
+def _run(kernel: Any, packed: Tensor, kv: KV, *tensors: Tensor | None) -> None:
+    batch, n_kv_head, n_token, group, head_dim = packed.shape
+    # The kernel's `Layout`: sizes, then strides by row, head and slot.
+    scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
+    strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
+    sizes = [batch, n_kv_head, kv.keys.shape[1], n_token * group, *strides, PART]
+    layout, of = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
+    assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
+    threads = ctypes.c_int(torch.get_num_threads())
+    failed = kernel(layout, *map(ctypes.c_int64, of), *map(_pointer, tensors), threads)
+    assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

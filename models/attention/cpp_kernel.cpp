@@ -24,6 +24,7 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
+constexpr int PADDING = 32;  // what a row of received attention is a multiple of, and every tile divides
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float vec __attribute__((vector_size(4 * W)));
@@ -113,6 +114,23 @@ struct Layout {
     int64_t part;  // slots per task, whole tiles
 };
 
+// A tile of n keys, its head dimension first: keys_t [D, TILE].
+template <int D, typename Entry>
+inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* keys_t) {
+    for (int block = 0; block < TILE; block += W)
+        for (int d = 0; d < D; d += W) {
+            vec r[W];
+            for (int s = 0; s < W; ++s) {
+                const Entry* key = keys + (block + s) * stride + d;
+                r[s] = block + s < n ? load(key) : vec{};
+                // Ask for the next tile now, into L2: asking at its turn leaves the arithmetic waiting for memory.
+                __builtin_prefetch(key + TILE * stride, 0, 2);
+            }
+            exchange<W / 2>(r);
+            for (int i = 0; i < W; ++i) store(keys_t + (d + i) * TILE + block, r[i]);
+        }
+}
+
 // Scores of N query rows against one tile, as multiples of log2(e).
 template <int N, int D>
 inline void tile_scores(const float* q, const float* keys_t, float* scores) {
@@ -200,18 +218,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
             in_all += position >= from_all && position <= to_all;
         }
         if (in_any == 0) continue;
-        for (int block = 0; block < TILE; block += W)
-            for (int d = 0; d < D; d += W) {
-                vec r[W];
-                for (int s = 0; s < W; ++s) {
-                    const Entry* key = keys + (start + block + s) * at.key_slot + d;
-                    r[s] = block + s < n ? load(key) : vec{};
-                    // Ask for the next tile now, into L2: asking at its turn leaves the arithmetic waiting for memory.
-                    __builtin_prefetch(key + TILE * at.key_slot, 0, 2);
-                }
-                exchange<W / 2>(r);
-                for (int i = 0; i < W; ++i) store(keys_t + (d + i) * TILE + block, r[i]);
-            }
+        transpose_keys<D>(keys + start * at.key_slot, at.key_slot, n, keys_t);
         in_passes(0, n_row, [&](int64_t m, auto size) {
             tile_scores<size, D>(q + m * D, keys_t, weights + m * TILE);
         });
@@ -300,29 +307,102 @@ void attend(const Layout& at, const float* q, const int64_t* rows, const void* k
         }
 }
 
-template <typename Entry, typename... Args>
-int attend_any(int64_t head_dim, Args... args) {
-    if (head_dim == 64) return attend<64, Entry>(args...), 0;
-    if (head_dim == 128) return attend<128, Entry>(args...), 0;
-    return 1;
+// What the slots of one KV head get of the attention of its query rows, on average: out [n_padded]. Slots
+// lie in the order of their positions; query row m sees those up to newest[m]. scores: [n_tile, n_row, TILE].
+template <int D, typename Entry>
+void receive_head(const Layout& at, const float* q, const Entry* keys, const float* key_scales, const int64_t* newest,
+                  float* scores, int64_t n_padded, float* out) {
+    const int64_t n_row = at.n_row, n_seen = std::min(at.n_slot, *std::max_element(newest, newest + n_row) + 1);
+    alignas(64) float keys_t[D * TILE];
+    std::memset(out, 0, n_padded * sizeof(float));
+    for (int64_t start = 0; start < n_seen; start += TILE) {
+        float* tile = scores + start * n_row;
+        const int n = (int)std::min<int64_t>(n_seen - start, TILE);
+        transpose_keys<D>(keys + start * at.key_slot, at.key_slot, n, keys_t);
+        in_passes(0, n_row, [&](int64_t m, auto size) {
+            tile_scores<size, D>(q + m * D, keys_t, tile + m * TILE);
+        });
+        for (int64_t m = 0; m < n_row; ++m) {
+            if (key_scales)
+                for (int s = 0; s < n; ++s) tile[m * TILE + s] *= key_scales[(start + s) * at.scale_slot];
+            for (int64_t s = std::max<int64_t>(0, newest[m] + 1 - start); s < TILE; ++s)
+                tile[m * TILE + s] = MINUS_INFINITY;
+        }
+    }
+    for (int64_t m = 0; m < n_row; ++m) {
+        const auto vectors = [&](const auto& each) {
+            for (int64_t start = 0; start < n_seen; start += TILE)
+                for (int s = 0; s < TILE; s += W) each(scores + start * n_row + m * TILE + s, out + start + s);
+        };
+        vec top = broadcast(MINUS_INFINITY), sum{};
+        vectors([&](float* score, float*) { top = larger(top, load(score)); });
+        const vec highest = broadcast(largest_lane(top));
+        vectors([&](float* score, float*) {
+            const vec p = exp2_of(load(score) - highest);
+            sum += p;
+            store(score, p);
+        });
+        const vec share = broadcast(1 / (sum_of_lanes(sum) * (float)n_row));
+        vectors([&](float* score, float* to) { store(to, load(to) + load(score) * share); });
+    }
+}
+
+template <int D, typename Entry>
+void receive(const Layout& at, const float* q, const int64_t* rows, const void* keys, const float* key_scales,
+             const int64_t* newest, float* out, int n_thread) {
+    const int64_t n_padded = (at.n_slot + PADDING - 1) / PADDING * PADDING;
+#pragma omp parallel num_threads(n_thread)
+    {
+        std::vector<float> scores(at.n_row * n_padded);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t head = 0; head < at.batch * at.n_kv_head; ++head) {
+            const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head, stored = rows ? rows[row] : row;
+            receive_head<D, Entry>(at, q + head * at.n_row * D,
+                                   (const Entry*)keys + stored * at.key_row + kv_head * at.key_head,
+                                   key_scales ? key_scales + stored * at.scale_row + kv_head * at.scale_head : nullptr,
+                                   newest + row * at.n_row, scores.data(), n_padded, out + head * n_padded);
+        }
+    }
+}
+
+// Calls `run` with the head dimension and a value of the type of entries: 0 float, 1 bfloat16, 2 int8, 3 float8. Returns
+// 0, or 1 if there is no such kernel.
+template <typename Run>
+int with_types(int64_t head_dim, int64_t entries, const Run& run) {
+    const auto with = [&](auto entry) {
+        if (head_dim == 64) return run(std::integral_constant<int, 64>{}, entry), 0;
+        if (head_dim == 128) return run(std::integral_constant<int, 128>{}, entry), 0;
+        return 1;
+    };
+    if (entries == 0) return with(float{});
+    if (entries == 1) return with(bfloat16{});
+    if (entries == 2) return with(int8_t{});
+    return entries == 3 ? with(float8{}) : 1;
 }
 
 }  // namespace
 
-// Entries are 0 float, 1 bfloat16, 2 int8 or 3 float8, the last two with scales. rows: that of the entries which each
-// row of queries attends to, or null if these are the same. Returns 0, or 1 if it cannot.
+// 8-bit entries have scales. rows: that of the entries which each row of queries attends to, or null if these are the
+// same.
 extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
                                 const int64_t* rows, const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* queries,
                                 const int64_t* oldest, float* workspace, float* out, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
-    const auto with = [&](auto entry) {
-        return attend_any<decltype(entry)>(head_dim, at, q, rows, keys, values, key_scales, value_scales, slots,
-                                           queries, oldest, workspace, out, n_thread);
-    };
-    if (entries == 0) return with(float{});
-    if (entries == 1) return with(bfloat16{});
-    if (entries == 2) return with(int8_t{});
-    return entries == 3 ? with(float8{}) : 1;
+    return with_types(head_dim, entries, [&](auto size, auto entry) {
+        attend<size, decltype(entry)>(at, q, rows, keys, values, key_scales, value_scales, slots, queries, oldest,
+                                      workspace, out, n_thread);
+    });
+}
+
+// As `receive_head`, for all rows and heads.
+extern "C" int foretoken_receive(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
+                                 const int64_t* rows, const void* keys, const float* key_scales,
+                                 const int64_t* newest, float* out, int n_thread) {
+    Layout at;
+    std::memcpy(&at, layout, sizeof at);
+    return with_types(head_dim, entries, [&](auto size, auto entry) {
+        receive<size, decltype(entry)>(at, q, rows, keys, key_scales, newest, out, n_thread);
+    });
 }
