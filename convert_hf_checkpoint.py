@@ -47,10 +47,9 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, tokenizer, chat template and manifest.json to `out_dir`; return the model.pth.
 
-    `dtype` None keeps the source's (float32 for GGUF). Everything is checked before anything is written: raises
-    CheckpointError or ConfigError. A conversion that is already there is kept unless `force`, which also takes
-    config.json and tokenizer for those of weights that were saved again. Of an earlier one of other weights nothing
-    stays; what no conversion wrote is never touched.
+    `dtype` None keeps the source's (float32 for GGUF). `force`: also if the conversion is there already, and with
+    config.json and tokenizer of weights that were saved again. Of an earlier conversion of other weights nothing stays;
+    what no conversion wrote is never touched. Raises CheckpointError or ConfigError, before anything is written.
     """
     import torch
     from tqdm import tqdm
@@ -81,9 +80,6 @@ def convert(
         "dropped_layers": list(layers_to_drop),
     }
     if not force and _is_converted(out_dir, recipe):
-        if source.chat_template is not None and not (out_dir / files.CHAT_TEMPLATE).is_file():
-            files.write_text(out_dir / files.CHAT_TEMPLATE, source.chat_template)
-            _list(out_dir, [], [files.CHAT_TEMPLATE])
         print(f"{weights} is up to date (--force converts again)")
         return weights
     target = getattr(torch, dtype) if dtype else None
@@ -91,28 +87,21 @@ def convert(
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
     save_checkpoint(weights, config, state_dict)
     generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
-    written = [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
-    _list(out_dir, written, generated, converted_from=recipe)
+    entries = files.describe(
+        out_dir, [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
+    )
+    for name in generated:  # from a GGUF's metadata
+        entries[name]["generated"] = True
+    files.update_manifest(out_dir, entries, converted_from=recipe)
     print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return weights
 
 
-def _list(out_dir: Path, written: list[str], generated: list[str], **extra: Any) -> None:
-    """Put files into the manifest; `generated`: those that were made from a GGUF's metadata."""
-    entries = files.describe(out_dir, {*written, *generated})
-    for name in generated:
-        entries[name]["generated"] = True
-    files.update_manifest(out_dir, entries, **extra)
-
-
 def _require_no_source(out_dir: Path) -> None:
-    """Raise CheckpointError if the folder holds a checkpoint, or parts of one, that no conversion wrote.
-
-    A model.pth is a conversion's, also where its manifest was lost.
-    """
+    """Raise CheckpointError if the folder holds a checkpoint, or parts of one, that no conversion wrote. A model.pth is
+    a conversion's, also where its manifest was lost."""
     manifest = files.read_manifest(out_dir)
-    suffixes = (".safetensors", ".bin", ".gguf")
-    found = [path.name for path in out_dir.glob("*") if path.suffix in suffixes]
+    found = [path.name for path in out_dir.glob("*") if path.suffix in (".safetensors", ".bin", ".gguf")]
     if "converted_from" not in manifest and not (out_dir / files.WEIGHTS).is_file():
         found += [name for name in files.SIDE_FILES if (out_dir / name).is_file()]
     if found:

@@ -5,8 +5,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
-from typing import Any, TextIO, cast
+from contextlib import contextmanager, suppress
 
 from common.errors import UserError
 
@@ -30,12 +29,11 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
 def readers_may_leave() -> Iterator[None]:
     """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE, unless it had
     chosen another exit code; a pipe of its own that breaks is an error like any other. What stdout's encoding does not
-    have is escaped, as on stderr; what stderr has no room for is dropped: no progress bar is worth a run."""
+    have is escaped, as on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with redirect_stderr(cast(TextIO, _Heedless())):
-            yield
+        yield
         _flush(STDOUT)
         _flush(STDERR)
     except BaseException as error:
@@ -43,31 +41,6 @@ def readers_may_leave() -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and any(have_left):
             sys.exit(UNREAD_CODE)
         raise
-
-
-class _Heedless:
-    """stderr, or nothing where it is closed; it only fails if its reader has left."""
-
-    def __init__(self) -> None:
-        self._stream = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, do: Callable[..., object], *args: str) -> None:
-        try:
-            do(*args)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            _discard(STDERR)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def tell(message: str) -> None:

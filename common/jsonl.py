@@ -11,8 +11,6 @@ from typing import Any
 from common.errors import ConfigError, UserError, flag
 from common.say import say
 
-LONGEST_NAME = 255  # of what file systems take, in bytes
-
 
 def require_appendable(path: str | None, field: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
@@ -24,11 +22,8 @@ def require_appendable(path: str | None, field: str = "output") -> None:
 def _obstacle(path: str) -> tuple[str, str, str, str] | None:
     """Why nothing can be appended: what is wrong, what is seen, what is required, and a fix."""
     parent, exists, other = Path(path).resolve().parent, os.path.exists(path), "choose another file"
-    if not path or len(os.fsencode(Path(path).name)) > LONGEST_NAME:
-        return "a file cannot be written", path[:80] or "an empty name", f"a name of 1 to {LONGEST_NAME} bytes", other
-    if exists and _is_stdout(path):
-        fix = "name another file, or leave the flag out: the record is the last line that is printed"
-        return "what is printed goes to the same file", path, "a file of its own", fix
+    if not path:
+        return "a file cannot be written", "an empty name", "the name of a file", other
     if os.path.isdir(path):
         fix = f"name a file in it, such as {Path(path) / 'results.jsonl'}"
         return "a folder cannot be appended to", path, "a file", fix
@@ -46,12 +41,6 @@ def _obstacle(path: str) -> tuple[str, str, str, str] | None:
         seen = f"{path}, which begins with {begin[:20]!r}"
         return "the file has something else in it", seen, "lines of JSON, or a new file", other
     return None
-
-
-def _is_stdout(path: str) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(os.stat(path), os.fstat(1))
-    return False
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
@@ -89,15 +78,10 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
 def publish(path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = ()) -> None:
     """Print the texts and last the record, and append it to `path`: either is done where the other fails.
 
-    Errors: ConfigError of what failed, or else the first that a run `put_off`; BrokenPipeError of a reader who left.
+    Errors: ConfigError of what was not appended, or the first that a run `put_off`; OSError of what was not printed.
     """
     try:
         print(*texts, json.dumps(record), sep="\n", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        what, required = "the record could not be printed", "an output that can be written"
-        raise ConfigError(what, "stdout", error, required, "make room, or send it elsewhere") from None
     finally:
         append_record(path, record)
     if put_off:

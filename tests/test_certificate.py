@@ -35,15 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_blocks_that_round_otherwise_flip_near_ties_and_the_certificate_holds(sampling, dtype):
     model = with_blocks(tiny_model(dtype=dtype), other_kernels)
     calibration = calibration_of(model)
-    assert 0.19 < calibration.median <= calibration.eps < 0.3
+    assert 0.19 < calibration.eps < 0.3
     assert 0 < calibration.flips < calibration.positions / 4
-    assert 0 < calibration.gap_change <= 2 * calibration.eps
     result = certificate_of(model, speculate(model, sampling), sampling)
     assert 0 < result.flips < result.near_ties < result.tokens / 2
-    assert result.near_tie_fraction == result.near_ties / result.tokens
     assert result.largest_gap_at_flip is not None
     assert 0 < result.largest_gap_at_flip < 2 * calibration.eps / (sampling.temperature or 1)
-    assert result.rows_without_flip < result.rows
     assert result.holds
 
 
@@ -97,7 +94,6 @@ def test_one_wrong_token_is_one_flip_because_the_comparison_goes_on_behind_it():
     result = certificate_of(model, torch.tensor(rows), GREEDY)
     assert (result.flips, result.flips_outside_near_ties) == (1, 1)
     assert result.largest_gap_at_flip == pytest.approx(float(scores.max() - scores.min()), abs=1e-9)
-    assert result.rows_without_flip == len(PROMPTS) - 1
     assert not result.holds
 
 
@@ -109,11 +105,10 @@ def test_what_counts_as_a_near_tie_and_as_outside():
         flipped=torch.tensor([[True, True, False, True], [False] * 4]),
     )
     result = certify(seen, eps)
-    assert (result.tokens, result.near_ties, result.near_tie_fraction) == (8, 3, 3 / 8)
+    assert (result.rows, result.tokens, result.near_ties) == (2, 8, 3)
     assert result.flips == 3
     assert result.flips_outside_near_ties == 1, "a near-tie of the top two excuses no third token"
     assert result.largest_gap_at_flip == pytest.approx(1.2)
-    assert (result.rows, result.rows_without_flip) == (2, 1)
     assert not result.holds
     assert certify(seen, 0.6).holds
 

@@ -57,8 +57,6 @@ def test_eps_is_the_largest_difference_between_a_block_and_single_tokens():
     assert (exact.flips, exact.positions) == (0, len(LENGTHS) * N_FORCED)
     measured = calibration_of(with_blocks(tiny_model(), offset))
     assert 2 * measured.eps == pytest.approx(0.25, abs=1e-11), "the gap that one logit alone can close"
-    assert measured.median < 1e-11
-    assert measured.gap_change < 1e-11, "a token that far below the top is no rival"
 
 
 def test_a_shift_of_all_logits_does_not_count():
@@ -67,7 +65,6 @@ def test_a_shift_of_all_logits_does_not_count():
 
     measured = calibration_of(with_blocks(tiny_model(), shift))
     assert 2 * measured.eps == pytest.approx(0.5, abs=1e-11)
-    assert measured.gap_change == pytest.approx(0.5, abs=1e-11)
     assert 0 < measured.flips < measured.positions
 
 

@@ -28,13 +28,10 @@ def test_bfloat16_is_certified_beside_earlier_records(certified, tmp_path):
     expected |= {"dtype": "bfloat16", "device": "cpu", "verification": "greedy", "temperature": 0.0, "seed": None}
     expected |= {"flips_outside_near_ties": 0, "holds": True, "shortest_prompt": 50, "calibration_positions": 3 * 32}
     assert record.items() >= expected.items()
-    assert 0 <= record["eps_median"] <= record["eps"] < 0.5
+    assert 0 < record["eps"] < 0.5
     assert record["flips"] <= record["near_ties"] < record["tokens"] / 2
-    assert record["near_tie_fraction"] == pytest.approx(record["near_ties"] / 102, rel=1e-4)
     assert 0 < record["acceptance_rate"] < 1
     assert 0 < record["distinct_4gram_fraction"] <= 1
-    assert record["strict_near_tie_fraction"] <= record["near_tie_fraction"]
-    assert record["gap_change"] <= 2 * record["eps"]
     assert {"git_commit", "torch_version", "machine", "calibration_flips", "largest_gap_at_flip"} <= set(record)
 
 
@@ -45,7 +42,6 @@ def test_the_coupled_mode_is_held_to_eps_over_the_temperature(certified, monkeyp
     )
     record = certified("--dtype float64 --temperature 0.7 --seed 3").record
     expected = {"verification": "coupled", "temperature": 0.7, "seed": 3, "near_ties": 0, "flips": 0}
-    expected |= {"strict_near_tie_fraction": None, "strict_flips_outside_near_ties": None}
     assert record.items() >= expected.items()
     assert 0 < record["eps"] < 1e-11, "digits that count survive the rounding"
     assert held_to == [pytest.approx(record["eps"] / 0.7, rel=1e-4, abs=0)]

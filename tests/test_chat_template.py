@@ -14,7 +14,7 @@ from common.errors import CheckpointError, ConfigError
 from convert_hf_checkpoint import convert
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.manifest import check_files, read_manifest, update_manifest
+from models.checkpoints.manifest import read_manifest
 from models.checkpoints.tokenizer import load_tokenizer
 
 CHATML = """{%- if messages[0]['role'] != 'system' -%}
@@ -173,27 +173,13 @@ def test_what_is_no_template_is_refused_by_name(tmp_path: Path, own, settings, s
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_ggufs_template_is_written_also_beside_what_was_converted_before(tmp_path: Path, elsewhere, capsys) -> None:
-    """At the cost of one small file: the weights stay as they are, and the manifest knows what it was made from."""
-    folder, template = tmp_path / "model", CHATML
-    out = tmp_path / "out" if elsewhere else folder
-    write_tiny_gguf(folder, metadata={"tokenizer.chat_template": template})
+def test_a_ggufs_template_is_written_and_known_as_such(tmp_path: Path, elsewhere) -> None:
+    folder, out = tmp_path / "model", tmp_path / ("out" if elsewhere else "model")
+    write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})
     convert(folder, out)
     written = out / "chat_template.jinja"
-    assert written.read_text() == template and read_manifest(out)["files"][written.name]["generated"]
-    before = read_manifest(out)["files"]
-    written.unlink()
-    update_manifest(out, {})  # as a conversion left it that wrote no templates
-    assert written.name not in read_manifest(out)["files"]
-    changed = (out / "model.pth").stat().st_mtime_ns
-    capsys.readouterr()
-    convert(folder, out)
-    assert "up to date" in capsys.readouterr().out and (out / "model.pth").stat().st_mtime_ns == changed
-    assert written.read_text() == template and read_manifest(out)["files"] == before
-    check_files(out, before)
+    assert written.read_text() == CHATML and read_manifest(out)["files"][written.name]["generated"]
     assert load_chat_template(out, load_tokenizer(out)).tokens["bos_token"] == "<|im_start|>"
-    convert(folder, out)
-    assert read_manifest(out)["files"] == before
 
 
 def test_a_template_beside_a_gguf_takes_the_place_of_its_own(tmp_path: Path) -> None:

@@ -208,22 +208,12 @@ def test_no_more_books_are_read_than_needed():
     assert tokenizer.books_read == 3
 
 
-def test_too_little_text_gives_the_numbers_and_a_length_that_fits():
+def test_too_little_text_gives_the_numbers():
     books = [numbered_book(1000, 100), numbered_book(2000, 55), ""]
     with pytest.raises(DataError) as error:
         prompts_of(books, 8, 31, bos=[BOS])
     message = str(error.value)
     assert "3 books, 155 tokens" in message
     assert re.search(r"seen: +4 distinct prompts of 31 tokens\n +required: +8 distinct prompts of 31 tokens", message)
-    fits = int(re.search(r"shorten the prompts to (\d+) tokens", message)[1])
-    assert len(prompts_of(books, 8, fits, bos=[BOS])) == 8
-    with pytest.raises(DataError):
-        prompts_of(books, 8, fits + 1, bos=[BOS])
-
-
-def test_no_length_is_suggested_where_none_fits():
-    with pytest.raises(DataError, match="ask for fewer prompts") as error:
-        prompts_of(["aaaaaaaa"], 5, 4)
-    assert "shorten" not in str(error.value)
     with pytest.raises(DataError, match="0 books, 0 tokens"):
         prompts_of([], 1, 4)

@@ -8,7 +8,6 @@ from textwrap import indent
 import pytest
 
 from common.checkout import ROOT
-from common.exit import readers_may_leave
 
 ALONE = "from common.exit import exit_on_user_error as run"
 ON_RANKS = "from engine.parallel.launch import run_on_ranks as run"
@@ -104,19 +103,6 @@ def test_a_broken_pipe_of_the_program_itself_is_an_error(how):
 )
 def test_results_are_complete_where_nobody_reads_the_remarks(end, code):
     assert run(f"print(1)\nuntil_unread(2)\n{end}", leave="stderr") == (code, b"1\n", b"")
-
-
-def test_what_stderr_has_no_room_for_is_no_end_of_a_run():
-    full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\nprint('late', file=sys.stderr, flush=True)"
-    assert run(f"{full}\nsys.stderr.isatty()\nprint('more', file=sys.stderr)\nprint(1)") == (0, b"1\n", b"")
-
-
-def test_remarks_are_no_results_where_stderr_is_closed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", None)
-    with readers_may_leave():
-        print("a remark", file=sys.stderr, flush=True)
-        print("a result")
-    assert capsys.readouterr().out == "a result\n"
 
 
 def test_a_reader_may_leave_in_the_middle_of_an_error():

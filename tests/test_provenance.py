@@ -120,14 +120,12 @@ def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
     assert first == "a table" and json.loads(last) == {"a": "\ud800"}
 
 
-@pytest.mark.parametrize(
-    "error,raised", [(BrokenPipeError("left"), BrokenPipeError), (OSError(28, "No space left"), ConfigError)]
-)
-def test_a_record_that_cannot_be_printed_is_appended(path, monkeypatch, error, raised):
+@pytest.mark.parametrize("error", [BrokenPipeError("left"), OSError(28, "No space left")])
+def test_a_record_that_cannot_be_printed_is_appended(path, monkeypatch, error):
     stdout = io.StringIO()
     monkeypatch.setattr(stdout, "flush", Mock(side_effect=error))
     monkeypatch.setattr(sys, "stdout", stdout)
-    with pytest.raises(raised):
+    with pytest.raises(type(error)):
         publish(str(path), {"a": 1}, "a table")
     assert records(path) == [{"a": 1}]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,29 +27,22 @@ PARQUET_ROWS_AT_ONCE = 4
 def load_books(dataset: str) -> Iterator[str]:
     """The texts of `dataset`, one per book, in a fixed order and read as they are asked for.
 
-    `default` is the built-in book; `pg19` the test split of PG-19 (arXiv 1911.05507) through the Hugging
-    Face hub; anything else a .txt file (one book), a .jsonl file (key `text`), a .parquet file (column
-    `text`), or a folder of these, in the order of their names.
-    Raises DataError: here for what cannot be found, on iteration for what cannot be read.
+    `default` is the built-in book; `pg19` the test split of PG-19 (arXiv 1911.05507) through the Hugging Face hub;
+    anything else a .txt file (one book), a .jsonl or .parquet file (key or column `text`), or a folder of these, in the
+    order of their names. Raises DataError: here for what cannot be found, on iteration for what cannot be read.
     """
     each = ((file, rows_of(file, [TEXT_KEY], f"a column `{TEXT_KEY}`", "books")) for file in _book_files(dataset))
     return (_text_of(row, file, number) for file, rows in each for number, row in rows)
 
 
 def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, prefix_len: int) -> list[list[int]]:
-    """Cut `n_prompts` prompts of exactly `prefix_len` tokens, the tokenizer's BOS included.
-
-    The prompts are distinct stretches of text that do not overlap, never wrapped, repeated or padded: the
-    first stretch of each book, then the second of each, and so on. Books are tokenised only until enough
-    of them have given a first stretch. Errors: ConfigError for prompts without text, DataError, with the numbers, if
-    there is too little of it.
-    """
+    """Cut `n_prompts` prompts of exactly `prefix_len` tokens, the tokenizer's BOS included: distinct stretches of text
+    that do not overlap, the first of each book, then the second of each. Books are tokenised only until enough of them
+    have given a first one. Errors: ConfigError for prompts without text, DataError if there is too little of it."""
     bos = tokenizer.encode("", add_bos=True)
     stretch_len, least = prefix_len - len(bos), f">= {len(bos) + 1}"
     if stretch_len < 1:
-        raise ConfigError(
-            "prompts without any text", "prefix_len", prefix_len, least, fix=f"ask for prefix_len {least}"
-        )
+        raise ConfigError("prompts without any text", "prefix_len", prefix_len, least, f"ask for prefix_len {least}")
     tokenised: list[array[int]] = []
     first_stretches = set()
     for book in books:
@@ -61,18 +53,13 @@ def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, 
         if len(first_stretches) == n_prompts:
             break
 
-    def cut(length: int) -> list[array[int]]:
-        return list(islice(_stretches(tokenised, length), n_prompts))
-
-    stretches = cut(stretch_len)
+    stretches = list(islice(_stretches(tokenised, stretch_len), n_prompts))
     if len(stretches) == n_prompts:
         return [bos + stretch.tolist() for stretch in stretches]
-    # The longest that gives enough, or 0; exact where no text repeats.
-    fits = bisect_left(range(1, stretch_len), True, key=lambda length: len(cut(length)) < n_prompts)
     where = f"the dataset: {len(tokenised)} books, {sum(map(len, tokenised))} tokens in all"
     seen, required = (f"{n} distinct prompts of {prefix_len} tokens" for n in (len(stretches), n_prompts))
-    shorter = f"shorten the prompts to {fits + len(bos)} tokens, ask for fewer," if fits else "ask for fewer prompts,"
-    raise DataError("too little text for the prompts", where, seen, required, f"{shorter} or give more text")
+    fix = "shorten the prompts, ask for fewer, or give more text"
+    raise DataError("too little text for the prompts", where, seen, required, fix)
 
 
 def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[array[int]]:

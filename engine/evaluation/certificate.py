@@ -1,11 +1,8 @@
 """The production-precision certificate: does low-precision output part from plain decoding only at near-ties?
 
-Nothing here speculates or imports what does. Tokens come in from outside, and every reference score is that
-of plain decoding: the forward over the prompt gives a row's first token, 1-token forwards give the rest.
-
-Write z for the logits of 1-token forwards and z' for those of (gamma + 1)-token forwards of the same text.
-If, a shift of all logits aside, no entry of z' is further than eps from z, an argmax b of z' that is not the
-argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and every emitted token is held to 2 eps.
+Nothing here speculates. Write z for the logits of 1-token forwards and z' for those of (gamma + 1)-token forwards of
+the same text. If, a shift of all logits aside, no entry of z' is further than eps from z, an argmax b of z' that is not
+the argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and emitted tokens are held to 2 eps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,32 +30,26 @@ MAX_FLIP_SHARE |= dict.fromkeys(largest(), 0.02)
 class Calibration:
     """How far forwards of one token and of gamma + 1 tokens are apart, over `positions` forced tokens.
 
-    eps: the largest difference of a logit, once the shift of all logits that makes it smallest is taken away,
-    because no choice feels that shift; median: the median over positions of the largest at each. gap_change: the
-    most that another token gained on a 1-token forward's choice, of those that so near a forward could prefer.
-    flips: positions where the two have another argmax, which is what low precision does without speculation.
-    max_flip_share: of the positions, what rounding explains.
+    eps: the largest difference of a logit, less the shift of all logits that makes it smallest, which no choice feels.
+    flips: positions where the two have another argmax. max_flip_share: of the positions, what rounding explains.
     """
 
     eps: float
-    median: float
-    gap_change: float
     flips: int
     positions: int
     max_flip_share: float
 
     @property
     def trusted(self) -> bool:
-        """False if the two disagree more often than rounding explains: then a forward of several tokens is
-        wrong, eps measures that error, and a bound of 2 eps would excuse anything."""
+        """False if the two disagree more often than rounding explains: then eps measures an error of forwards of
+        several tokens, and a bound of 2 eps would excuse anything."""
         return self.flips <= self.max_flip_share * self.positions
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The reference at each emitted token `[B, n]`: its top-two `gap`, its top score less that of the emitted
-    token (`deficit`), and whether its own choice is another token (`flipped`). Scores are logits, or logits
-    over the temperature plus noise."""
+    """The reference at each emitted token `[B, n]`: its top-two `gap`, its top score less that of the emitted token
+    (`deficit`), and whether its own choice is another one (`flipped`). Scores: see `_scores`."""
 
     gap: Tensor
     deficit: Tensor
@@ -67,17 +58,12 @@ class Replay:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Counts over the emitted tokens; `largest_gap_at_flip` is a deficit, None without a flip.
-
-    A near-tie is a token whose top-two gap is at most 2 eps. A flip is outside near-ties if even the emitted
-    token's score is further than 2 eps below the top.
-    """
+    """Counts over the emitted tokens; near-ties are those with a top-two gap of at most 2 eps. A flip is outside if the
+    emitted token's score is further than that below the top. `largest_gap_at_flip`: a deficit, None without a flip."""
 
     rows: int
-    rows_without_flip: int
     tokens: int
     near_ties: int
-    near_tie_fraction: float
     flips: int
     flips_outside_near_ties: int
     largest_gap_at_flip: float | None
@@ -93,15 +79,10 @@ def calibrate(
 ) -> Calibration:
     """Compare forwards of `block` = gamma + 1 tokens with 1-token forwards at the same positions of the same text.
 
-    The whole text runs twice behind the prompts, each time over the entries that its own forwards have left, as
-    speculation and its reference do: one unit in the last place makes another entry of 8 bits, and those add up.
-    The logits of the first time, `[B, n, V]`, are kept for the second, in the host's memory.
-
-    Args:
-        cache: empty or not, its rows are filled anew; as many rows as prompts.
-        forced: `[B, n]` int64 on the cache's device, the tokens that follow each prompt; n in whole blocks.
-
-    Errors: UserError if a logit is not finite.
+    The whole text runs twice behind the prompts, each time over the entries that its own forwards have left: one unit
+    in the last place makes another entry of 8 bits, and those add up. The first logits `[B, n, V]` are kept in the
+    host's memory. cache: as many rows as prompts, which are filled anew. forced: `[B, n]` int64 on the cache's device,
+    what follows each prompt; n in whole blocks. Errors: UserError if a logit is not finite.
     """
     n_tokens = forced.shape[1]
     assert n_tokens % block == 0 and n_tokens > 0
@@ -113,17 +94,12 @@ def calibrate(
         single, blocks = logits.to(_wide(model.dtype)), kept.to(cache.device)
         difference = blocks.to(single.dtype) - single
         apart = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
-        choice = greedy(single)[:, None]
-        too_far = single.gather(1, choice) - single > 2 * apart[:, None]
-        gain = (difference - difference.gather(1, choice)).masked_fill(too_far, 0).amax(dim=-1)
-        columns.append((apart, gain, choice[:, 0] != greedy(blocks)))
-    worst, gained, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
+        columns.append((apart, greedy(single) != greedy(blocks)))
+    worst, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(worst, lengths, "calibration")
     in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in largest()
     return Calibration(
         eps=float(worst.max()),
-        median=float(worst.median()),
-        gap_change=float(gained.max()),
         flips=int(flipped.sum()),
         positions=worst.numel(),
         max_flip_share=MAX_FLIP_SHARE[cache.keys.dtype if in_8_bits else model.dtype],
@@ -138,18 +114,11 @@ def replay(
     emitted: Tensor,
     sampling: SamplingParams | None = None,
 ) -> Replay:
-    """Plain decoding in a cache filled anew, forced along the `emitted` tokens and judging each of them.
+    """Plain decoding in a cache filled anew, forced along the `emitted` tokens `[B, n]` (int64, on the cache's device)
+    and judging each of them: behind a divergence, the comparison goes on from the emitted prefix.
 
-    Forcing is what restarts the comparison from the emitted prefix after a divergence. Only the numbers of
-    `Replay` are kept, and nothing is read back before the end.
-
-    Args:
-        cache: empty or not, its rows are filled anew; as many rows as prompts.
-        emitted: `[B, n]` int64 on the cache's device, the tokens said to follow each prompt.
-        sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b.
-
-    Errors: ConfigError if `sampling` filters (top_k, top_p): whether an id passes a filter is a near-tie of
-    another kind, which eps does not bound. UserError if a score is not finite.
+    sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b. Errors:
+    ConfigError if it filters (whether an id passes is a near-tie of another kind); UserError if a score is not finite.
     """
     sampling = sampling or SamplingParams()
     if sampling.filters:
@@ -171,14 +140,11 @@ def replay(
 
 def certify(seen: Replay, eps: float) -> Certificate:
     """Hold every token to `2 * eps`, with eps in the unit of the scores: that of the logits over the temperature."""
-    near_ties = int((seen.gap <= 2 * eps).sum())
     at_flips = seen.deficit[seen.flipped]
     return Certificate(
         rows=len(seen.flipped),
-        rows_without_flip=int((~seen.flipped.any(dim=1)).sum()),
         tokens=seen.flipped.numel(),
-        near_ties=near_ties,
-        near_tie_fraction=near_ties / seen.flipped.numel(),
+        near_ties=int((seen.gap <= 2 * eps).sum()),
         flips=len(at_flips),
         flips_outside_near_ties=int((at_flips > 2 * eps).sum()),
         largest_gap_at_flip=float(at_flips.max()) if len(at_flips) else None,
@@ -196,7 +162,7 @@ def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tens
 
 
 def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Fill every row with its prompt, whatever it held; their lengths `[B]`, and the logits `[B, V]` after each."""
+    """Fill every row with its prompt; their lengths `[B]`, and the logits `[B, V]` after each."""
     assert len(prompts) == runner.max_batch
     logits = []
     for row, prompt in enumerate(prompts):

@@ -30,11 +30,8 @@ Value = TypeVar("Value")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the state dict of a model.pth.
-
-    `wqkv` stacks the rows of q, k and v (rotary pairs in half-split layout), `w13` those of gate and up.
-    A tied head is not stored.
-    """
+    """Names and shapes of the state dict of a model.pth. `wqkv` stacks the rows of q, k and v (rotary pairs in
+    half-split layout), `w13` those of gate and up; a tied head is not stored."""
     parts = source_parts(config).items()
     return {name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:]) for name, stacked in parts}
 
@@ -42,10 +39,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def drop_layers(
     state_dict: Mapping[str, Value], config: ModelConfig, layers: Iterable[int]
 ) -> tuple[dict[str, Value], ModelConfig]:
-    """A shallower model: the given layers removed, the others renumbered. Values are shared, not copied.
-
-    Raises ConfigError for an index that is not a layer, or if no layer would be left.
-    """
+    """A shallower model: the given layers removed, the others renumbered. Values are shared, not copied. Raises
+    ConfigError for an index that is not a layer, or if no layer would be left."""
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
     if not dropped <= set(range(config.n_layer)) or not kept:
@@ -75,11 +70,10 @@ def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Te
 def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Map a model.pth (or the one in a folder) into memory and check it against its config and manifest.
+    """Map a model.pth (or the one in a folder) into memory and check it against its config (None: the config.json
+    beside it) and its manifest (`check_files` has `verify`), or else the check sums in the file itself.
 
-    `config` stands in for the config.json beside the weights. Returns the config and CPU tensors in the stored
-    dtypes, backed by the file. Files are compared with the manifest, see `check_files` for `verify`; weights without
-    one with the check sums in the file itself. Raises CheckpointError, or ConfigError for the config.json.
+    Returns the config and CPU tensors in the stored dtypes, backed by the file. Errors: CheckpointError, ConfigError.
     """
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
@@ -134,14 +128,11 @@ def load_model(
 ) -> Transformer:
     """A Transformer ready for inference, its weights `dtype` on `device`.
 
-    `path`: a model.pth, or the folder that holds it. With load_format "dummy" no weights are read: the shape
-    comes from `config`, else from a config.json at `path`, else from the preset named `path`.
-    `prepack` repacks linear layers for the CPU, where it can: faster, but their weights no longer show up in
-    the state dict. `layers` loads only those. With an `exchange`, only this rank's shard is read from the file
-    and joined to those of the other ranks. `attention` names the backend (`select_backend`), `quantize` ("int8",
-    "int4") the scheme of the linear layers (`models.quantize`).
-    Every check of `read_checkpoint`, which `verify` is handed to, runs before a parameter exists. Raises
-    CheckpointError, also for weights that are not finite in `dtype`, or ConfigError.
+    `path`: a model.pth, or the folder that holds it. With load_format "dummy" no weights are read: the shape comes from
+    `config`, else from a config.json at `path`, else from the preset named `path`. `prepack` repacks linear layers for
+    the CPU: faster, but their weights leave the state dict. `layers` loads only those. With an `exchange`, this rank's
+    shard alone is read. `attention`: see `select_backend`; `quantize`: "int8" or "int4" (`models.quantize`).
+    Errors: as of `read_checkpoint`; CheckpointError also for weights that are not finite in `dtype`.
     """
     state_dict: dict[str, Tensor] = {}
     if load_format == "pth":

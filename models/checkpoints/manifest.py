@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +18,6 @@ TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
 REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
-# Two changes within one tick of a file system's clock leave the same times.
-SETTLED_NS = 20_000_000
 
 
 @contextmanager
@@ -55,20 +52,15 @@ def sha256_of(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file, from the cache folder if this version of the file was read before.
-
-    What any program writes is another version (`version_of`). What a disk changes by itself is not; `sha256_of` finds
-    that. The cache folder is that of `cpp_build`; where it cannot be written, every call reads the file.
-    """
-    stat, version = path.stat(), version_of(path)
-    if stat.st_size < REMEMBERED_FROM:
+    """Hex SHA-256 of a file, from the cache folder (of `cpp_build`) if this version of the file (`version_of`: what any
+    program writes is another one, what a disk changes by itself is not) was read before."""
+    version = version_of(path)
+    if path.stat().st_size < REMEMBERED_FROM:
         return sha256_of(path)
     with suppress(OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: a user without a home folder
         known = (cache_folder() / "sha256" / version).read_text(encoding="utf-8")
         if re.fullmatch("[0-9a-f]{64}", known):
             return known
-    unsettled = SETTLED_NS - (time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns))
-    time.sleep(min(max(unsettled, 0), SETTLED_NS) / 1e9)
     seen = sha256_of(path)
     if version_of(path) == version:
         with suppress(OSError, RuntimeError):
@@ -85,11 +77,9 @@ def version_of(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`: {"files": {name: {"size": bytes, "sha256": hex}}, "sha256": hex of all else, ...}.
-
-    No files if there is none. An entry with "generated" is of a file that a conversion made from a GGUF's metadata;
-    "converted_from" is the recipe of the last one. Raises CheckpointError if it is garbled.
-    """
+    """The manifest of `folder`: {"files": {name: {"size": bytes, "sha256": hex}}, "sha256": hex of all else, ...}; no
+    files if there is none. "generated": made from a GGUF's metadata by a conversion; "converted_from": the recipe of
+    the last one. Raises CheckpointError if it is garbled."""
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
@@ -129,11 +119,8 @@ def _text(manifest: dict[str, Any]) -> str:
 
 
 def check_files(folder: Path, names: Iterable[str], *, verify: bool = False, sizes_only: bool = False) -> None:
-    """Compare files with the manifest: size, and unless `sizes_only` SHA-256; names that it does not list pass.
-
-    The sum of a large file may be one that this machine remembers (`remembered_sha256`); `verify` reads it again.
-    Raises CheckpointError naming the file that is missing or differs.
-    """
+    """Compare files with the manifest: size, and unless `sizes_only` SHA-256 (`remembered_sha256`, with `verify` read
+    anew); names that it does not list pass. Raises CheckpointError naming the file that is missing or differs."""
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
         path, entry = folder / name, entries[name]
@@ -152,10 +139,8 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False, siz
 
 def own_side_files(folder: Path, weights: Sequence[Path], are_theirs: bool = False) -> tuple[str, ...]:
     """The side files that are there for `weights`, all in `folder`: not those that an earlier conversion generated.
-
-    are_theirs: they belong to these weights, whatever was converted before. Raises CheckpointError where weights or
-    side files are not what the manifest describes, or where it describes side files together with other weights.
-    """
+    are_theirs: they belong to these weights, whatever was converted before. Raises CheckpointError where files are not
+    what the manifest describes, or where it describes side files together with other weights."""
     manifest = read_manifest(folder)
     listed, converted = manifest["files"], manifest.get("converted_from", {}).get("files", {})
     generated = {name for name in SIDE_FILES if listed.get(name, {}).get("generated")}
