@@ -1,6 +1,7 @@
 """foretoken.py compare: where tokens came from, what is drawn of two passes, what is said of them, and the page."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -19,7 +20,6 @@ import pytest
 from byte_tokenizer import ALPHABET, save_tokenizer
 from programs import ROOT, run
 from rich.console import Console
-from rich.style import Style
 
 from engine import RunConfig, Session
 from engine.bench.config import Sizes, Target
@@ -29,7 +29,7 @@ from engine.round import Outcome
 from engine.terminal import comparison
 from engine.terminal.comparison import first_difference
 from engine.terminal.page import page_of
-from engine.terminal.panes import TITLES, Line, Panes, add_text
+from engine.terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
 from engine.terminal.texts import printable
 from engine.terminal.track import Token, Track
 from kv_cache.streaming import Streaming
@@ -103,22 +103,25 @@ def test_text_comes_in_whole_characters(tmp_path: Path) -> None:
 
 def test_lines_are_wrapped_at_spaces_and_nothing_is_lost() -> None:
     """Pieces of words stay together; a wide character takes two places."""
-    lines: list[Line] = [[]]
-    for piece in ("The", " vil", "lage", " of", " Long", "bour", "n", "\n\n", " 日本", "語", " was", " only"):
-        add_text(lines, piece, Style(), 12)
-    shown = ["".join(segment.text for segment in line) for line in lines]
-    assert shown == ["The village", "of Longbourn", "", " 日本語 was", "only"]
+    pieces = ("The", " vil", "lage", " of", " Long", "bour", "n", "\n\n", " 日本", "語", " was", " only")
+    tokens = [Token(piece, index % 2 == 0, index, 0.0) for index, piece in enumerate(pieces)]
+    lines = wrapped(tokens, "speculation", 12, Console())
+    assert [line.plain.rstrip() for line in lines] == ["The village", "of Longbourn", "", " 日本語 was", "only"]
+    styles = {lines[0].plain[span.start : span.end].strip(): span.style for span in lines[0].spans}
+    assert (styles["The"], styles["vil"], styles["lage"]) == (DRAFTED, OWN, DRAFTED)
 
 
 def frame(rows: list[list[Token]], seconds: float, n_plain: int = 3, **how: Any) -> list[tuple[str, str]]:
     """Lines of both columns, of a terminal of 80 x 24 characters, while the second pass runs."""
-    panes = Panes(["prompt"] * len(rows), Console())
+    console = Console(width=80, file=io.StringIO())
+    panes = Panes(["prompt"] * len(rows), console)
     tokenizer = SimpleNamespace(decode=lambda ids: "")
     for name, own in (("baseline", [row[:n_plain] for row in rows]), ("speculation", rows)):
         panes.tracks[name] = Track(Progress(), tokenizer, len(rows))
         panes.tracks[name].rows, panes.tracks[name].seconds = own, seconds
     panes.tracks["speculation"].rejected = ["nope" for _ in rows]
-    lines = "".join(segment.text for segment in panes.segments(80, 24, **how)).splitlines()
+    console.print(panes.frame(80, 24, **how))
+    lines = console.file.getvalue().splitlines()
     return [(left.strip(), right.strip()) for left, _, right in (line.partition("│") for line in lines)]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.segment import Segments
 
 from common.errors import ConfigError, flag
 from common.jsonl import publish
@@ -54,8 +53,8 @@ def compare(config: RunConfig, save: str | None) -> None:
     publish(config.output.output, record, *([] if on_screen else said))
     if console.is_terminal:
         room = console.height - 2 - sum(1 + len(line) // console.width for line in said)
-        shown = panes.segments(console.width, max(LEAST_HEIGHT, room), is_running=False)
-        console.print(Segments(shown), *(said if on_screen else []), sep="\n", markup=False)
+        shown = panes.frame(console.width, max(LEAST_HEIGHT, room), is_running=False)
+        console.print(shown, *(said if on_screen else []), sep="\n", markup=False)
     if save is not None:
         try:
             Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
