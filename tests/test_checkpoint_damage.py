@@ -63,7 +63,6 @@ SOURCE_DAMAGE: Damage = {
     "header shape": (lambda d: edit_header(d / SHARD, b"[24,16]", b"[16,24]"), SHARD),
     "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
     "index names a missing shard": (lambda d: edit(d / INDEX, "weight_map/extra", "9.safetensors"), "9.safetensors"),
-    "index names a missing tensor": (lambda d: edit(d / INDEX, "weight_map/extra", SHARD), SHARD),
     "index points outside": (lambda d: edit(d / INDEX, "weight_map/extra", "../x.safetensors"), "index.json"),
     "index cut": (lambda d: truncate(d / INDEX, 0.5), "index.json"),
     "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),

@@ -61,10 +61,10 @@ class MemoryPlan:
 class Footprint:
     """A model, or the largest shard of one, in `dtype`, and its caches.
 
-    capacities: KV entries a row of each cache; one of them is read at a time. kv_dtype: of entries, None for `dtype`.
-    dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None where
-    entries have more bits. Of a draft, shares_weights: whether they are the target's; prefills: whether it runs the
-    prompts itself; observed: how many queries select entries (SnapKV); chooses: whether verifications do, too.
+    capacities: KV entries a row of each cache, one of which is read at a time. kv_dtype: of entries, None for `dtype`.
+    dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
+    shares_weights: with the target. prefills: whether it runs prompts. observed: queries that select entries (SnapKV);
+    chooses: whether verifications do, too.
     """
 
     config: ModelConfig
@@ -102,11 +102,8 @@ class Footprint:
         return DEQUANTIZING_BYTES * widest * config.dim if self.quantize == "int4" else 0
 
     def dequantized(self, n_token: int, entries: int | None = None) -> int:
-        """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`.
-
-        Keys in `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time. 0
-        where attention reads entries as they are.
-        """
+        """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
+        `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time."""
         if self.dequantizes is None or not self.dequantizes(n_token):
             return 0
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
@@ -114,17 +111,12 @@ class Footprint:
 
 
 def memory_plan(plan: Plan) -> MemoryPlan:
-    """What the rank with the largest shard needs."""
-    return plan_memory(plan, *footprints(plan))
-
-
-def footprints(plan: Plan) -> list[Footprint]:
-    """Of the target, and of what drafts if that is a model, on the rank with the largest shard."""
+    """What the rank with the largest shard needs, of the target, and of what drafts if that is a model."""
     config, draft = _largest_shard(plan.target.config, plan.group), plan.draft
     dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
     target = Footprint(config, plan.dtype, (plan.capacity,), plan.config.target.quantize, plan.kv_dtype, dequantizes)
     if draft is None or draft.policy is None or draft.dtype is None:
-        return [target]
+        return plan_memory(plan, target)
     is_head = isinstance(draft.source, HeadSource)
     if draft.source:
         config = draft.source.config if is_head else _largest_shard(draft.source.config, plan.draft_group)
@@ -134,7 +126,8 @@ def footprints(plan: Plan) -> list[Footprint]:
     prefills, stored = draft.source is not None and not is_head, (draft.quantize, draft.kv_dtype, dequantizes)
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
     as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
-    return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft, chooses=draft.policy.of_self_drafts)]
+    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, chooses=draft.policy.of_self_drafts)
+    return plan_memory(plan, target, own)
 
 
 def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -> MemoryPlan:
@@ -186,8 +179,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
 
 def captured_rows(plan: Plan) -> int:
     """How many `[V]` of logits, and of distributions to reject by, CUDA graphs keep for a row while the longest round
-    runs over all rows: those of all other rounds that may be chosen, and of the baseline's, for every number of rows.
-    """
+    runs over all rows: of all other rounds that may be chosen, and of the baseline's, for every number of rows."""
     draft = plan.draft
     if plan.device == "cpu" or plan.config.target.no_cuda_graphs:
         return 0
@@ -200,15 +192,11 @@ def captured_rows(plan: Plan) -> int:
 def _dequantizes(
     plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, rotates_keys: bool = False
 ) -> Callable[[int], bool] | None:
-    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit.
-
-    rotates_keys: keys are rotated to their positions as they are read, dequantised for whatever attention.
-    """
+    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit. rotates_keys: as
+    they are read, dequantised for whatever attention."""
     if entries not in largest():
         return None
-    if rotates_keys:
-        return lambda n_token: True
-    return plan.attention(config, dtype, entries).backend.dequantizes
+    return (lambda n_token: True) if rotates_keys else plan.attention(config, dtype, entries).backend.dequantizes
 
 
 def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
@@ -230,8 +218,7 @@ def used_bytes(device: str) -> int:
 
 
 def require_room(plan: Plan) -> None:
-    """Raise OutOfMemoryError if the largest shard, on each rank of this machine, does not fit, or ConfigError for the
-    prompts."""
+    """Raise OutOfMemoryError if the largest shard does not fit, or ConfigError for the prompts."""
     require_memory(memory_plan(plan), plan.n_rows, available_bytes(plan.device), plan.device)
     if plan.n_prompts * plan.prefix_len > MOST_PROMPT_TOKENS:
         where = f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}"

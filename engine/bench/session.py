@@ -40,11 +40,10 @@ Value = TypeVar("Value")
 class Session(Plan):
     """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica.
 
-    models: what drafts, loaded once by (dtype, scheme, layers). startup_bytes: what the process held of its device's
-    memory before anything was loaded, on a CPU mostly Python and PyTorch themselves. continuations: what the data set
-    goes on with behind each prompt, if asked for. run: what the record and the saved rows of a run have in common.
-    put_off: errors that a run outlives, and ends with. processes: the ranks of all replicas. numbered_from: the first
-    prompt's index among those of all replicas.
+    models: what drafts, by (dtype, scheme, layers). startup_bytes: of the device's memory, before anything was loaded.
+    continuations: what the data set goes on with behind each prompt, if asked for. run: what the record and the saved
+    rows of a run have in common. put_off: errors that a run outlives, and ends with. processes: the ranks of all
+    replicas. numbered_from: the first prompt's index among those of all replicas.
     """
 
     runner: ModelRunner
@@ -63,17 +62,15 @@ class Session(Plan):
     @classmethod
     def open(cls, config: RunConfig, prompts: Sequence[PromptText] | None = None) -> Session:
         """Check everything that can be wrong, cheapest first; then load the models and allocate the target's cache.
-
-        prompts: texts to continue, whole, or their token ids, in place of what the configuration says of them.
-        Errors: UserError.
-        """
+        prompts: texts to continue, whole, or their ids, in place of the configuration's. Errors: UserError."""
         return cls.of_plan(resolve(config, prompts))
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
-        processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
+        options, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
+        processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
@@ -165,10 +162,8 @@ class Session(Plan):
         return session
 
     def narrowed(self, n_rows: int, length: int) -> Session:
-        """The same model over the first rows and slots of the same cache, as if it had no others.
-
-        What the whole cache's rows held is gone.
-        """
+        """The same model over the first rows and slots of the same cache, whose entries are gone, as if it had no
+        others."""
         own = self.runner
         own.cache.notes.clear()
         cache = own.cache.view(slice(0, n_rows), length)
@@ -184,10 +179,8 @@ class Session(Plan):
         return [self._build(self.draft.of_capacity(capacity), texts) for capacity in self.draft.capacities]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
-        """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once.
-
-        texts: what the baseline emitted, for a drafter that needs it. Errors: ConfigError, also for `auto`.
-        """
+        """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once. texts: what
+        the baseline emitted, for a drafter that needs it. Errors: ConfigError, also for `auto`."""
         if draft is not None:
             return self.variant(draft=draft).drafter(texts=texts)
         if self.draft is None or self.draft.automatic or (self.draft.config.needs_baseline and texts is None):
@@ -216,11 +209,6 @@ class Session(Plan):
         stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
         configured = self.how | {"drafter": drafter, "stop_tokens": stop_tokens}
         return generate(self.runner, self.prompts, **configured | arguments)
-
-
-def _join_ranks(plan: Plan) -> Ranks:
-    options = plan.config.ranks or RankOptions()
-    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:

@@ -34,10 +34,10 @@ def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
         missing, required = "the checkpoint folder is missing", "a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        files, weight_map = _find_shards(folder, stem, suffix)
-        if files:
+        if files := _find_shards(folder, stem, suffix):
             side_files = own_side_files(folder, files, side_files_are_theirs)
-            tensors, hf_config = _merge(files, weight_map), read_config(folder / CONFIG)
+            tensors = _open_shards(files)
+            hf_config = read_config(folder / CONFIG)
             config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
             return Source(files, tensors, hf_config, config, side_files)
     ggufs = sorted(folder.glob("*.gguf"))
@@ -52,25 +52,28 @@ def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collect
     """The tensors of the first file, or shards, that a folder has of those stems and suffixes. Raises CheckpointError
     if it has none, or for a tensor of another dtype."""
     for stem, suffix in names:
-        files, weight_map = _find_shards(folder, stem, suffix)
-        if files:
-            return _merge(files, weight_map, dtypes)
+        if files := _find_shards(folder, stem, suffix):
+            return _open_shards(files, dtypes)
     seen, required = "none of them", " or ".join(f"{stem}{suffix}" for stem, suffix in names)
     raise CheckpointError("the folder has no weights", folder, seen, required, DOWNLOAD_AGAIN)
 
 
-def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """The weight files of one format, and which of them has each tensor if there is an index."""
+def _open_shards(files: Sequence[Path], dtypes: Collection[Any] = DTYPES) -> dict[str, SourceTensor]:
+    return {name: tensor for file in files for name, tensor in _open_shard(file, dtypes).items()}
+
+
+def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
+    """The weight files of one format: those that an index names, if there is one."""
     single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
     if single.is_file():
-        return (single,), {}
+        return (single,)
     if not index.is_file():
-        return tuple(sorted(folder.glob(f"{stem}*{suffix}"))), {}
+        return tuple(sorted(folder.glob(f"{stem}*{suffix}")))
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if outside := [name for name in weight_map.values() if Path(name).name != name]:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
-        files = tuple(folder / name for name in sorted(set(weight_map.values())))
+        files = tuple(folder / name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         required = '{"weight_map": {tensor: shard}}'
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
@@ -78,22 +81,7 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...]
         if not file.is_file():
             required = f"every shard that {index.name} names"
             raise CheckpointError("a shard is missing", file, "no such file", required, DOWNLOAD_AGAIN)
-    return files, weight_map
-
-
-def _merge(
-    files: tuple[Path, ...], weight_map: dict[str, str], dtypes: Collection[Any] = DTYPES
-) -> dict[str, SourceTensor]:
-    """The tensors of all files, or those that the index names."""
-    shards = {file.name: _open_shard(file, dtypes) for file in files}
-    if not weight_map:
-        return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
-    named = {name: shard for name, shard in weight_map.items() if not name.endswith(IGNORED_SUFFIXES)}
-    for name, shard in named.items():
-        if name not in shards[shard]:
-            what, where = "the index names a tensor that its shard lacks", files[0].with_name(shard)
-            raise CheckpointError(what, where, f"no {name}", f"{name} in it", DOWNLOAD_AGAIN)
-    return {name: shards[shard][name] for name, shard in named.items()}
+    return files
 
 
 def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
