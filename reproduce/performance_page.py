@@ -8,7 +8,6 @@ No number on the page comes from anywhere but a record; what has no record is "n
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,7 +18,7 @@ from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
 from reproduce import serve_load, spec_bench
-from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, filled, read, table
+from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, table
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
 from reproduce.paper.published import Record, grouped
 
@@ -132,10 +131,5 @@ def page(folder: Path = RESULTS) -> str:
     return text.replace("](results/", "](../reproduce/results/").replace("`results/", "`reproduce/results/")
 
 
-@dataclass(frozen=True)
-class Flags(Options):
-    page: Path = PAGE  # the page to write
-
-
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(page(flags.results)), Flags)
+    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)

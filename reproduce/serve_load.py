@@ -14,7 +14,6 @@ reuses what its row holds. Last come plain rounds over HTTP beside those of a De
 from __future__ import annotations
 
 import asyncio
-import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
 from engine.bench.config import Output, RunConfig, Text
+from reproduce.paper.in_turns import in_turns, median_ratio
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
 from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches
@@ -180,14 +180,11 @@ def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], i
         "http": lambda: full_gaps(asyncio.run(load(endpoint, prompts, len(prompts))).answers),
         "in_process": lambda: full_steps(decoder, ids, flags.gen_len),
     }
-    ms: dict[str, list[float]] = {name: [] for name in turns}
-    for pair in range(1 + flags.in_process):
-        for name in sorted(turns, reverse=pair % 2 == 0):
-            seconds = turns[name]()
-            ms[name] += [1e3 * median(seconds)] if pair else []  # the first one prefills, and streams may not overlap
-    http, alone = (ms[name] for name in turns)
-    found = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
-    return found | {"http_over_in_process": median(map(operator.truediv, http, alone))}
+    found = in_turns(turns, 1 + flags.in_process)
+    # The first one prefills, and its streams may not overlap.
+    http, alone = ([1e3 * median(seconds) for seconds in each[1:]] for each in found.values())
+    steps = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
+    return steps | {"http_over_in_process": median_ratio(http, alone)}
 
 
 def main(flags: Flags) -> None:

@@ -3,7 +3,7 @@
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -71,15 +71,13 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     return triton_backend.plan(q, KV(stored, stored, scales, scales), block)[0]
 
 
-def variants(
-    arch: int, dtypes: Sequence[torch.dtype], head_dims: Sequence[int], n_rows: Sequence[int]
-) -> Iterator[tuple[str, Launch]]:
+def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
-    for dtype, head_dim in itertools.product(dtypes, head_dims):
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
         merge = None
-        for entries, n_row, cache in itertools.product(runs, n_rows, CACHES):
+        for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             split, *rest = launches(dtype, entries, head_dim, n_row, cache)
             merge = next(iter(rest), merge)
             yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", split
