@@ -123,32 +123,30 @@ def certified(session: engine.Session, following: list[list[int]]) -> dict[str, 
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
+SHOWN = {
+    "eps (median of positions)": "{eps:.3g} ({eps_median:.3g})",
+    "calibration positions (flips among them)": "{calibration_positions} ({calibration_flips})",
+    "tokens (rows)": "{tokens} ({rows})",
+    "near-ties: gap <= 2 eps{unit}": "{near_ties} ({near_tie_fraction:.1%})",
+    "flips (largest gap at one)": "{flips} ({largest_gap_at_flip})",
+    "a stricter bound: largest gap change": "{gap_change:.3g}",
+    "near-ties, flips outside by that bound": "{strict_near_tie_fraction}, {strict_flips_outside_near_ties}",
+    "rows without a flip": "{rows_without_flip} of {rows}",
+    "acceptance rate": "{acceptance_rate}",
+    "flips outside near-ties": "{flips_outside_near_ties}",
+    "certificate": "{verdict}",
+}
+SETTING = "{model}, {device}, {dtype}, {quantize} weights, KV in {kv_dtype}, {attention} attention, {verification}"
+
+
 def table(record: dict[str, Any]) -> str:
-    gap, share = record["largest_gap_at_flip"], record["strict_near_tie_fraction"]
-    unit = "" if record["verification"] == "greedy" else f" / temperature {record['temperature']}"
     fails = "FAILS" if record["calibration_trusted"] else "FAILS: calibration flips"
-    calibrated = f"{record['calibration_positions']} ({record['calibration_flips']})"
-    strict = "-" if share is None else f"{100 * share:.1f}%, {record['strict_flips_outside_near_ties']}"
-    rows = {
-        "eps (median of positions)": f"{record['eps']:.3g} ({record['eps_median']:.3g})",
-        "calibration positions (flips among them)": calibrated,
-        "tokens (rows)": f"{record['tokens']} ({record['rows']})",
-        f"near-ties: gap <= 2 eps{unit}": f"{record['near_ties']} ({100 * record['near_tie_fraction']:.1f}%)",
-        "flips": record["flips"],
-        "largest gap at a flip": "-" if gap is None else f"{gap:.3g}",
-        "a stricter bound: largest gap change": f"{record['gap_change']:.3g}",
-        "near-ties, flips outside by that bound": strict,
-        "rows without a flip": f"{record['rows_without_flip']} of {record['rows']}",
-        "acceptance rate": f"{record['acceptance_rate'] or 0:.3f}",
-        "flips outside near-ties": record["flips_outside_near_ties"],
-        "certificate": "holds" if record["holds"] else fails,
-    }
-    weights = f"{record['quantize']} weights, " if record["quantize"] else ""
-    headline = (
-        f"{record['model']}, {record['device']}, {record['dtype']}, {weights}KV in {record['kv_dtype']}, "
-        f"{record['attention']} attention, {record['verification']}"
-    )
-    return "\n".join([f"\n  {headline}\n", *(f"  {name:<44}{value:>20}" for name, value in rows.items()), ""])
+    said = {name: "-" if value is None else value for name, value in record.items()}
+    said["unit"] = "" if record["verification"] == "greedy" else f" / temperature {record['temperature']}"
+    said["quantize"] = record["quantize"] or record["dtype"]
+    said["verdict"] = "holds" if record["holds"] else fails
+    lines = (f"  {name.format_map(said):<44}{value.format_map(said):>20}" for name, value in SHOWN.items())
+    return "\n".join([f"\n  {SETTING.format_map(said)}\n", *lines, ""])
 
 
 def main(flags: Flags) -> None:

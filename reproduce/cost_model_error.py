@@ -22,7 +22,7 @@ import numpy as np
 
 from common import cli
 from common.errors import ConfigError
-from common.tables import Column, console
+from common.tables import console
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 from reproduce.paper import auto_against_fixed, columns
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
@@ -70,13 +70,7 @@ def grid_of(record: Record) -> CostGrid:
     return CostGrid(drafts=drafts, **axes, **costs)
 
 
-ERRORS = (
-    *columns.of("B", "prefix_len", "draft_budget", "gamma"),
-    Column("acceptance_rate", "acceptance", ".2f"),
-    Column("predicted", "predicted", ".2f"),
-    Column("measured", "measured", ".2f"),
-    Column("error", "error", "+.1%"),
-)
+ERRORS = columns.section("cost_errors")
 
 
 def error_summary(compared: Sequence[Record]) -> str:

@@ -17,14 +17,11 @@ from common.errors import ConfigError
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Output
+from reproduce.paper.columns import section
 
-COLUMNS = (
-    *(Column("variant", "variant", align="<"), Column("arch", "arch", "sm_{}".format)),
-    *(Column("registers", "registers"), Column("shared", "shared")),
-    *(Column(lambda row: row["spill_stores"] + row["spill_loads"], "spills"), Column("threads", "threads")),
-)
+COLUMNS = section("compiled", spills=lambda row: row["spill_stores"] + row["spill_loads"])
 
 
 def main(flags: Output) -> None:

@@ -19,7 +19,7 @@ from common.checkout import ROOT
 from common.tables import Column, markdown
 from reproduce import serve_load, spec_bench
 from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, table
-from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
+from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of, section
 from reproduce.paper.published import Record, grouped
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -53,14 +53,13 @@ OUTCOME = Column("status", "outcome", lambda status: "passed" if status == "done
 OUTCOMES = of("cell", OUTCOME, "worst_error", "tolerance")
 KV_BYTES = Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV")
 BLOCKS = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
-KERNELS = (
-    Column("gpu", "GPU", align="<"),
-    Column("kernel", "kernel", align="<"),
-    Column("variant", "kinds of slots", lambda variants: str(len(variants))),
-    Column("registers", "registers of a thread", _ends),
-    Column("shared", "bytes of shared memory", _ends),
-    Column(lambda row: sum(row["spill_stores"] + row["spill_loads"]), "bytes spilled"),
-    Column("threads", "threads of a block", _ends),
+KERNELS = section(
+    "kernels",
+    variant=lambda row: len(row["variant"]),
+    registers=lambda row: _ends(row["registers"]),
+    shared=lambda row: _ends(row["shared"]),
+    spills=lambda row: sum(row["spill_stores"] + row["spill_loads"]),
+    threads=lambda row: _ends(row["threads"]),
 )
 
 

@@ -34,8 +34,9 @@ from common.errors import DataError, flag, require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Output, RunConfig, Text
+from reproduce.paper.columns import section
 from reproduce.paper.in_turns import in_turns, median_ratio
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
@@ -61,22 +62,7 @@ def rows_a_round(row: Record) -> float | None:
     return rate * ms / 1e3 / tokens if tokens and rate else None
 
 
-COLUMNS = [
-    *(Column("clients", "clients"), Column("mode", "rounds", align="<"), Column("requests", "requests")),
-    *(Column("errors", "errors"), Column("requests_per_second", "a second", ".2f")),
-    *(Column("output_tokens_per_second", "tok/s", ".1f"), Column("speedup", "over plain", ".2f")),
-    *(Column("decode_tokens_per_second", "decode tok/s", ".1f"), Column("decode_speedup", "over plain", ".2f")),
-    *(Column("ttft_ms_p50", "first token, ms: p50", ".0f"), Column("ttft_ms_p99", "p99", ".0f")),
-    *(Column("tpot_ms_p50", "per token, ms: p50", ".0f"), Column("tpot_ms_p99", "p99", ".0f")),
-    *(Column("accepted_share", "accepted", ".3f"), Column("tokens_per_round", "tokens per round", ".2f")),
-    *(Column(rows_a_round, "rows a round", ".1f"), Column("round_ms", "ms a round", ".0f")),
-    *(Column("reused_prompt_tokens", "reused"), Column("identical_answers", "as plain")),
-    Column("between_share", "between rounds", ".1%"),
-]
-OVER_HTTP = [
-    *(Column("streams", "streams"), Column("step_ms_http", "step over HTTP, ms", ".1f")),
-    *(Column("step_ms_in_process", "without a server, ms", ".1f"), Column("http_over_in_process", "ratio", ".3f")),
-]
+COLUMNS, OVER_HTTP = section("serving", rows_a_round=rows_a_round), section("over_http")
 
 
 @dataclass(frozen=True)

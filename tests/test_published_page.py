@@ -102,4 +102,4 @@ def test_the_built_in_model_stays_in_a_column_of_its_own(runs, tmp_path):
     assert f"| {BUILT_IN} | self | 1000 | 32 | 3 | 512 | bfloat16 | 1.30 | 0.70* |" in text
     assert f"| {BUILT_IN} | self | 4000 | 4 | 3 | 512 | snapkv | greedy | 0.756 | 0.90, 0.80 | 300 |" in text
     assert "![speedup tables](figures/speedup_tables.svg)" in text and "`0123456789ab`" in text
-    assert "throughput_latency.svg" not in text  # it was not drawn
+    assert "acceptance_by_context.svg" not in text  # it was not drawn
