@@ -102,22 +102,14 @@ def certified(session: engine.Session, following: list[list[int]]) -> dict[str, 
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
     # Noise makes rivals of tokens whose logits calibration saw far apart.
     strict = certify(seen, calibration.gap_change / 2) if params.greedy else None
-    measured = {
-        "shortest_prompt": min(map(len, prompts)),
-        "eps": calibration.eps,
-        "eps_median": calibration.median,
-        "gap_change": calibration.gap_change,
-        "calibration_positions": calibration.positions,
-        "calibration_flips": calibration.flips,
-        **asdict(result),
-        "calibration_trusted": calibration.trusted,
-        "holds": result.holds and calibration.trusted,
-        "strict_near_tie_fraction": strict.near_tie_fraction if strict else None,
-        "strict_flips_outside_near_ties": strict.flips_outside_near_ties if strict else None,
-        "acceptance_rate": output.stats.counts.acceptance_rate,
-        "mean_accepted_length": output.stats.counts.mean_accepted_length,
-        "distinct_4gram_fraction": distinct_4gram_fraction(output.tokens),
-    }
+    measured = {"shortest_prompt": min(map(len, prompts)), "eps": calibration.eps, "eps_median": calibration.median}
+    measured |= {"gap_change": calibration.gap_change, "calibration_positions": calibration.positions}
+    measured |= {"calibration_flips": calibration.flips, **asdict(result), "calibration_trusted": calibration.trusted}
+    measured |= {"holds": result.holds and calibration.trusted}
+    for name in ("near_tie_fraction", "flips_outside_near_ties"):
+        measured[f"strict_{name}"] = getattr(strict, name) if strict else None
+    measured |= {name: getattr(output.stats.counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    measured["distinct_4gram_fraction"] = distinct_4gram_fraction(output.tokens)
     record = record_of("certify", session, measured)
     # Digits that count, not decimals: in float64 eps is of the order of 1e-13.
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}

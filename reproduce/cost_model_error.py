@@ -82,17 +82,8 @@ def error_summary(compared: Sequence[Record]) -> str:
 
 def table(records: list[Record]) -> str:
     compared, title = comparisons(records), "  Speedups, predicted by the cost model and measured end to end\n"
-    modes = (mode_table(mode, records) for mode in auto_against_fixed.MODES)
+    modes = (f"\n{auto_against_fixed.section_of(mode, records, console)}" for mode in auto_against_fixed.MODES)
     return "\n".join([title, console(compared, ERRORS), f"  {error_summary(compared)}", *modes])
-
-
-def mode_table(mode: str, records: Sequence[Record]) -> str:
-    compared = auto_against_fixed.against_fixed(mode, records)
-    title = auto_against_fixed.MODES[mode].replace("`", "")
-    if not compared:
-        return f"\n  {title}: {columns.NONE}"
-    shown = console(compared, auto_against_fixed.COLUMNS)
-    return f"\n  {title}\n\n{shown}\n  {auto_against_fixed.summary(compared)}"
 
 
 def figure(records: list[Record]) -> Figure:

@@ -7,7 +7,6 @@ and names the variants if one of them spills registers or needs more shared memo
 """
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,20 +30,19 @@ def main(flags: Output) -> None:
         what, where, required = "the kernels cannot be compiled", "reproduce/kernel_report.py", "triton 3.6 or newer"
         fix = "pip install -r requirements-dev.txt"
         raise ConfigError(what, where, "no triton package", required, fix) from None
-    from reproduce.gpu_parts.kernels import SHARED_LIMIT, compile_launch, variants
+    from reproduce.gpu_parts.kernels import SHARED_LIMIT, compile_launch, problem_of, variants
 
     require_appendable(flags.output)
-    reports = []
+    kernels = []
     for arch in SHARED_LIMIT:
         for variant, launch in variants(arch):
-            reports.append(compile_launch(variant, launch, arch))
+            kernels.append(compile_launch(variant, launch, arch))
             say(f"compiled {variant} for sm_{arch}")
-    most_shared = {f"sm_{arch}": max(one.shared for one in reports if one.arch == arch) for arch in SHARED_LIMIT}
-    problems = [problem for one in reports for problem in one.problems]
-    most_registers, kernels = max(one.registers for one in reports), list(map(asdict, reports))
-    record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(reports)}
+    most_shared = {f"sm_{arch}": max(one["shared"] for one in kernels if one["arch"] == arch) for arch in SHARED_LIMIT}
+    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(one["registers"] for one in kernels)
+    record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(kernels)}
     record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
-    summary = f"{len(reports)} variants, at most {most_registers} registers, {len(problems)} problems"
+    summary = f"{len(kernels)} variants, at most {most_registers} registers, {len(problems)} problems"
     table = console(kernels, COLUMNS, indent="")
     publish(flags.output, record | {"kernels": kernels} | provenance(), table, summary)
     if problems:

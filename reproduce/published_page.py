@@ -103,17 +103,9 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
         "cost_error": cost_model_error.error_summary(compared).capitalize(),
         "cost_grids": "\n\n".join(markdown(np.ndindex(grid.plain.shape), cost_columns(grid)) for grid in grids) or NONE,
         "cost_errors": markdown(compared, cost_model_error.ERRORS) if compared else NONE,
-        "modes": "".join(mode_section(mode, records) for mode in auto_against_fixed.MODES),
+        "modes": "".join(f"{auto_against_fixed.section_of(mode, records)}\n\n" for mode in auto_against_fixed.MODES),
         "cost_source": source(records) if records else absent("The cost model", COST_MODEL),
     }
-
-
-def mode_section(mode: str, records: Sequence[Record]) -> str:
-    compared, title = auto_against_fixed.against_fixed(mode, records), auto_against_fixed.MODES[mode]
-    if not compared:
-        return f"{title}: {NONE}.\n\n"
-    summary = auto_against_fixed.summary(compared).capitalize()
-    return f"{title}:\n\n{markdown(compared, auto_against_fixed.COLUMNS)}\n\n{summary}.\n\n"
 
 
 if __name__ == "__main__":

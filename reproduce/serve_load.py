@@ -188,21 +188,11 @@ def main(flags: Flags) -> None:
             n_streams, lengths = min(STREAMS, n_rows), spread(flags.shortest, flags.longest)
             prompts = [new_prompt(length) for length in islice(lengths, n_streams)]
             overhead = without_http(flags, serve, url, prompts, list(map(ids_of, prompts)))
-    rows = [
-        {"clients": n, "mode": mode, **beside(of_modes[PLAIN], own)}
-        for n, of_modes in phases.items()
-        for mode, own in of_modes.items()
-    ]
+    pairs = ((n, mode, of_modes) for n, of_modes in phases.items() for mode in of_modes)
+    rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
-    record = {
-        "benchmark": BENCHMARK,
-        "model": source.name,
-        "dataset": flags.text.dataset,
-        **said,
-        "rows": rows,
-        "overhead": overhead,
-        **provenance(),
-    }
+    record = {"benchmark": BENCHMARK, "model": source.name, "dataset": flags.text.dataset, **said, "rows": rows}
+    record |= {"overhead": overhead, **provenance()}
     texts = [console(rows, COLUMNS), NOTE, *([console([overhead], OVER_HTTP)] if overhead else [])]
     publish(flags.output.output, rounded(record), *texts, put_off=put_off)
 

@@ -11,13 +11,11 @@ import pytest
 from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve_several
 from reproduce import cost_model_error
-from reproduce.cost_model_error import mode_table
 from reproduce.gamma_cell import Flags
 from reproduce.pages.generated_page import RESULTS
 from reproduce.paper import auto_against_fixed, reproduction
 from reproduce.paper.auto_against_fixed import AUTO as AUTO_GAMMA
-from reproduce.paper.auto_against_fixed import AUTO_BUDGET, COLUMNS, against_fixed, summary
-from reproduce.published_page import mode_section
+from reproduce.paper.auto_against_fixed import AUTO_BUDGET, COLUMNS, against_fixed, section_of, summary
 
 SHARES = "% of rounds by budget"
 PLAIN = [10.0, 20.0, 10.0]
@@ -99,8 +97,7 @@ def test_a_record_without_the_way_is_left_out():
     records = [cell(LARGE, AUTO), {"benchmark": "cost_model"}]
     assert against_fixed(AUTO_BUDGET, records) == []
     measured = "against the best of the measured budgets: not measured"
-    assert mode_table(AUTO_BUDGET, records) == f"\n  --gamma auto --draft_budget auto, {measured}"
-    assert mode_section(AUTO_BUDGET, records) == f"`--gamma auto --draft_budget auto`, {measured}.\n\n"
+    assert section_of(AUTO_BUDGET, records) == f"`--gamma auto --draft_budget auto`, {measured}."
 
 
 @pytest.mark.parametrize("ratio,says", [(0.96, "no median lies below"), (0.9496, "2 of 2 medians below")])

@@ -7,12 +7,13 @@ is partly the luckier one, less so the more repeats there are.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
 from statistics import fmean, median
 
-from reproduce.paper.columns import section
+from common.tables import markdown
+from reproduce.paper.columns import NONE, section
 from reproduce.paper.figures import POINTS, Panel, lines
 from reproduce.paper.published import Record
 
@@ -104,6 +105,14 @@ def summary(rows: Sequence[Record]) -> str:
         above, below = sum(low >= LEAST_RATIO for low, _ in intervals), sum(high < LEAST_RATIO for _, high in intervals)
         verdict += f"; of {len(intervals)} intervals, {above} as a whole above and {below} below"
     return f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest median is {min(ratios):.4f}"
+
+
+def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] = markdown) -> str:
+    """A mode's table, and what it comes to."""
+    compared, title = against_fixed(mode, records), MODES[mode]
+    if not compared:
+        return f"{title}: {NONE}."
+    return f"{title}:\n\n{render(compared, COLUMNS)}\n\n{summary(compared).capitalize()}."
 
 
 def panel(records: Sequence[Record]) -> Panel:

@@ -13,7 +13,7 @@ from common.checkout import ROOT
 from common.errors import ConfigError
 
 VALUES = (bool, int, float, str, list, tuple, type(None))
-TABLE = {"script": str, "flags": dict, "axes": dict, "skip": list}
+TABLE = {"script": str, "flags": dict, "axes": dict}
 EXAMPLE = "start from reproduce/grids/example.toml"
 
 
@@ -29,10 +29,8 @@ class Cell:
     flags: Mapping[str, object]
 
     def __post_init__(self) -> None:
-        path = (ROOT / self.script).resolve()
-        if not path.is_file() or not (Path(self.script).is_absolute() or path.is_relative_to(ROOT)):
-            required = f"a file below {ROOT}, or an absolute path"
-            fix = "name it from the project's root, such as tests/selfspec_benchmark.py"
+        if not (ROOT / self.script).is_file():
+            required, fix = f"a file below {ROOT}", "name it from there, such as tests/selfspec_benchmark.py"
             raise ConfigError("the script is not there", "script", self.script or "nothing", required, fix)
         for name, value in self.flags.items():
             if not name.replace("-", "_").isidentifier() or name.startswith("-") or not isinstance(value, VALUES):
@@ -107,8 +105,8 @@ def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[o
 def read_grid(path: str | Path) -> list[dict[str, Any]]:
     """The tables `[[sweep]]` of a TOML file. Errors: ConfigError naming the file and the table.
 
-    Each has `script`, and may have `[sweep.flags]` (the same for all its cells), `[sweep.axes]` (a list of values per
-    flag) and `skip`, a list of combinations of flags to leave out.
+    Each has `script`, and may have `[sweep.flags]` (the same for all its cells) and `[sweep.axes]` (a list of values
+    per flag).
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -123,7 +121,7 @@ def read_grid(path: str | Path) -> list[dict[str, Any]]:
         said = table if isinstance(table, dict) else {"a sweep": table}
         wrong = [f"{name} = {value}" for name, value in said.items() if not isinstance(value, TABLE.get(name, ()))]
         if wrong or "script" not in said:
-            required = 'script = "...", and optionally [sweep.flags], [sweep.axes] and skip = [{...}]'
+            required = 'script = "...", and optionally [sweep.flags] and [sweep.axes]'
             what, where, seen = "a sweep has other entries than it should", f"{path}: sweep {number}", "no script"
             raise ConfigError(what, where, (*wrong, seen)[0], required, EXAMPLE)
     return tables
@@ -143,18 +141,7 @@ def cells_of(tables: Sequence[dict[str, Any]], fixed: Mapping[str, Any], axes: M
             | {name: value for name, value in given.items() if name in here}
             for part, given in parts
         )
-        cells = grid(table["script"], flags, ranges)
-        for point in table.get("skip", []):
-            left_out, skipped = point if isinstance(point, dict) else (), _canonical(point)
-            kept = [c for c in cells if not left_out or _canonical({n: c.flags.get(n) for n in left_out}) != skipped]
-            if len(kept) == len(cells):
-                what, required = (
-                    "a combination to leave out is in no cell",
-                    "flags and values that its sweep's cells have",
-                )
-                raise ConfigError(what, f"{table['script']}: skip", point, required, "correct it, or take it out")
-            cells = kept
-        found += cells
+        found += grid(table["script"], flags, ranges)
     return found
 
 
@@ -172,9 +159,7 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
         and all(name in cell.flags and f"{name}={cell.text_of(name)}" in only for name in names)
     ]
     if not chosen or "" in prefixes:
-        known = varieties(cells)
-        axes = {name: values for name, values in known.items() if len(values) > 1} or known
-        required = "; ".join(f"{name}={'|'.join(values)}" for name, values in axes.items()) or "a cell"
+        required = "; ".join(f"{name}={'|'.join(values)}" for name, values in varieties(cells).items() if values[1:])
         fix = "choose among these values, or give the beginning of a key that --list shows"
-        raise ConfigError("no cell matches", "--only", " ".join(only) or "no cells", required, fix)
+        raise ConfigError("no cell matches", "--only", " ".join(only) or "no cells", required or "its key", fix)
     return chosen
