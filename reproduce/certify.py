@@ -3,19 +3,15 @@
     python reproduce/certify.py --dtype bfloat16 --tokens 20000 --output reproduce/results/certify.jsonl
 
 1. Calibrate: along the book's own text, without any speculation, how far are the logits of forwards of
-   gamma + 1 tokens from those of 1-token forwards, each over the cache that they have written themselves? eps is
-   the largest difference. If the two choose differently more often than rounding explains, forwards of several
-   tokens are wrong, and the certificate fails.
+   gamma + 1 tokens from those of 1-token forwards? eps is the largest difference. If the two choose differently more
+   often than rounding explains, forwards of several tokens are wrong, and the certificate fails.
 2. Run: self-speculation over rows of different lengths, --tokens in all.
 3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and checks each. A token
    that is not its choice is a flip; one that it scores more than 2 eps below its choice is a flip outside
-   near-ties, and there must be none. What eps overstates is seen beside it: `gap_change`, the most that a rival
-   gained on the top token in calibration, and the counts by that stricter bound (greedy only), which decide nothing.
+   near-ties, and there must be none.
 
-Temperature 0 certifies the greedy mode. A higher one certifies the coupled mode: scores are then log-probabilities
-plus the noise of seed, row and position, and eps is divided by the temperature; a log-softmax shifts all scores
-of a token alike, which cancels in a gap. There is no top-k and no top-p here: which ids pass a filter's edge is a
-near-tie of another kind. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
+Temperature 0 certifies the greedy mode, a higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if
+not, 2 if it could not be made. docs/lossless.md says more.
 """
 
 import math

@@ -62,7 +62,10 @@ def main(flags: Flags) -> None:
     drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in flags.y}
     panels = [panel(kept, x, y) for y, kept in drawn.items() if kept and (flags.x or counts[x] > 1)]
     if not panels:
-        seen, required = f"{len(measured)} records with a number to draw", f"two values of {flags.x or ', '.join(AXES)}"
+        seen, required = (
+            f"{len(measured)} records with a number to draw",
+            f"numbers that differ under {flags.x or ' or '.join(AXES)}",
+        )
         raise ConfigError("there is nothing to draw", "RECORDS", seen, required, "measure more, or give --x, --y")
     for y, kept in drawn.items():
         print(f"  {y} over {x}: {len(kept)} of {len(records)} records; others lack a number")

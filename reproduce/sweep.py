@@ -21,7 +21,6 @@ from tyro.conf import UseAppendAction, arg
 
 from common import cli
 from common.errors import ConfigError, flag
-from common.jsonl import require_appendable
 from reproduce.sweeping.cells import VALUES, Cell, cells_of, labels, read_grid, select
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 
@@ -93,7 +92,6 @@ def run(flags: Flags) -> bool:
     """Run the cells, or list them, and say how they ended; whether none of them has failed."""
     cells = flags.cells()
     selected = select(cells, flags.only)
-    require_appendable(flags.file)
     if not flags.list:
         try:
             run_cells(cells, flags.file, retry_failed=flags.retry_failed, timeout_s=flags.timeout, only=flags.only)

@@ -74,7 +74,11 @@ def test_the_figure_lies_where_it_is_asked_for(tmp_path):
     [
         ([record(1, 1.1), record(1, 1.2)], (), "nothing to draw\n.*\n  seen: +2 records"),
         ([record(1, None), record(2, None)], ("--y", "speedup"), "nothing to draw\n.*\n  seen: +0 records with"),
-        ([record(1, 1.1), record(2, 1.2)], ("--x", "rows"), "nothing to draw\n.*\n.*\n.*two values of rows"),
+        (
+            [record(1, 1.1), record(2, 1.2)],
+            ("--x", "rows"),
+            "nothing to draw\n.*\n.*\n.*numbers that differ under rows",
+        ),
         ([record(1, 1.1), "text"], (), "this is no record\n  where: .*own.jsonl, line 2\n"),
         ([], ("nowhere.jsonl",), "no record\n.*nowhere.jsonl.*\n  seen: +no such file"),
     ],
