@@ -125,13 +125,10 @@ def main(flags: Flags) -> None:
         seen = in_turns({name: partial(next, turns) for name, turns in peers.items()}, flags.turns)
     medians = {name: median(ms for times, _ in turns for ms in times) for name, turns in seen.items()}
     texts = [[tokens for _, tokens in seen[name]] for name in same_weights]
-    measured = {
-        "prefill_seconds": prefill_seconds,
-        **{f"step_ms: {name}": value for name, value in medians.items()},
-        **{f"slower than foretoken: {name}": value / medians["foretoken"] for name, value in medians.items()},
-        "same_tokens_row_0": all(text == texts[0] for text in texts),
-        "transformers_version": transformers_version,
-    }
+    measured = {"prefill_seconds": prefill_seconds, **{f"step_ms: {name}": ms for name, ms in medians.items()}}
+    measured |= {f"slower than foretoken: {name}": ms / medians["foretoken"] for name, ms in medians.items()}
+    measured["same_tokens_row_0"] = all(text == texts[0] for text in texts)
+    measured["transformers_version"] = transformers_version
     publish(flags.output, rounded(record_of("cpu_peers", session, measured)))
 
 

@@ -77,7 +77,7 @@ def test_the_figure_lies_where_it_is_asked_for(tmp_path):
         (
             [record(1, 1.1), record(2, 1.2)],
             ("--x", "rows"),
-            "nothing to draw\n.*\n.*\n.*numbers that differ under rows",
+            "nothing to draw\n.*\n.*\n.*differ under rows",
         ),
         ([record(1, 1.1), "text"], (), "this is no record\n  where: .*own.jsonl, line 2\n"),
         ([], ("nowhere.jsonl",), "no record\n.*nowhere.jsonl.*\n  seen: +no such file"),
