@@ -32,7 +32,6 @@ serve: $(VENV)/.installed  ## fetch the default model, then serve it on http://1
 	$(RUN) -m serving $(SERVE)
 
 # Measured here, whatever is recorded in reproduce/results/ already. An interrupted run goes on where it was.
-# Acceptance behind 4000 tokens is measured once, by budget; --all puts it among the contexts too.
 # The cost model has a record of three gammas and eight repeats, which takes longer than all of this.
 HERE = --figures $(REPRODUCTION)/figures --output $(REPRODUCTION)
 
@@ -40,12 +39,9 @@ reproduce: $(VENV)/.installed-dev  ## published tables and figures beside what t
 	$(RUN) download.py
 	$(RUN) convert_hf_checkpoint.py
 	mkdir -p $(REPRODUCTION)
-	$(RUN) reproduce/acceptance_by_budget.py $(HERE)/acceptance.jsonl
-	$(RUN) reproduce/acceptance_by_context.py --prefix_len 1000 2000 --all $(HERE)/acceptance.jsonl
+	$(RUN) reproduce/acceptance_tables.py $(HERE)/acceptance.jsonl
 	$(RUN) reproduce/speedup_tables.py $(HERE)/speedups.jsonl
-	$(RUN) reproduce/cost_ratios.py $(HERE)/speedups.jsonl
-	$(RUN) reproduce/throughput_latency.py $(HERE)/speedups.jsonl
-	$(RUN) reproduce/cost_model_error.py --gamma 1 3 --repeats 2 $(HERE)/cost_model.jsonl
+	$(RUN) reproduce/cost_model_error.py --fixed gammas=[1,3] --fixed repeats=2 $(HERE)/cost_model.jsonl
 	$(RUN) reproduce/roofline_error.py --measure $(HERE)/roofline.jsonl
 
 test: lint  ## checks and tests, slow ones left out

@@ -120,16 +120,10 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
         counts, written = output.stats.counts, output.tokens
     session.runner.drop_graphs()
     own = {name: value for name, value in settings_record(session).items() if name in ROW_SETTINGS}
-    return {
-        "text": text,
-        **own,
-        "draft_budget": None if own["draft_policy"] == "full" else own["draft_budget"],
-        "acceptance_rate": counts.acceptance_rate,
-        "judged": counts.verified,
-        "acceptance_per_position": counts.acceptance_per_position,
-        "mean_accepted_length": counts.mean_accepted_length,
-        "distinct_4gram_fraction": record.distinct_4gram_fraction(written),
-    }
+    own |= {"draft_budget": None} if own["draft_policy"] == "full" else {}
+    counted = {"acceptance_rate": counts.acceptance_rate, "judged": counts.verified}
+    counted |= {name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")}
+    return {"text": text, **own, **counted, "distinct_4gram_fraction": record.distinct_4gram_fraction(written)}
 
 
 if __name__ == "__main__":

@@ -3,18 +3,15 @@
     python reproduce/certify.py --dtype bfloat16 --tokens 20000 --output reproduce/results/certify.jsonl
 
 1. Calibrate: along the book's own text, without any speculation, how far are the logits of forwards of
-   gamma + 1 tokens from those of 1-token forwards, each over the cache that they have written themselves? eps is
-   the largest difference. If the two choose differently more often than rounding explains, forwards of several
-   tokens are wrong, and the certificate fails.
+   gamma + 1 tokens from those of 1-token forwards? eps is the largest difference. If the two choose differently more
+   often than rounding explains, forwards of several tokens are wrong, and the certificate fails.
 2. Run: self-speculation over rows of different lengths, --tokens in all.
 3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and checks each. A token
    that is not its choice is a flip; one that it scores more than 2 eps below its choice is a flip outside
    near-ties, and there must be none.
 
-Temperature 0 certifies the greedy mode. A higher one certifies the coupled mode: scores are then log-probabilities
-plus the noise of seed, row and position, and eps is divided by the temperature; a log-softmax shifts all scores
-of a token alike, which cancels in a gap. There is no top-k and no top-p here: which ids pass a filter's edge is a
-near-tie of another kind. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
+Temperature 0 certifies the greedy mode, a higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if
+not, 2 if it could not be made. docs/lossless.md says more.
 """
 
 import math
@@ -99,45 +96,39 @@ def certified(session: engine.Session, following: list[list[int]]) -> dict[str, 
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
-    measured = {
-        "shortest_prompt": min(map(len, prompts)),
-        "eps": calibration.eps,
-        "calibration_positions": calibration.positions,
-        "calibration_flips": calibration.flips,
-        **asdict(result),
-        "calibration_trusted": calibration.trusted,
-        "holds": result.holds and calibration.trusted,
-        "acceptance_rate": output.stats.counts.acceptance_rate,
-        "mean_accepted_length": output.stats.counts.mean_accepted_length,
-        "distinct_4gram_fraction": distinct_4gram_fraction(output.tokens),
-    }
+    measured = {"shortest_prompt": min(map(len, prompts)), "eps": calibration.eps}
+    measured |= {"calibration_positions": calibration.positions, "calibration_flips": calibration.flips}
+    measured |= {**asdict(result), "calibration_trusted": calibration.trusted}
+    measured |= {"holds": result.holds and calibration.trusted}
+    measured |= {name: getattr(output.stats.counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    measured["distinct_4gram_fraction"] = distinct_4gram_fraction(output.tokens)
     record = record_of("certify", session, measured)
     # Digits that count, not decimals: in float64 eps is of the order of 1e-13.
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
+SHOWN = {
+    "eps": "{eps:.3g}",
+    "calibration positions (flips among them)": "{calibration_positions} ({calibration_flips})",
+    "tokens (rows)": "{tokens} ({rows})",
+    "near-ties: gap <= 2 eps{unit}": "{near_ties} ({share:.1%})",
+    "flips (largest gap at one)": "{flips} ({largest_gap_at_flip})",
+    "acceptance rate": "{acceptance_rate}",
+    "flips outside near-ties": "{flips_outside_near_ties}",
+    "certificate": "{verdict}",
+}
+SETTING = "{model}, {device}, {dtype}, {quantize} weights, KV in {kv_dtype}, {attention} attention, {verification}"
+
+
 def table(record: dict[str, Any]) -> str:
-    gap, share = record["largest_gap_at_flip"], record["near_ties"] / record["tokens"]
-    unit = "" if record["verification"] == "greedy" else f" / temperature {record['temperature']}"
     fails = "FAILS" if record["calibration_trusted"] else "FAILS: calibration flips"
-    rows = {
-        "eps": f"{record['eps']:.3g}",
-        "calibration positions": record["calibration_positions"],
-        "flips among them": record["calibration_flips"],
-        "tokens (rows)": f"{record['tokens']} ({record['rows']})",
-        f"near-ties: gap <= 2 eps{unit}": f"{record['near_ties']} ({100 * share:.1f}%)",
-        "flips": record["flips"],
-        "largest gap at a flip": "-" if gap is None else f"{gap:.3g}",
-        "acceptance rate": f"{record['acceptance_rate'] or 0:.3f}",
-        "flips outside near-ties": record["flips_outside_near_ties"],
-        "certificate": "holds" if record["holds"] else fails,
-    }
-    weights = f"{record['quantize']} weights, " if record["quantize"] else ""
-    headline = (
-        f"{record['model']}, {record['device']}, {record['dtype']}, {weights}KV in {record['kv_dtype']}, "
-        f"{record['attention']} attention, {record['verification']}"
-    )
-    return "\n".join([f"\n  {headline}\n", *(f"  {name:<44}{value:>20}" for name, value in rows.items()), ""])
+    said = {name: "-" if value is None else value for name, value in record.items()}
+    said["unit"] = "" if record["verification"] == "greedy" else f" / temperature {record['temperature']}"
+    said["quantize"] = record["quantize"] or record["dtype"]
+    said["share"] = record["near_ties"] / record["tokens"]
+    said["verdict"] = "holds" if record["holds"] else fails
+    lines = (f"  {name.format_map(said):<44}{value.format_map(said):>20}" for name, value in SHOWN.items())
+    return "\n".join([f"\n  {SETTING.format_map(said)}\n", *lines, ""])
 
 
 def main(flags: Flags) -> None:

@@ -4,14 +4,12 @@
 
 The costs are measured over random entries on a grid of batches and contexts, in a process of its own; the runs are
 of real prompts at those sizes and at one between them, which the model interpolates. Each prediction takes the
-acceptance rate of the run that it is compared with. The values of --B and --prefix_len are also the costs' grid: runs
-are made at its corners.
+acceptance rate of the run that it is compared with.
 """
 
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -23,60 +21,18 @@ import common.startup
 import numpy as np
 
 from common import cli
-from common.errors import ConfigError, flag, require_at_least
-from common.tables import Column, console
+from common.errors import ConfigError
+from common.tables import console
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
-from kv_cache.streaming import Streaming
-from reproduce.paper import auto_against_fixed, columns, reproduction
-from reproduce.paper.auto_against_fixed import LEAST_GEN_LEN
+from reproduce.paper import auto_against_fixed, columns
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.published import Record
-from reproduce.paper.reproduction import COST_MODEL, REPRODUCTION, Grid, Sweep
-from reproduce.sweeping.cells import Cell, grid
+from reproduce.paper.reproduction import COST_MODEL, View, showing
 
-GRID, CELL = "reproduce/cost_grid.py", "reproduce/gamma_cell.py"
 TARGET = 0.10
-SWEEP = Sweep(str(REPRODUCTION / COST_MODEL))
 # Where costs and a run have to agree to be compared.
 SET_UP = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
 SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
-
-
-@dataclass(frozen=True)
-class CostModel(Grid):
-    """Rows and contexts are the costs' grid, and runs are made at its corners, and at one place between them."""
-
-    B: tuple[int, ...] = (1, 8)  # rows decoded together
-    gamma: tuple[int, ...] = (1, 3, 5)  # tokens drafted per round
-    draft_budget: tuple[int, ...] = (128, 512)  # KV entries of the draft
-    between: tuple[int, int] = (4, 2000)  # rows and prompt tokens of one more run
-    repeats: int = 3  # how often every run is made, interleaved with all others of its size
-    compile: bool = False  # as that of the benchmarks
-    sweep: Sweep = SWEEP
-
-    def cells(self) -> list[Cell]:
-        """The costs, then the runs at the corners of their grid and at the place between. Errors: ConfigError."""
-        self._check()
-        gammas, budgets = sorted(set(self.gamma)), sorted(set(self.draft_budget))
-        fixed = self.given("compile") | {"model": self.checkpoint("model"), "gammas": gammas, "budgets": budgets}
-        costs = {"batches": self.B, "contexts": self.prefix_len, "policies": ["streaming"], "alpha": 0.8}
-        runs = fixed | {"gen_len": self.gen_len, "repeats": self.repeats}
-        batch, context = self.between
-        sizes = grid(CELL, runs, {"B": self.B, "prefix_len": self.prefix_len})
-        sizes.append(Cell(CELL, {**runs, "B": batch, "prefix_len": context}))
-        return [Cell(GRID, fixed | costs), *{cell.key: cell for cell in sizes}.values()]
-
-    def _check(self) -> None:
-        least = {"B": 1, "prefix_len": 2, "gamma": 1, "gen_len": LEAST_GEN_LEN, "repeats": 1}
-        # Behind the sinks, which no flag here changes, there is room for the largest block.
-        least["draft_budget"] = Streaming().n_sink + max(self.gamma) + 1
-        for name, minimum in least.items():
-            require_at_least(name, np.min(getattr(self, name)), minimum)
-        for name, value, sizes in zip(("rows", "prompt tokens"), self.between, (self.B, self.prefix_len), strict=True):
-            if not min(sizes) <= value <= max(sizes):
-                what, where = "the run between lies outside of the costs' grid", f"{flag('between')}: {name}"
-                fix = f"name a size between those of {flag('B')} and {flag('prefix_len')}"
-                raise ConfigError(what, where, value, f"{min(sizes)} to {max(sizes)}", fix)
 
 
 def comparisons(records: Sequence[Record]) -> list[Record]:
@@ -114,13 +70,7 @@ def grid_of(record: Record) -> CostGrid:
     return CostGrid(drafts=drafts, **axes, **costs)
 
 
-ERRORS = (
-    *columns.of("B", "prefix_len", "draft_budget", "gamma"),
-    Column("acceptance_rate", "acceptance", ".2f"),
-    Column("predicted", "predicted", ".2f"),
-    Column("measured", "measured", ".2f"),
-    Column("error", "error", "+.1%"),
-)
+ERRORS = columns.section("cost_errors")
 
 
 def error_summary(compared: Sequence[Record]) -> str:
@@ -132,17 +82,8 @@ def error_summary(compared: Sequence[Record]) -> str:
 
 def table(records: list[Record]) -> str:
     compared, title = comparisons(records), "  Speedups, predicted by the cost model and measured end to end\n"
-    modes = (mode_table(mode, records) for mode in auto_against_fixed.MODES)
+    modes = (f"\n{auto_against_fixed.section_of(mode, records, console)}" for mode in auto_against_fixed.MODES)
     return "\n".join([title, console(compared, ERRORS), f"  {error_summary(compared)}", *modes])
-
-
-def mode_table(mode: str, records: Sequence[Record]) -> str:
-    compared = auto_against_fixed.against_fixed(mode, records)
-    title = auto_against_fixed.MODES[mode].replace("`", "")
-    if not compared:
-        return f"\n  {title}: {columns.NONE}"
-    shown = console(compared, auto_against_fixed.COLUMNS)
-    return f"\n  {title}\n\n{shown}\n  {auto_against_fixed.summary(compared)}"
 
 
 def figure(records: list[Record]) -> Figure:
@@ -155,4 +96,4 @@ def figure(records: list[Record]) -> Figure:
 
 
 if __name__ == "__main__":
-    cli.run_alone(reproduction.showing("cost_model_error", table, figure), CostModel)
+    cli.run_alone(*showing(COST_MODEL, View(table, {"cost_model_error": figure})))

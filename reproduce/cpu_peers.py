@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -32,6 +33,7 @@ from common.jsonl import publish
 from engine.bench.config import Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.names import Scheme
+from reproduce.paper.in_turns import in_turns
 
 # Milliseconds between tokens, and the tokens of the first row.
 Turns = Iterator[tuple[list[float], list[int]]]
@@ -120,16 +122,13 @@ def main(flags: Flags) -> None:
         same_weights = list(peers)
         for scheme in flags.schemes:
             peers[f"foretoken, {scheme}"] = foretoken_turns(quantised(session, scheme), *given)
-        seen = [{name: next(turns) for name, turns in peers.items()} for _ in range(flags.turns)]
-    medians = {name: median(ms for turn in seen for ms in turn[name][0]) for name in peers}
-    texts = [[turn[name][1] for turn in seen] for name in same_weights]
-    measured = {
-        "prefill_seconds": prefill_seconds,
-        **{f"step_ms: {name}": value for name, value in medians.items()},
-        **{f"slower than foretoken: {name}": value / medians["foretoken"] for name, value in medians.items()},
-        "same_tokens_row_0": all(text == texts[0] for text in texts),
-        "transformers_version": transformers_version,
-    }
+        seen = in_turns({name: partial(next, turns) for name, turns in peers.items()}, flags.turns)
+    medians = {name: median(ms for times, _ in turns for ms in times) for name, turns in seen.items()}
+    texts = [[tokens for _, tokens in seen[name]] for name in same_weights]
+    measured = {"prefill_seconds": prefill_seconds, **{f"step_ms: {name}": ms for name, ms in medians.items()}}
+    measured |= {f"slower than foretoken: {name}": ms / medians["foretoken"] for name, ms in medians.items()}
+    measured["same_tokens_row_0"] = all(text == texts[0] for text in texts)
+    measured["transformers_version"] = transformers_version
     publish(flags.output, rounded(record_of("cpu_peers", session, measured)))
 
 

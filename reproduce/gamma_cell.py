@@ -35,6 +35,7 @@ from common.jsonl import publish
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
+from reproduce.paper.in_turns import in_turns
 from reproduce.paper.reproduction import DraftDtype, DraftWeights
 
 if TYPE_CHECKING:
@@ -212,9 +213,7 @@ def main(flags: Flags) -> None:
     for one in contenders:
         one.use_functions()
         passes.warm_up(one.session, one.drafters)
-    for repeat in range(flags.repeats):
-        for one in contenders if repeat % 2 == 0 else reversed(contenders):  # against drift
-            one.run()
+    in_turns({number: one.run for number, one in enumerate(contenders)}, flags.repeats)
     rows = [one.row() for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))

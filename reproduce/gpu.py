@@ -3,7 +3,7 @@
     python reproduce/gpu.py --output reproduce/results/gpu.jsonl
 
 Parts: (a) every attention backend against float64, random numbers, quantised layers, what a prompt's chunk attends
-in, replayed rounds; (b) how fast backends read a KV cache, and linear layers their weights; (c) speculation beside
+in, replayed rounds; (b) how fast backends read a KV cache; (c) speculation beside
 plain decoding on the default model and book; (d) costs of 8B and 7B shapes with random weights; (e) what of a round
 is no kernel. Rows that do not fit into memory are left out, and the record says so. Every finished cell is appended
 at once, one that breaks as a record of its error. Each part runs in a process of its own, which is started again
@@ -47,12 +47,12 @@ class Flags(Output):
         """Errors: ConfigError on a machine without a GPU, unless a quick run on the CPU is asked for."""
         import torch
 
-        has_gpu, is_quick = torch.cuda.is_available(), " --quick" if self.quick else ""
+        has_gpu = torch.cuda.is_available()
         if not (has_gpu if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
-            where, required = f"reproduce/gpu.py: {flag('device')}", "a CUDA device, or --device cpu --quick"
-            found = f"{'a' if has_gpu else 'no'} CUDA device that PyTorch {torch.__version__} sees"
+            required = "a CUDA device, or --device cpu --quick"
+            found = f"{self.device}, {'a' if has_gpu else 'no'} CUDA device that PyTorch {torch.__version__} sees"
             fix = "run it on a machine with a GPU and a CUDA build of PyTorch; --device cpu --quick shows that it runs"
-            raise ConfigError("the measurements need a GPU", where, f"{self.device}{is_quick}, {found}", required, fix)
+            raise ConfigError("the measurements need a GPU", flag("device"), found, required, fix)
         return Options(self.device, self.quick)
 
 
@@ -80,9 +80,6 @@ def measure(parts: Sequence[str], options: Options, time_limit: float, output: s
 def main(flags: Flags) -> None:
     options = flags.options
     require_appendable(flags.output)
-    if flags.time_limit < 0:
-        what = "there is no time to measure anything"
-        raise ConfigError(what, flag("time_limit"), flags.time_limit, ">= 0 seconds", "leave it out")
     if not measure(flags.parts, options, flags.time_limit, flags.output):
         sys.exit(1)
 

@@ -7,9 +7,7 @@ and names the variants if one of them spills registers or needs more shared memo
 """
 
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -18,47 +16,33 @@ from common.errors import ConfigError
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Output
+from reproduce.paper.columns import section
 
-COLUMNS = (
-    *(Column("variant", "variant", align="<"), Column("arch", "arch", "sm_{}".format)),
-    *(Column("registers", "registers"), Column("shared", "shared")),
-    *(Column(lambda row: row["spill_stores"] + row["spill_loads"], "spills"), Column("threads", "threads")),
-)
+COLUMNS = section("compiled", spills=lambda row: row["spill_stores"] + row["spill_loads"])
 
 
-@dataclass(frozen=True)
-class Flags(Output):
-    archs: tuple[Literal[80, 90], ...] = (80, 90)  # compute capabilities, times ten
-    dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")  # of the model
-    head_dims: tuple[Literal[64, 128], ...] = (64, 128)  # numbers in a head
-    rows: tuple[Literal[16, 32, 64, 128], ...] = (16, 32, 64, 128)  # tokens times group
-
-
-def main(flags: Flags) -> None:
+def main(flags: Output) -> None:
     try:
         import triton
     except ImportError:
         what, where, required = "the kernels cannot be compiled", "reproduce/kernel_report.py", "triton 3.6 or newer"
         fix = "pip install -r requirements-dev.txt"
         raise ConfigError(what, where, "no triton package", required, fix) from None
-    import torch
-
-    from reproduce.gpu_parts.kernels import compile_launch, variants
+    from reproduce.gpu_parts.kernels import SHARED_LIMIT, compile_launch, problem_of, variants
 
     require_appendable(flags.output)
-    reports, dtypes = [], [getattr(torch, name) for name in flags.dtypes]
-    for arch in flags.archs:
-        for variant, launch in variants(arch, dtypes, flags.head_dims, flags.rows):
-            reports.append(compile_launch(variant, launch, arch))
+    kernels = []
+    for arch in SHARED_LIMIT:
+        for variant, launch in variants(arch):
+            kernels.append(compile_launch(variant, launch, arch))
             say(f"compiled {variant} for sm_{arch}")
-    most_shared = {f"sm_{arch}": max(one.shared for one in reports if one.arch == arch) for arch in flags.archs}
-    problems = [problem for one in reports for problem in one.problems]
-    most_registers, kernels = max(one.registers for one in reports), list(map(asdict, reports))
-    record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(reports)}
+    most_shared = {f"sm_{arch}": max(one["shared"] for one in kernels if one["arch"] == arch) for arch in SHARED_LIMIT}
+    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(one["registers"] for one in kernels)
+    record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(kernels)}
     record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
-    summary = f"{len(reports)} variants, at most {most_registers} registers, {len(problems)} problems"
+    summary = f"{len(kernels)} variants, at most {most_registers} registers, {len(problems)} problems"
     table = console(kernels, COLUMNS, indent="")
     publish(flags.output, record | {"kernels": kernels} | provenance(), table, summary)
     if problems:
@@ -67,4 +51,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Flags)
+    cli.run_alone(main, Output)

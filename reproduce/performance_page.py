@@ -8,7 +8,6 @@ No number on the page comes from anywhere but a record; what has no record is "n
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,8 +18,8 @@ from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
 from reproduce import drafters, serve_load, spec_bench
-from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, filled, read, table
-from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
+from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, table
+from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of, section
 from reproduce.paper.published import Record, grouped
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -54,14 +53,13 @@ OUTCOME = Column("status", "outcome", lambda status: "passed" if status == "done
 OUTCOMES = of("cell", OUTCOME, "worst_error", "tolerance")
 KV_BYTES = Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV")
 BLOCKS = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
-KERNELS = (
-    Column("gpu", "GPU", align="<"),
-    Column("kernel", "kernel", align="<"),
-    Column("variant", "kinds of slots", lambda variants: str(len(variants))),
-    Column("registers", "registers of a thread", _ends),
-    Column("shared", "bytes of shared memory", _ends),
-    Column(lambda row: sum(row["spill_stores"] + row["spill_loads"]), "bytes spilled"),
-    Column("threads", "threads of a block", _ends),
+KERNELS = section(
+    "kernels",
+    variant=lambda row: len(row["variant"]),
+    registers=lambda row: _ends(row["registers"]),
+    shared=lambda row: _ends(row["shared"]),
+    spills=lambda row: sum(row["spill_stores"] + row["spill_loads"]),
+    threads=lambda row: _ends(row["threads"]),
 )
 
 
@@ -133,10 +131,5 @@ def page(folder: Path = RESULTS) -> str:
     return text.replace("](results/", "](../reproduce/results/").replace("`results/", "`reproduce/results/")
 
 
-@dataclass(frozen=True)
-class Flags(Options):
-    page: Path = PAGE  # the page to write
-
-
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(page(flags.results)), Flags)
+    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)

@@ -57,15 +57,18 @@ def main(flags: Flags) -> None:
     figures.require_matplotlib()
     records = read_records(flags.records)
     measured = [record for record in records if any(_is_number(record.get(y)) for y in flags.y)]
-    x = flags.x or most_varied(measured)
+    counts = {axis: len({one[axis] for one in measured if _is_number(one.get(axis))}) for axis in AXES}
+    x = flags.x or max(AXES, key=counts.__getitem__)
     drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in flags.y}
-    panels = [panel(kept, x, y) for y, kept in drawn.items() if kept]
+    panels = [panel(kept, x, y) for y, kept in drawn.items() if kept and (flags.x or counts[x] > 1)]
     if not panels:
-        seen, required = f"{len(records)} records", f"numbers under {x} and one of {', '.join(flags.y)}"
-        raise ConfigError("no record can be drawn", "RECORDS", seen, required, "name others: --x, --y")
+        seen, required = (
+            f"{len(measured)} records with a number to draw",
+            f"numbers that differ under {flags.x or ' or '.join(AXES)}",
+        )
+        raise ConfigError("there is nothing to draw", "RECORDS", seen, required, "measure more, or give --x, --y")
     for y, kept in drawn.items():
-        lacking = "; the others lack a number" if len(kept) < len(records) else ""
-        print(f"  {y} over {x}: {len(kept)} of {len(records)} records{lacking}")
+        print(f"  {y} over {x}: {len(kept)} of {len(records)} records; others lack a number")
     name = Path(flags.records[0]).stem
     for path in figures.save(Figure(name, panels), name, Path(flags.figures)):
         print(f"  {path}")
@@ -75,26 +78,13 @@ def read_records(paths: Sequence[str]) -> list[Record]:
     """The files' records, empty ones of failed cells. Errors: ConfigError naming a file or line that has none."""
     records = []
     for path in paths:
-        if not Path(path).is_file():
-            what, required = "there is no such file of records", "a file of JSON lines"
-            raise ConfigError(what, "RECORDS", path, required, "name another")
-        for number, line in read_lines(path):
+        for number, line in read_lines(path) if Path(path).is_file() else [(0, "no such file")]:
             record = line.get("record", line) if isinstance(line, dict) else line
-            if not isinstance(line, dict) or not isinstance(record, dict | None):
+            if not isinstance(record, dict | None):
                 where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
-                raise ConfigError("a line is no record", where, str(line)[:80], "a JSON object", fix)
+                raise ConfigError("this is no record", where, str(line)[:80], "a JSON object in each line", fix)
             records.append(record or {})
     return records
-
-
-def most_varied(records: Sequence[Record]) -> str:
-    """The axis with the most values. Errors: ConfigError if none has two."""
-    counts = {axis: len({record[axis] for record in records if _is_number(record.get(axis))}) for axis in AXES}
-    most = max(counts, key=lambda axis: counts[axis])
-    if counts[most] < 2:
-        seen, required = f"{len(records)} records with a number to draw", f"two values of one of {', '.join(AXES)}"
-        raise ConfigError("nothing varies", "RECORDS", seen, required, "measure more, or give --x")
-    return most
 
 
 def panel(records: Sequence[Record], x: str, y: str) -> Panel:

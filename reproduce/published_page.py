@@ -10,7 +10,6 @@ measured costs stand in columns of their own; what has no record is "not measure
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from common.tables import Column, markdown
 from engine.bench.config import AUTO
 from engine.bench.cost_tables import cost_columns
 from reproduce import cost_model_error, roofline_error
-from reproduce.pages.generated_page import GPU, RESULTS, Options, absent, filled, read, require_folder, source, table
+from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, source, table
 from reproduce.pages.published_tables import Records, measured_speedup, published_tables
 from reproduce.paper import auto_against_fixed, columns, cpu_roofline
 from reproduce.paper.columns import FLOW, NONE, SETTING, STEPS, by_size, machine_name, of
@@ -45,7 +44,6 @@ ON_CPU = of("B", "prefix_len", "cost", "predicted_ms", "measured_ms", ERROR)
 
 
 def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
-    require_folder("figures", figures)
     gpu = [record for record in read(folder, GPU, "gpu_costs") if record.get("status") == "done"]
     runs = [*swept(folder, SPEEDUPS), *gpu]
     runs = [run for run in runs if isinstance(run.get("gamma"), int) and run.get("draft_budget") != AUTO]
@@ -105,24 +103,10 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
         "cost_error": cost_model_error.error_summary(compared).capitalize(),
         "cost_grids": "\n\n".join(markdown(np.ndindex(grid.plain.shape), cost_columns(grid)) for grid in grids) or NONE,
         "cost_errors": markdown(compared, cost_model_error.ERRORS) if compared else NONE,
-        "modes": "".join(mode_section(mode, records) for mode in auto_against_fixed.MODES),
+        "modes": "".join(f"{auto_against_fixed.section_of(mode, records)}\n\n" for mode in auto_against_fixed.MODES),
         "cost_source": source(records) if records else absent("The cost model", COST_MODEL),
     }
 
 
-def mode_section(mode: str, records: Sequence[Record]) -> str:
-    compared, title = auto_against_fixed.against_fixed(mode, records), auto_against_fixed.MODES[mode]
-    if not compared:
-        return f"{title}: {NONE}.\n\n"
-    summary = auto_against_fixed.summary(compared).capitalize()
-    return f"{title}:\n\n{markdown(compared, auto_against_fixed.COLUMNS)}\n\n{summary}.\n\n"
-
-
-@dataclass(frozen=True)
-class Flags(Options):
-    page: Path = PAGE  # the page to write
-    figures: Path = FIGURES  # the folder with the figures
-
-
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(page(flags.results, flags.figures)), Flags)
+    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)

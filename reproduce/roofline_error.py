@@ -27,6 +27,7 @@ from common.provenance import git_commit
 from common.tables import Column, console
 from engine.cost_model.machines import Machine, Protocol
 from reproduce.paper import figures
+from reproduce.paper.columns import section
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.predicted import halves, is_acceptance_known, machine_of, predict
 from reproduce.paper.published import Record, draft_name, published, target_name
@@ -126,8 +127,7 @@ def constants() -> list[Record]:
 
 HEADS = (Column(name, f"{name} ({len(facts)})", ".1%") for name, facts in groups().items())
 ERRORS = (Column("way", "constants", align="<"), *HEADS)
-CONSTANT = Column("constant", "constant", align="<")
-LEFT = (CONSTANT, Column("fitted", "fitted", "g"), Column("left", "left of the spread", ".0%"))
+LEFT = section("constants")
 
 
 def rows() -> list[Record]:

@@ -14,7 +14,6 @@ reuses what its row holds. Last come plain rounds over HTTP beside those of a De
 from __future__ import annotations
 
 import asyncio
-import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +34,10 @@ from common.errors import DataError, flag, require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Output, RunConfig, Text
+from reproduce.paper.columns import section
+from reproduce.paper.in_turns import in_turns, median_ratio
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
 from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches
@@ -61,22 +62,7 @@ def rows_a_round(row: Record) -> float | None:
     return rate * ms / 1e3 / tokens if tokens and rate else None
 
 
-COLUMNS = [
-    *(Column("clients", "clients"), Column("mode", "rounds", align="<"), Column("requests", "requests")),
-    *(Column("errors", "errors"), Column("requests_per_second", "a second", ".2f")),
-    *(Column("output_tokens_per_second", "tok/s", ".1f"), Column("speedup", "over plain", ".2f")),
-    *(Column("decode_tokens_per_second", "decode tok/s", ".1f"), Column("decode_speedup", "over plain", ".2f")),
-    *(Column("ttft_ms_p50", "first token, ms: p50", ".0f"), Column("ttft_ms_p99", "p99", ".0f")),
-    *(Column("tpot_ms_p50", "per token, ms: p50", ".0f"), Column("tpot_ms_p99", "p99", ".0f")),
-    *(Column("accepted_share", "accepted", ".3f"), Column("tokens_per_round", "tokens per round", ".2f")),
-    *(Column(rows_a_round, "rows a round", ".1f"), Column("round_ms", "ms a round", ".0f")),
-    *(Column("reused_prompt_tokens", "reused"), Column("identical_answers", "as plain")),
-    Column("between_share", "between rounds", ".1%"),
-]
-OVER_HTTP = [
-    *(Column("streams", "streams"), Column("step_ms_http", "step over HTTP, ms", ".1f")),
-    *(Column("step_ms_in_process", "without a server, ms", ".1f"), Column("http_over_in_process", "ratio", ".3f")),
-]
+COLUMNS, OVER_HTTP = section("serving", rows_a_round=rows_a_round), section("over_http")
 
 
 @dataclass(frozen=True)
@@ -180,14 +166,11 @@ def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], i
         "http": lambda: full_gaps(asyncio.run(load(endpoint, prompts, len(prompts))).answers),
         "in_process": lambda: full_steps(decoder, ids, flags.gen_len),
     }
-    ms: dict[str, list[float]] = {name: [] for name in turns}
-    for pair in range(1 + flags.in_process):
-        for name in sorted(turns, reverse=pair % 2 == 0):
-            seconds = turns[name]()
-            ms[name] += [1e3 * median(seconds)] if pair else []  # the first one prefills, and streams may not overlap
-    http, alone = (ms[name] for name in turns)
-    found = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
-    return found | {"http_over_in_process": median(map(operator.truediv, http, alone))}
+    found = in_turns(turns, 1 + flags.in_process)
+    # The first one prefills, and its streams may not overlap.
+    http, alone = ([1e3 * median(seconds) for seconds in each[1:]] for each in found.values())
+    steps = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
+    return steps | {"http_over_in_process": median_ratio(http, alone)}
 
 
 def main(flags: Flags) -> None:
@@ -205,21 +188,11 @@ def main(flags: Flags) -> None:
             n_streams, lengths = min(STREAMS, n_rows), spread(flags.shortest, flags.longest)
             prompts = [new_prompt(length) for length in islice(lengths, n_streams)]
             overhead = without_http(flags, serve, url, prompts, list(map(ids_of, prompts)))
-    rows = [
-        {"clients": n, "mode": mode, **beside(of_modes[PLAIN], own)}
-        for n, of_modes in phases.items()
-        for mode, own in of_modes.items()
-    ]
+    pairs = ((n, mode, of_modes) for n, of_modes in phases.items() for mode in of_modes)
+    rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
-    record = {
-        "benchmark": BENCHMARK,
-        "model": source.name,
-        "dataset": flags.text.dataset,
-        **said,
-        "rows": rows,
-        "overhead": overhead,
-        **provenance(),
-    }
+    record = {"benchmark": BENCHMARK, "model": source.name, "dataset": flags.text.dataset, **said, "rows": rows}
+    record |= {"overhead": overhead, **provenance()}
     texts = [console(rows, COLUMNS), NOTE, *([console([overhead], OVER_HTTP)] if overhead else [])]
     publish(flags.output.output, rounded(record), *texts, put_off=put_off)
 

@@ -1,11 +1,14 @@
-"""Speedup over plain decoding by rows, context and draft, published and measured side by side, losses included.
+"""Speculation beside plain decoding, published and measured side by side, losses included: speedups by rows, context
+and draft; what a verification and a draft step cost in plain steps; throughput against latency.
 
 python reproduce/speedup_tables.py
-python reproduce/speedup_tables.py --model CHECKPOINT --B 32 64 128 --prefix_len 8000 32000 --gamma 3 4 --compile
+python reproduce/speedup_tables.py --grid reproduce/grids/speedups_draft.toml --all
+python reproduce/speedup_tables.py --fixed model=CHECKPOINT --axis B=32,64 --axis prefix_len=8000,32000 --axis gamma=3,4
 """
 
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -14,36 +17,101 @@ import common.startup
 
 from common import cli
 from common.tables import Column
-from reproduce.paper import columns, reproduction
-from reproduce.paper.figures import Figure, Pair, over_rows
-from reproduce.paper.published import SELF, Record, draft_name, pairs_of, published
+from reproduce.paper import columns
+from reproduce.paper.columns import KINDS, over
+from reproduce.paper.figures import BLACK, Figure, Pair, Panel, Series, lines, over_rows
+from reproduce.paper.published import SELF, Record, draft_name, grouped, pairs_of, published, target_name
+from reproduce.paper.reproduction import SPEEDUPS, View, showing
 
-TITLE = "Speedup over plain decoding"
-NOTE = (
+SPEEDUP = "Speedup over plain decoding"
+SPEEDUP_NOTE = (
     f"{columns.SLOWER}: slower than plain decoding. Measured: over the rounds in which all rows are busy, and to the "
     "last row.\n  By the formula: what the published formula makes of the measured acceptance and step times.\n"
     "  Figure 6 was read off a plot, to about 0.02."
 )
+COSTS = "Costs in steps of plain decoding"
+COSTS_NOTE = (
+    "The published ratios are theoretical and were read off figures; measured ones are medians of timed rounds."
+)
+RATIOS = {kind: [fact for fact in published().ratios if fact["kind"] == kind] for kind in KINDS}
+FLOW = "Throughput against latency"
+FLOW_NOTE = """Published: a figure; no numbers of it are recorded here, so there is nothing to set beside these.
+  ms a token: what a row waits for a token; tokens/s: all rows together, while all are busy."""
+FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 
 
-def table(records: list[Record]) -> str:
+def speedups(records: list[Record]) -> str:
     facts = published().speedups
     origins = dict.fromkeys(fact["origin"] for fact in facts)
     known = [Column(origin, origin, columns.published_speedup_text) for origin in origins]
     measured = replace(columns.COLUMNS["speedup"], head="measured"), "wall_speedup", "acceptance_rate", "formula"
     shown = columns.of(*columns.SETTING, *known, *measured)
-    return columns.side_by_side(TITLE, records, NOTE, columns.beside(records, facts), shown)
+    return columns.side_by_side(SPEEDUP, records, SPEEDUP_NOTE, columns.beside(records, facts), shown)
 
 
-def figure(records: list[Record]) -> Figure:
+def speedup_figure(records: list[Record]) -> Figure:
     """A panel for each published pair of models; measured self-speculation or draft models are in those like it."""
     pairs = []
     for (target, draft), known in pairs_of(published().figure_6).items():
         own = [record for record in records if (draft_name(record) == SELF) == (draft == SELF)]
         own = [record for record in own if record.get("speedup") is not None]
         pairs.append(Pair(f"published: {target}, {draft} draft", known, own, "speedup", "speedup"))
-    return over_rows(TITLE, pairs)
+    return over_rows(SPEEDUP, pairs)
 
+
+def costs(records: list[Record]) -> str:
+    rows = [
+        row | {"kind": kind, "ratio": over(f"{kind}_step_ms")(row)}
+        for kind, facts in RATIOS.items()
+        for row in columns.beside(records, facts)
+    ]
+    kind = Column("kind", "ratio", KINDS.__getitem__, align="<")
+    shown = columns.of(kind, *columns.SETTING, "published", columns.measured("ratio", "measured", ".2f"))
+    return columns.side_by_side(COSTS, records, COSTS_NOTE, rows, shown)
+
+
+def cost_figure(records: list[Record]) -> Figure:
+    pairs = []
+    for kind, facts in RATIOS.items():
+        at = f"gamma {facts[0]['gamma']}" if facts[0]["gamma"] else f"budget {facts[0]['draft_budget']}"
+        title = f"published: {facts[0]['model']}, {at}, theoretical"
+        pairs.append(Pair(title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
+    return over_rows(COSTS, pairs)
+
+
+def flow(records: list[Record]) -> str:
+    rows = sorted(records, key=columns.by_size)
+    return columns.side_by_side(FLOW, records, FLOW_NOTE, rows, [*columns.SETTING, *columns.FLOW])
+
+
+def flow_figure(records: list[Record]) -> Figure:
+    """A panel for each target and context; points are named by their rows."""
+    groups = grouped(records, lambda record: (target_name(record), record["prefix_len"]))
+    panels = [
+        Panel(f"{target}, {context} tokens", *FLOW_AXES, _flow_series(own), is_log_x=False)
+        for (target, context), own in sorted(groups.items(), key=itemgetter(0))
+    ]
+    title = f"{FLOW} ({published().about['system']}: no published numbers recorded)"
+    return Figure(title, panels or [Panel("nothing measured", *FLOW_AXES, [], is_log_x=False)])
+
+
+def _flow_series(records: list[Record]) -> list[Series]:
+    plain = {record["B"]: record for record in reversed(records)}.values()
+    axes, look = ("baseline_step_ms", "baseline_tokens_per_second"), {"color": BLACK, "marker": "v"}
+    rows, rounds = "B {B}".format_map, over("round_ms", "mean_accepted_length")
+
+    def label(record: Record) -> str:
+        return f"measured, {draft_name(record)} drafts, gamma {record['gamma']}, budget {record['draft_budget']}"
+
+    alone = lines(plain, lambda _: "measured, plain decoding", *axes, lambda _: look, rows)
+    return alone + lines(records, label, rounds, "decode_tokens_per_second", name=rows)
+
+
+VIEWS = (
+    View(speedups, {"speedup_tables": speedup_figure}),
+    View(costs, {"cost_ratios": cost_figure}),
+    View(flow, {"throughput_latency": flow_figure}),
+)
 
 if __name__ == "__main__":
-    cli.run_alone(reproduction.showing("speedup_tables", table, figure), reproduction.Speculation)
+    cli.run_alone(*showing(SPEEDUPS, *VIEWS))

@@ -204,8 +204,7 @@ class Planner:
             "engine.bench.plan.check_compiler": lambda device: None,
             "engine.bench.memory.available_bytes": lambda device: n_bytes,
             "engine.bench.session._join_ranks": _reach,
-            "reproduce.paper.reproduction.DEFAULT_DRAFT": self.folder / "checkpoints/SmolLM2-draft/model.pth",
-            "reproduce.paper.reproduction.run_cells": _reach,
+            "reproduce.sweep.run_cells": _reach,
             "reproduce.sweeping.runner.run_cells": _reach,
         }
         with pytest.MonkeyPatch.context() as patch:

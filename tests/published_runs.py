@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from programs import Ended, run
 
-from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, speedup_tables, throughput_latency
+from reproduce import acceptance_tables
 from reproduce.paper import figures, reproduction
 from reproduce.sweeping import runner
 from reproduce.sweeping.cells import Cell
 
 BUILT_IN, LLAMA = "SmolLM2-135M-Instruct", "Llama-3.1-8B"
-SPECULATION = (speedup_tables, cost_ratios, throughput_latency)
-ACCEPTANCE = (acceptance_by_context, acceptance_by_budget)
+SELFSPEC, ACCEPT = "tests/selfspec_benchmark.py", "reproduce/acceptance.py"
 ORIGIN = {"git_commit": "0123456789abcdef", "machine": "a CPU, 2 cores", "gpu": None, "torch_version": "2.13"}
 STORAGE = {"dtype": "float32", "kv_dtype": "float32", "draft_dtype": "bfloat16", "draft_weights": None}
 TIMES = {"baseline_step_ms": 100.0, "draft_step_ms": 25.0, "verify_step_ms": 150.0, "round_ms": 240.0}
@@ -65,15 +64,14 @@ class Runs:
         self.folder, self.patch = folder, patch
         self.model, self.ended, self.measured, self.save = BUILT_IN, Ended(0, "", ""), [], figures.save
         patch.setattr(runner, "_run", self.measure)
-        patch.setattr(reproduction, "DEFAULT_DRAFT", folder / "no draft")
 
     def measure(self, cell: Cell, *_: object) -> dict[str, Any]:
         self.measured.append(cell)
         row = {"key": cell.key, "script": cell.script, "flags": cell.given, "seconds": 1.0}
         if cell.given["B"] == THIRTEEN:
             return row | {"status": "failed", "error": "thirteen rows", "record": None}
-        is_acceptance = cell.script == reproduction.ACCEPT
-        own = acceptance(cell.given) if is_acceptance else speculation(cell.given, cell.script == reproduction.SELFSPEC)
+        is_acceptance = cell.script == ACCEPT
+        own = acceptance(cell.given) if is_acceptance else speculation(cell.given, cell.script == SELFSPEC)
         size = {name: cell.given[name] for name in ("B", "prefix_len", "gamma")}
         record = ORIGIN | STORAGE | {"model": self.model, "dataset": "default", "load_format": "pth"} | size | own
         return row | {"status": "ok", "error": None, "record": record}
@@ -81,7 +79,7 @@ class Runs:
     def __call__(self, script: ModuleType, *flags: str, draws: bool = False) -> str:
         """What the script printed, given these flags, and folders of its own."""
         self.patch.setattr(figures, "save", self.save if draws else lambda figure, name, folder: [])
-        file = reproduction.ACCEPTANCE if script in ACCEPTANCE else reproduction.SPEEDUPS
+        file = reproduction.ACCEPTANCE if script is acceptance_tables else reproduction.SPEEDUPS
         own = ["--output", str(self.folder / file), "--figures", str(self.folder / "figures")]
         self.ended = run(f"reproduce/{name_of(script)}.py", [*own, *flags])
         return self.ended.out + self.ended.err

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
 from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve_several
 from reproduce import cost_model_error
-from reproduce.cost_model_error import CostModel, mode_table
 from reproduce.gamma_cell import Flags
+from reproduce.pages.generated_page import RESULTS
 from reproduce.paper import auto_against_fixed, reproduction
 from reproduce.paper.auto_against_fixed import AUTO as AUTO_GAMMA
-from reproduce.paper.auto_against_fixed import AUTO_BUDGET, COLUMNS, against_fixed, summary
-from reproduce.published_page import mode_section
+from reproduce.paper.auto_against_fixed import AUTO_BUDGET, COLUMNS, against_fixed, section_of, summary
 
 SHARES = "% of rounds by budget"
 PLAIN = [10.0, 20.0, 10.0]
@@ -99,8 +97,7 @@ def test_a_record_without_the_way_is_left_out():
     records = [cell(LARGE, AUTO), {"benchmark": "cost_model"}]
     assert against_fixed(AUTO_BUDGET, records) == []
     measured = "against the best of the measured budgets: not measured"
-    assert mode_table(AUTO_BUDGET, records) == f"\n  --gamma auto --draft_budget auto, {measured}"
-    assert mode_section(AUTO_BUDGET, records) == f"`--gamma auto --draft_budget auto`, {measured}.\n\n"
+    assert section_of(AUTO_BUDGET, records) == f"`--gamma auto --draft_budget auto`, {measured}."
 
 
 @pytest.mark.parametrize("ratio,says", [(0.96, "no median lies below"), (0.9496, "2 of 2 medians below")])
@@ -144,34 +141,16 @@ def test_every_cache_of_a_cell_is_planned_for():
     assert (planned.gamma, planned.capacity) == (9, 128)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        *({"gen_len": 1}, {"repeats": 0}, {"gamma": (0, 3)}, {"B": (0, 8)}, {"prefix_len": (1, 1000)}),
-        *({"draft_budget": (128, 9)}, {"draft_budget": (128,), "gamma": (3, 124)}),
-        *({"between": (9, 2000)}, {"between": (4, 999)}),
-    ],
-    ids=str,
-)
-def test_what_no_cell_can_run_is_refused_before_any_does(sizes):
-    """A budget has room for the largest block behind the sinks, and what is between lies there."""
-    with pytest.raises(ConfigError, match=rf"where: .*{next(iter(sizes))}\b"):
-        CostModel(**sizes).cells()
-    assert CostModel(draft_budget=(128, 10)).cells() and CostModel(draft_budget=(128,), gamma=(3, 123)).cells()
-
-
-def test_a_gamma_or_budget_that_is_given_twice_is_measured_once():
-    for made in CostModel(gamma=(3, 1, 3), draft_budget=(128, 128)).cells():
-        assert (made.flags["gammas"], made.flags["budgets"]) == ([1, 3], [128])
-
-
 def test_figures_are_drawn_although_nobody_reads_the_table(tmp_path, monkeypatch):
     class Left(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    sweep = reproduction.Sweep(f"{tmp_path}/rows.jsonl", str(tmp_path))
+    views = (reproduction.View(cost_model_error.table, {"errors": cost_model_error.figure}),)
+    grid = str(reproduction.GRIDS / "cost_model.toml")
+    flags = reproduction.Flags(grid=grid, output=str(RESULTS / reproduction.COST_MODEL), figures=str(tmp_path))
+    monkeypatch.setattr(reproduction.sweep, "run", lambda flags: True)
     with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
         patch.setattr("sys.stdout", Left())
-        reproduction.present([], sweep, "errors", cost_model_error.table, cost_model_error.figure)
+        reproduction.present(flags, views)
     assert (tmp_path / "errors.png").is_file() and (tmp_path / "errors.svg").is_file()

@@ -62,9 +62,6 @@ def test_a_quick_run_checks_attention_and_prefill(records):
 
 def test_a_quick_run_measures(records):
     assert all(record["share_of_copy"] > 0 for record in records["gpu_attention_bandwidth"])
-    layers = records["gpu_linear"]
-    assert {record["kind"] for record in layers} >= {"plain", "int4, kernel"}
-    assert all(us > 0 for record in layers for us in record["microseconds_by_rows"].values())
     assert {record["draft_weights"] for record in records["gpu_costs"]} == {None, "int4"}
     for record in records["gpu_costs"]:
         assert record["B"] == record["asked_B"] == 2 and record["planned_bytes"] > 2**20
@@ -153,13 +150,13 @@ for index in range(start, 5):
     records = run_fake_worker(tmp_path, code)
     assert [record["status"] for record in records] == ["done", "error", "done", "error", "done"]
     assert [records[index]["cell"] for index in (0, 1, 2, 4)] == ["0", "1", "2", "4"]
-    assert "signal 6" in records[3]["error"] and "the last words" in records[3]["where"]
+    assert "signal 6" in records[3]["error"] and "the last words" in records[3]["error"]
 
 
 def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
     records = run_fake_worker(tmp_path, "raise ImportError('no such thing')")
     assert [record["status"] for record in records] == ["error"] * 2
-    assert "no such thing" in records[0]["where"][-1]
+    assert "no such thing" in records[0]["error"]
 
 
 def test_a_worker_that_hangs_is_ended(monkeypatch, tmp_path):

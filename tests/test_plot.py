@@ -72,11 +72,15 @@ def test_the_figure_lies_where_it_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "flags", "what"),
     [
-        ([record(1, 1.1), record(1, 1.2)], (), "nothing varies\n.*\n  seen: +2 records"),
-        ([record(1, None), record(2, None)], ("--y", "speedup"), "nothing varies\n.*\n  seen: +0 records with"),
-        ([record(1, 1.1), record(2, 1.2)], ("--x", "rows"), "no record can be drawn\n.*\n.*\n.*under rows and one of"),
-        ([record(1, 1.1), "text"], (), "a line is no record\n  where: .*own.jsonl, line 2\n"),
-        ([], ("nowhere.jsonl",), "no such file of records\n.*\n  seen: +nowhere.jsonl"),
+        ([record(1, 1.1), record(1, 1.2)], (), "nothing to draw\n.*\n  seen: +2 records"),
+        ([record(1, None), record(2, None)], ("--y", "speedup"), "nothing to draw\n.*\n  seen: +0 records with"),
+        (
+            [record(1, 1.1), record(2, 1.2)],
+            ("--x", "rows"),
+            "nothing to draw\n.*\n.*\n.*differ under rows",
+        ),
+        ([record(1, 1.1), "text"], (), "this is no record\n  where: .*own.jsonl, line 2\n"),
+        ([], ("nowhere.jsonl",), "no record\n.*nowhere.jsonl.*\n  seen: +no such file"),
     ],
     ids=["nothing varies", "nothing was measured", "no such setting", "no record", "no file"],
 )

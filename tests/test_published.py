@@ -3,22 +3,25 @@
 import json
 import sys
 from collections import Counter
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from published_runs import ACCEPTANCE, BUILT_IN, LLAMA, SPECULATION, name_of, words
+from published_runs import BUILT_IN, LLAMA, words
 
 from common.errors import ConfigError
-from reproduce import acceptance_by_budget, acceptance_by_context, cost_ratios, speedup_tables, throughput_latency
+from engine.cost_model.costs import tokens_per_round
+from reproduce import acceptance_tables, speedup_tables
 from reproduce.paper import figures, reproduction
 from reproduce.paper.columns import by_size
 from reproduce.paper.figures import PUBLISHED, acceptance_curves
 from reproduce.paper.published import pairs_of, published, same_context, speedup
-from reproduce.paper.reproduction import Speculation
+from reproduce.sweeping.cells import cells_of, read_grid
+from reproduce.sweeping.runner import read_rows
 
-SCRIPTS = pytest.mark.parametrize("script", [*SPECULATION, *ACCEPTANCE], ids=name_of)
-TWO_ROWS = ("--B", "2", "--prefix_len", "1000")
+RESULTS = reproduction.ROOT / "reproduce" / "results"
+VIEWS = [*speedup_tables.VIEWS, acceptance_tables.VIEW]
+SHORT = ("--axis", "prefix_len=1000")
+TWO_ROWS = ("--axis", "B=2", *SHORT)
 
 
 def test_the_facts_are_all_there():
@@ -51,15 +54,17 @@ def test_models_are_recognised_by_the_names_of_their_checkpoints():
 def test_the_published_formula_refuses_numbers_that_it_does_not_have():
     assert speedup(0.8, 3, 0.1, 1.2) == pytest.approx(2.952 / 1.5)
     assert speedup(1, 4, 0.25, 1.5) == pytest.approx(5 / 2.5)
-    with pytest.raises(ConfigError, match="required:"):
-        speedup(0.5, 3, 0, 0)
+    for refused in (lambda: tokens_per_round(1.2, 3), lambda: tokens_per_round(0.5, -1)):
+        with pytest.raises(ConfigError, match="required:"):
+            refused()
 
 
 def test_speedups_are_set_side_by_side_losses_included(runs):
-    text = runs(speedup_tables, "--B", "1", "4", "--prefix_len", "1000")
+    text = runs(speedup_tables, "--axis", "B=1,4", *SHORT)
     assert runs.ended.code == 0
     # target, draft, context, rows, gamma, budget, three published columns, measured, last row, alpha, the formula.
     measured = ["0.70*", "0.800", f"{2.952 / (3 * 0.25 + 1.5):.2f}"]
+    text, _, _ = text.partition(speedup_tables.COSTS)
     assert words(text, BUILT_IN, "self") == [
         [BUILT_IN, "self", "1000", "1", "3", "512", "-", "-", "-", "0.80*", *measured],
         [BUILT_IN, "self", "1000", "4", "3", "512", "-", "-", "-", "1.30", *measured],
@@ -74,35 +79,37 @@ def test_speedups_are_set_side_by_side_losses_included(runs):
 
 def test_the_same_model_stands_in_the_published_row(runs):
     runs.model = "meta-llama/Meta-Llama-3.1-8B"
-    text = runs(speedup_tables, "--B", "32", "--prefix_len", "32768")
+    text = runs(speedup_tables, "--axis", "B=32", "--axis", "prefix_len=32768").partition(speedup_tables.COSTS)[0]
     (row,) = words(text, LLAMA, "self", "32768", "32")
     assert row[4:] == ["3", "512", "1.22", "1.23", "1.22", "1.30", "0.70*", "0.800", "1.31"]
     assert not words(text, LLAMA, "self", "32000", "32", "3") and "Another model" not in text
 
 
-def test_a_draft_model_is_measured_where_it_is_given_and_else_missed_aloud(runs, tmp_path):
-    sizes = ("--B", "1", "2", "--prefix_len", "1000", "--draft_B", "2")
-    text = runs(speedup_tables, *sizes)
-    assert "without a draft model" in text and not words(text, BUILT_IN, "SmolLM2-draft")
-    draft = tmp_path / "model.pth"
-    draft.write_bytes(b"")
-    text = runs(speedup_tables, *sizes, "--draft_model", str(draft))
-    assert "without a draft model" not in text
-    assert [row[2:4] for row in words(text, BUILT_IN, "SmolLM2-draft")] == [["1000", "2"]]
+def test_a_draft_model_has_a_grid_of_its_own_and_all_shows_both(runs):
+    draft = ("--grid", str(reproduction.GRIDS / "speedups_draft.toml"), "--axis", "B=2", *SHORT)
+    runs(speedup_tables, *TWO_ROWS)
+    only, every = (runs(speedup_tables, *draft, *flags) for flags in ((), ("--all",)))
+    drafts = [[row[1] for row in words(text, BUILT_IN) if row[2:4] == ["1000", "2"]] for text in (only, every)]
+    assert drafts == [["SmolLM2-draft"] * 2, ["self", "SmolLM2-draft"] * 2]
 
 
-def test_three_scripts_share_their_cells_and_all_shows_those_of_others(runs):
-    _, ratios, flow = (runs(script, "--B", "1", "4", "--prefix_len", "1000") for script in SPECULATION)
+def test_costs_and_throughput_are_shown_of_the_same_runs(runs):
+    text = runs(speedup_tables, "--axis", "B=1,4", *SHORT)
     assert [cell.given["B"] for cell in runs.measured] == [1, 4]
     for kind, shown in (("verification", "1.50"), ("draft step", "0.25")):
-        rows = words(ratios, *kind.split(), "/", "plain", "step", BUILT_IN)
+        rows = words(text, *kind.split(), "/", "plain", "step", BUILT_IN)
         assert [row[-2:] for row in rows] == [["-", shown]] * 2
-    assert ["2.45", "not", "measured"] in [row[-3:] for row in words(ratios, "verification")]
+    assert ["2.45", "not", "measured"] in [row[-3:] for row in words(text, "verification")]
     # Plain ms and tokens/s, then a round of 240 ms over 2.952 tokens.
     shown = [["100.0", "10.0", "81.3", "12.3"], ["100.0", "40.0", "81.3", "49.2"]]
-    assert [row[-4:] for row in words(flow, BUILT_IN)] == shown
-    only, every = (runs(speedup_tables, *TWO_ROWS, *flags) for flags in ((), ("--all",)))
-    assert [len(words(text, BUILT_IN)) for text in (only, every)] == [1, 3]
+    assert [row[-4:] for row in words(text, BUILT_IN)[2:]] == shown
+
+
+@pytest.mark.parametrize("name", ["speedups", "speedups_draft", "acceptance", "cost_model"])
+def test_what_is_recorded_would_not_run_again(name):
+    """The committed rows are of the grids' cells: a changed key would measure all of them anew."""
+    keys = {cell.key for cell in cells_of(read_grid(reproduction.GRIDS / f"{name}.toml"), {}, {})}
+    assert keys and keys <= read_rows(RESULTS / f"{name.removesuffix('_draft')}.jsonl").keys()
 
 
 def test_a_curve_goes_from_short_to_long_contexts_in_whatever_order_they_were_measured():
@@ -112,52 +119,49 @@ def test_a_curve_goes_from_short_to_long_contexts_in_whatever_order_they_were_me
     assert (list(curve.x), list(curve.y)) == ([1000, 2000, 4000], [0.1, 0.2, 0.4])
 
 
-def test_acceptance_by_context(runs):
-    text = runs(acceptance_by_context, "--prefix_len", "1000", "4000", "--texts", "greedy")
+def test_acceptance_by_context_and_by_budget(runs):
+    text = runs(acceptance_tables, "--fixed", 'texts=["greedy"]', "--fixed", 'policies=["streaming"]')
     assert runs.ended.code == 0
-    measured = ["0.756", "300", "0.75"]
-    assert [row[2:] for row in words(text, BUILT_IN)] == [
-        ["1000", "4", "3", "512", "streaming", "greedy", "-", *measured],
-        ["1000", "4", "3", "512", "snapkv", "greedy", "-", *measured],
-        ["4000", "4", "3", "512", "streaming", "greedy", "0.84", *measured],
-        ["4000", "4", "3", "512", "snapkv", "greedy", "-", *measured],
-    ]
+    seen = [*row_of(1000, 512, "-", "0.756"), *row_of(2000, 512, "-", "0.756"), *row_of(4000, 64, "-", "0.532")]
+    seen += [*row_of(4000, 128, "-", "0.564"), *row_of(4000, 256, "-", "0.628"), *row_of(4000, 512, "0.84", "0.756")]
+    assert [row[2:] for row in words(text, BUILT_IN)] == seen
     (row,) = words(text, LLAMA, "self", "32000")
     assert row[5:11] == ["512", "streaming", "-", "0.81", "not", "measured"]
 
 
-def test_acceptance_by_budget(runs):
-    text = runs(acceptance_by_budget, "--draft_budget", "64", "512", "--texts", "book", "--policies", "streaming")
-    assert [row[5:] for row in words(text, BUILT_IN)] == [
-        ["64", "streaming", "book", "-", "0.532", "300", "0.75"],
-        ["512", "streaming", "book", "0.84", "0.756", "300", "0.75"],
-    ]
+def row_of(context: int, budget: int, published: str, measured: str) -> list[list[str]]:
+    shown = [context, 4, 3, budget, "streaming", "greedy", published, measured, 300, 0.75]
+    return [list(map(str, shown))]
 
 
-@SCRIPTS
+@pytest.mark.parametrize("script", [speedup_tables, acceptance_tables])
 def test_figures_are_png_and_svg_and_the_same_each_time(runs, script, tmp_path):
+    views = speedup_tables.VIEWS if script is speedup_tables else [acceptance_tables.VIEW]
+    names = [f"{name}.{kind}" for view in views for name in view.figures for kind in ("png", "svg")]
+
     def drawn() -> list[bytes]:
-        runs(script, *TWO_ROWS, draws=True)
+        runs(script, *SHORT, draws=True)
         assert runs.ended.code == 0
-        return [(tmp_path / "figures" / f"{name_of(script)}.{kind}").read_bytes() for kind in ("png", "svg")]
+        return [(tmp_path / "figures" / name).read_bytes() for name in names]
 
-    png, svg = drawn()
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
-    assert drawn() == [png, svg]
+    files = drawn()
+    for png, svg in zip(files[::2], files[1::2], strict=True):
+        assert png.startswith(b"\x89PNG\r\n\x1a\n")
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    assert drawn() == files
 
 
-@SCRIPTS
-def test_without_measurements_there_are_only_published_points(script: ModuleType):
-    shown = script.figure([])
-    assert all(PUBLISHED.items() <= series.style.items() for panel in shown.panels for series in panel.series)
-    assert "not measured" in script.table([])
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: next(iter(view.figures)))
+def test_without_measurements_there_are_only_published_points(view):
+    panels = [panel for draw in view.figures.values() for panel in draw([]).panels]
+    assert all(PUBLISHED.items() <= series.style.items() for panel in panels for series in panel.series)
+    assert "not measured" in view.table([])
 
 
 def test_published_points_are_open_and_measured_ones_filled(runs, tmp_path):
-    runs(speedup_tables, "--B", "1", "2", "--prefix_len", "1000")
+    runs(speedup_tables, "--axis", "B=1,2", *SHORT)
     rows = [json.loads(line) for line in (tmp_path / reproduction.SPEEDUPS).read_text().splitlines()]
-    shown = speedup_tables.figure([row["record"] for row in rows])
+    shown = speedup_tables.speedup_figure([row["record"] for row in rows])
     series = [series for panel in shown.panels for series in panel.series]
     known = [one for one in series if PUBLISHED.items() <= one.style.items()]
     assert known == [one for one in series if one.label.startswith("published")]
@@ -174,19 +178,17 @@ def test_records_have_a_folder_where_none_is_named(runs, tmp_path, monkeypatch):
 
 
 def test_a_cell_that_fails_is_named_the_others_are_shown_and_without_others_the_figure_stays(runs, tmp_path):
-    text = runs(speedup_tables, "--B", "2", "13", "--prefix_len", "1000", draws=True)
+    text = runs(speedup_tables, "--axis", "B=2,13", *SHORT, draws=True)
     assert runs.ended.code == 1 and "thirteen rows" in text and "--retry_failed" in text
-    assert [row[3] for row in words(text, BUILT_IN)] == ["2"]
+    assert {row[3] for row in words(text, BUILT_IN)} == {"2"}
     figure = tmp_path / "figures" / "speedup_tables.png"
     before = figure.read_bytes()
-    text = runs(speedup_tables, "--B", "13", "--prefix_len", "1000", draws=True)
+    text = runs(speedup_tables, "--axis", "B=13", *SHORT, draws=True)
     assert runs.ended.code == 1 and "thirteen rows" in text and BUILT_IN not in text
     assert figure.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "flags", ["--model nowhere/model.pth", "--draft_model nowhere/model.pth", "--B x", "--B 2 2", "--nope"]
-)
+@pytest.mark.parametrize("flags", ["--grid nowhere.toml", "--axis B", "--timeout 0", "--nope"])
 def test_what_a_user_gets_wrong_is_told_before_anything_runs(runs, flags):
     runs(speedup_tables, *flags.split())
     assert "fix:" in runs.ended.refusal and not runs.measured
@@ -195,24 +197,13 @@ def test_what_a_user_gets_wrong_is_told_before_anything_runs(runs, flags):
 def test_a_folder_of_figures_that_cannot_be_is_told(tmp_path):
     (tmp_path / "figures").write_text("a file")
     with pytest.raises(ConfigError, match="--figures"):
-        figures.save(throughput_latency.figure([]), "any", tmp_path / "figures")
+        figures.save(speedup_tables.flow_figure([]), "any", tmp_path / "figures")
 
 
 def test_without_matplotlib_nothing_is_measured(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    runs(cost_ratios, *TWO_ROWS)
+    runs(speedup_tables, *TWO_ROWS)
     assert "pip install" in runs.ended.refusal and not runs.measured
-
-
-def test_paths_in_the_checkout_are_recorded_without_what_is_above_it(monkeypatch, tmp_path):
-    checkpoint = tmp_path / "checkpoints" / "M" / "model.pth"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_bytes(b"")
-    monkeypatch.setattr(reproduction, "ROOT", tmp_path)
-    monkeypatch.chdir(checkpoint.parent)
-    cells = Speculation(model="model.pth", draft_model="model.pth").cells()
-    models = {flag: {cell.flags.get(flag) for cell in cells} for flag in ("model", "target")}
-    assert models == {"model": {"checkpoints/M/model.pth"}, "target": {None, "checkpoints/M/model.pth"}}
 
 
 def test_shades_follow_the_order_of_the_values():

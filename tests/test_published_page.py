@@ -4,7 +4,7 @@ from pathlib import Path
 
 from published_runs import BUILT_IN, gpu_costs, write
 
-from reproduce import acceptance_by_context, published_page, speedup_tables
+from reproduce import acceptance_tables, published_page, speedup_tables
 from reproduce.pages.generated_page import GPU
 from reproduce.paper import reproduction
 from reproduce.paper.columns import NONE
@@ -82,15 +82,15 @@ def test_ratios_of_the_same_shape_are_measurements(tmp_path):
 
 def test_the_same_model_is_measured_in_the_published_row(runs, tmp_path):
     runs.model = "meta-llama/Meta-Llama-3.1-8B"
-    runs(speedup_tables, "--B", "32", "--prefix_len", "32768")
+    runs(speedup_tables, "--axis", "B=32", "--axis", "prefix_len=32768")
     row = page_row(published_page.page(tmp_path, tmp_path), "Speedups on 8xA100", "Llama-3.1-8B | self | 32000 | 32 |")
     assert "| 1.22 | 1.25 (+2%) | [1.30](results/speedups.jsonl) (a CPU, 2 cores, gamma 3, 32768 tokens) |" in row
     assert row.endswith("| - |")  # and it is not the built-in model
 
 
 def test_the_built_in_model_stays_in_a_column_of_its_own(runs, tmp_path):
-    runs(speedup_tables, "--B", "32", "--prefix_len", "1000", "4000", draws=True)
-    runs(acceptance_by_context, "--prefix_len", "4000", "--texts", "greedy")
+    runs(speedup_tables, "--axis", "B=32", draws=True)
+    runs(acceptance_tables, "--axis", "prefix_len=4000", "--fixed", 'texts=["greedy"]', "--fixed", "budgets=[512]")
     text = published_page.page(tmp_path, tmp_path / "figures")
     row = page_row(text, LLAMA_2, "LLaMA-2-7B-32K | self | 4000 | 48 |")
     shown = "[1.30](results/speedups.jsonl) (32 rows, 4000 tokens, gamma 3, a CPU"
@@ -102,4 +102,4 @@ def test_the_built_in_model_stays_in_a_column_of_its_own(runs, tmp_path):
     assert f"| {BUILT_IN} | self | 1000 | 32 | 3 | 512 | bfloat16 | 1.30 | 0.70* |" in text
     assert f"| {BUILT_IN} | self | 4000 | 4 | 3 | 512 | snapkv | greedy | 0.756 | 0.90, 0.80 | 300 |" in text
     assert "![speedup tables](figures/speedup_tables.svg)" in text and "`0123456789ab`" in text
-    assert "throughput_latency.svg" not in text  # it was not drawn
+    assert "acceptance_by_context.svg" not in text  # it was not drawn

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from common.errors import ConfigError
 from reproduce import sweep
 from reproduce.sweeping import child, runner
 from reproduce.sweeping.cells import Cell, grid
-from reproduce.sweeping.guardian import die_with
+from reproduce.sweeping.child import die_with
 from reproduce.sweeping.runner import read_rows, run_cells
 
 # What a cell of these tests does, by its first flag: record its arguments, fail, hang, or leave processes behind.
@@ -34,7 +33,7 @@ with open(__file__ + ".runs", "a") as runs:
     runs.write(json.dumps(arguments) + "\\n")
 if how == "hang" or how == "leave":
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)", __file__]
-    started = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
+    started = [subprocess.Popen(sleep), subprocess.Popen(sleep)]
     open(__file__ + ".started", "w").close()
 if how == "hang":
     time.sleep(60)
@@ -91,11 +90,6 @@ def run_sweep(*words: str) -> None:
     sweep.main(cli.read(sweep.Flags, words, "sweep.py"))
 
 
-def guardian_of(script: Path) -> psutil.Process:
-    (found,) = [process for process in processes_of(script) if str(child.GUARDIAN) in process.cmdline()]
-    return found
-
-
 def test_every_cell_runs_once_and_is_recorded(script, output):
     cells = grid(str(script), {"how": "record"}, {"n": [1, 2]})
     rows = run_cells(cells, output)
@@ -134,44 +128,27 @@ def test_failures_are_recorded_and_run_again_only_on_request(script, output):
 
 
 def test_a_cell_that_takes_too_long_ends_with_all_that_it_started(script, output):
-    """And what a cell that ended has left running is ended, too."""
+    """And what a cell that ended has left running in its session is ended, too."""
     began = time.monotonic()
     hung, left = run_cells(cells_that(script, "hang", "leave"), output, timeout_s=1.5)
     assert time.monotonic() - began < 20 and Path(f"{script}.started").exists()
     assert hung["status"] == "failed" and hung["error"].startswith("timed out after 1.5 s; see ")
-    assert left["status"] == "ok" and not processes_of(script)
+    assert left["status"] == "ok"
+    wait_until(lambda: not processes_of(script))
 
 
-@pytest.mark.parametrize("victim", ["runner", "guardian"])
-def test_a_cell_dies_with_its_runner(script, output, victim, monkeypatch):
-    """kill -9 of either: everything that the cell started is gone, unless it left its session and lost its guardian."""
-    monkeypatch.setattr(child, "LAST_OUTPUT_SECONDS", 0.2)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
+def test_a_cell_dies_with_its_runner(script, output):
+    """kill -9: the cell is gone; what it started knows nothing of that."""
     process = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
-    guardian = guardian_of(script)
-    (cell,) = guardian.children()
-    assert len(processes_of(script)) == 4
-    if victim == "runner":
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        wait_until(lambda: not processes_of(script))
-        assert not output.exists()
-    else:
-        guardian.kill()
-        wait_until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
-        assert process.wait() == 0 and "ended before it did" in lines_of(output)[0]["error"]
-        for left in processes_of(script):
-            left.kill()
-
-
-def test_a_guardian_that_comes_too_late_ends_its_command(script):
-    """Its runner was killed before it could listen."""
-    ours, theirs = socket.socketpair()
-    ours.close()
-    with theirs:
-        fd = theirs.fileno()
-        command = [sys.executable, "-I", "-S", str(child.GUARDIAN), str(fd), sys.executable, str(script), "--how=hang"]
-        subprocess.run(command, pass_fds=[fd], timeout=15)
-    assert not processes_of(script)
+    (cell,) = process.children()
+    started = cell.children()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    wait_until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
+    assert not output.exists()
+    for left in started:
+        left.kill()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
@@ -190,18 +167,28 @@ def test_two_runners_of_one_file_are_refused(script, output, tmp_path, monkeypat
         with pytest.raises(ConfigError, match=f"another runner writes to the same file(.|\n)*process {process.pid}"):
             run_cells(cells_that(script, "record"), name)
     assert run_cells(cells_that(script, "record"), tmp_path / "other.jsonl")
-    guardian = guardian_of(script)
-    guardian.suspend()
     process.kill()
     process.wait()
-    try:
-        with pytest.raises(ConfigError, match="another runner"):  # the killed runner's child is still there
-            run_cells(cells_that(script, "record"), output)
-    finally:
-        guardian.resume()
     monkeypatch.setattr(runner, "LOCK_PATIENCE_SECONDS", 15)
     assert run_cells(cells_that(script, "record"), output)
-    assert not processes_of(script)
+    for left in processes_of(script):
+        left.kill()
+
+
+def test_a_killed_runners_child_keeps_the_lock(script, output, monkeypatch):
+    """While it ends: here it is one that does not die with its runner."""
+    monkeypatch.setattr(runner, "LOCK_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(child, "die_with", lambda parent: None)
+    process = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
+    (cell,) = process.children()
+    process.kill()
+    process.wait()
+    with pytest.raises(ConfigError, match="another runner"):
+        run_cells(cells_that(script, "record"), output)
+    for left in (*cell.children(), cell):
+        left.kill()
+    monkeypatch.setattr(runner, "LOCK_PATIENCE_SECONDS", 15)
+    assert run_cells(cells_that(script, "record"), output)
 
 
 def test_ctrl_c_says_what_is_done_and_how_to_go_on(script, output, tmp_path):
@@ -213,7 +200,8 @@ def test_ctrl_c_says_what_is_done_and_how_to_go_on(script, output, tmp_path):
     text = said.read_text()
     assert f"interrupted: 1 of 2 cells have a row in {output}; how=hang was cut off" in text
     assert text.endswith("run the same command again to go on\n") and "Traceback" not in text
-    assert len(lines_of(output)) == 1 and not processes_of(script)
+    assert len(lines_of(output)) == 1
+    wait_until(lambda: not processes_of(script))
 
 
 def test_a_sweep_by_flags(script, output, capsys):
@@ -224,9 +212,8 @@ def test_a_sweep_by_flags(script, output, capsys):
     ended = python(sweep.__file__, *command, cwd=ROOT.parent)
     assert ended.code == 0 and ended.out == f"2 ok of 2 cells in {output}\n", ended.err
     first, *lines = ended.err.splitlines()
-    assert "0 of 2" in first and len(lines) == 2
-    assert re.fullmatch(r"\[1 of 2\]  n=1  \d\.\d s  ok  about \d s left", lines[0])
-    assert re.fullmatch(r"\[2 of 2\]  n=2  \d\.\d s  ok  done", lines[1])
+    assert "0 of 2" in first and lines[::2] == ["[1 of 2]  n=1", "[2 of 2]  n=2"]
+    assert all(re.fullmatch(r"    ok in \d\.\d s, about 0 min left", line) for line in lines[1::2])
     run_sweep(*command[:-3], "n=1,2,3", *command[-2:], "--only", "n=3")
     assert [row["flags"]["n"] for row in lines_of(output)] == [1, 2, 3]
 

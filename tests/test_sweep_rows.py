@@ -1,4 +1,4 @@
-"""The rows of a sweep: torn and damaged lines, a full disk; what is read of a cell's output; the time that is left."""
+"""The rows of a sweep: torn and damaged lines, a full disk; and what is read of a cell's output."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from common.jsonl import append_record, read_lines
 from reproduce.sweeping import runner
 from reproduce.sweeping.cells import Cell, grid
 from reproduce.sweeping.child import Outcome, last_words, read_object
-from reproduce.sweeping.runner import read_rows, run_cells, time_left
+from reproduce.sweeping.runner import read_rows, run_cells
 
 CELLS = grid("tests/selfspec_benchmark.py", {}, {"B": [1, 2, 3]})
 
@@ -93,14 +93,6 @@ def test_the_last_row_of_a_cell_counts(output):
     for row in (row_of(first, "failed"), row_of(second), row_of(first)):
         append_record(str(output), row)
     assert read_rows(output) == {first.key: row_of(first), second.key: row_of(second)}
-
-
-def test_the_time_left_is_unknown_until_a_cell_went_well():
-    assert time_left([], 3) == "time left unknown"
-    assert time_left([1.0, 2.0], 0) == "done"
-    assert time_left([10.0, 20.0], 2) == "about 30 s left"
-    assert time_left([600.0], 3) == "about 30 min left"
-    assert time_left([3600.0], 30) == "about 30 h left"
 
 
 def test_the_last_words_are_the_error_or_the_last_lines():

@@ -1,23 +1,19 @@
-"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves; linear layers."""
+"""Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves."""
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.say import dtype_name
 from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
 from kv_cache import FullKVCache
-from models.attention import AttentionSpec, Slots
-from models.attention.flash_backend import FA2, FlashAttention, Plan, Prepared
-from models.quantize import GROUP, Int4Linear, Int8Linear, dequantize
+from models.attention import AttentionSpec
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, make_flash, missing_flash, time_calls
+from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, missing_flash, time_calls
 
 
 class Shape(NamedTuple):
@@ -46,46 +42,23 @@ class Shape(NamedTuple):
 
 # Where a layer reads so much, a kernel has no excuse.
 LARGE_BYTES = 250_000_000
-# So many equal layers in turn that the second-level cache holds none when its turn comes, even in 4 bits.
-N_LAYER = 8
-DEQUANTISED = "int4, dequantised"
 # Buffers are rotated until together they are so many times the second-level cache.
 L2_MULTIPLE, MOST_BUFFERS = 16, 40
 
 
 def cells(options: Options) -> list[Cell]:
     found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
-    # A CPU has the kernel alone.
-    kinds = ("plain", "int8", "int4, kernel", DEQUANTISED)[: 4 if options.on_cuda else 3]
-    for (layer, shape), kind in itertools.product(options.sizes["layers"].items(), kinds):
-        found.append(Cell("b", "gpu_linear", f"{layer}, {kind}", partial(linear, options, kind, *shape)))
     for each in options.sizes["shapes"]:
         shape = Shape(each["model"], *each["heads"])
         for (batch, n_slot), storage in itertools.product(each["batches"], (None, torch.int8)):
             kind = dtype_name(storage) if storage else "same"
-            for named in readers(options, storage):
+            # 8-bit entries are read by our own kernels alone; the others dequantise the whole cache first.
+            for named in backends(options) if storage is None else backends(options)[:1]:
                 for n_token in options.sizes["block_tokens"] if named.name != "torch" else (1, 4):
                     name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
                     run = partial(attention, options, (shape, batch, n_slot, storage), named, n_token)
                     found.append(Cell("b", "gpu_attention_bandwidth", name, run))
     return found
-
-
-def readers(options: Options, storage: torch.dtype | None) -> list[Named]:
-    """8-bit entries are read by our own kernels alone; the others dequantise the whole cache first."""
-    if storage is not None:
-        return [named for named in backends(options) if named.name in ("triton", "cpp")]
-    has_fa2 = options.on_cuda and missing_flash()["flash: FlashAttention-2"] is None
-    unpacked = partial(make_flash, FA2, options.device, kind=Unpacked)
-    return backends(options) + ([Named("FlashAttention-2, not packed", options.device, unpacked)] if has_fa2 else [])
-
-
-class Unpacked(FlashAttention):
-    """FlashAttention-2 over blocks as they come, not packed into rows: it reads a KV head once per query head."""
-
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
-        lengths = (queries[:, -1] + 1).to(torch.int32)
-        return Prepared(Plan({"cache_seqlens": lengths, "causal": True}, None), lambda: None)
 
 
 def copy(options: Options) -> Record:
@@ -125,30 +98,3 @@ def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: to
         caches.append(shape.cache(options, batch, n_slot, storage))
         randomise(caches[-1])
     return caches
-
-
-def linear(options: Options, kind: str, d_out: int, d_in: int) -> Record:
-    """Microseconds by rows; of 4 bits both ways, whichever `Int4Linear` would take."""
-    weight = torch.randn(d_out, d_in, device=options.device, dtype=options.dtype)
-    multipliers = [multiplier(kind, weight, options) for _ in range(N_LAYER)]
-    microseconds = {}
-    for n_row in options.sizes["layer_rows"]:
-        x = torch.randn(n_row, d_in, device=options.device, dtype=options.dtype)
-        seconds, timed_by = time_calls([partial(multiply, x) for multiply in multipliers], options)
-        microseconds[str(n_row)] = 1e6 * seconds
-    record = {"kind": kind, "dtype": dtype_name(options.dtype), "outputs": d_out, "inputs": d_in}
-    return rounded(record | {"timed_by": timed_by, "microseconds_by_rows": microseconds})
-
-
-def multiplier(kind: str, weight: Tensor, options: Options) -> Callable[[Tensor], Tensor]:
-    """What multiplies rows by a copy of `weight` of its own."""
-    if kind == "plain":
-        return partial(F.linear, weight=weight.clone())
-    if kind == "int8":
-        return Int8Linear(weight, None)
-    layer = Int4Linear(weight, None)
-    if kind == DEQUANTISED:
-        return lambda x: F.linear(x, dequantize(layer.weight, layer.scale_and_zero))
-    if options.on_cuda:
-        return lambda x: torch.ops.aten._weight_int4pack_mm(x, layer.weight, GROUP, layer.scale_and_zero)
-    return layer

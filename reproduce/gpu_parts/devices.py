@@ -60,14 +60,14 @@ def ours(name: str, device: str) -> Named:
     return Named(name, device, make)
 
 
-def make_flash(package: Package, device: str, spec: AttentionSpec, kind: type = FlashAttention) -> FlashAttention:
+def make_flash(package: Package, device: str, spec: AttentionSpec) -> FlashAttention:
     kernel = importlib.import_module(package.module).flash_attn_with_kvcache
     flavour = Flavour(package, kernel, torch.cuda.get_device_properties(device).multi_processor_count)
     if reason := flavour.unsupported(spec):
         raise Skip(reason)
     if package is not FA2 and torch.cuda.get_device_capability(device)[0] != 9:
         raise Skip(f"{package.title} is for compute capability 9")
-    return kind(flavour, TorchAttention())
+    return FlashAttention(flavour, TorchAttention())
 
 
 def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:

@@ -3,11 +3,11 @@
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_backend import Launch
 
+Record = dict[str, Any]
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.
@@ -35,26 +36,11 @@ CACHES = {
 }
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """One compiled kernel: bytes but for the registers of a thread and the threads of a block."""
-
-    variant: str
-    arch: int
-    registers: int
-    shared: int
-    spill_stores: int
-    spill_loads: int
-    threads: int
-
-    @property
-    def problems(self) -> list[str]:
-        found = []
-        if self.spill_stores or self.spill_loads:
-            found.append(f"spills {self.spill_stores} bytes and reads back {self.spill_loads}")
-        if self.shared > SHARED_LIMIT[self.arch]:
-            found.append(f"needs {self.shared} bytes of shared memory of {SHARED_LIMIT[self.arch]}")
-        return [f"sm_{self.arch}, {self.variant}: {problem}" for problem in found]
+def problem_of(one: Record) -> str | None:
+    """What is wrong with a compiled kernel: it spills registers, or needs too much shared memory."""
+    most, spilled = SHARED_LIMIT[one["arch"]], one["spill_stores"] + one["spill_loads"]
+    said = f"sm_{one['arch']}, {one['variant']}: {one['shared']} bytes of shared memory of {most}, {spilled} spilled"
+    return said if spilled or one["shared"] > most else None
 
 
 def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
@@ -71,15 +57,13 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     return triton_backend.plan(q, KV(stored, stored, scales, scales), block)[0]
 
 
-def variants(
-    arch: int, dtypes: Sequence[torch.dtype], head_dims: Sequence[int], n_rows: Sequence[int]
-) -> Iterator[tuple[str, Launch]]:
+def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
-    for dtype, head_dim in itertools.product(dtypes, head_dims):
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
         merge = None
-        for entries, n_row, cache in itertools.product(runs, n_rows, CACHES):
+        for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             split, *rest = launches(dtype, entries, head_dim, n_row, cache)
             merge = next(iter(rest), merge)
             yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", split
@@ -87,8 +71,10 @@ def variants(
             yield f"{dtype_name(dtype)}, {head_dim}, merge", merge
 
 
-def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
-    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says."""
+def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
+    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: bytes but for
+    the registers of a thread and the threads of a block.
+    """
     target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
     backend = make_backend(target)
     bound = create_function_from_signature(kernel.signature, kernel.params, backend)(**launch.arguments)
@@ -98,6 +84,8 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
         knobs.nvidia.dump_ptxas_log = True
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-    said = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
-    registers, stores, loads = (max(map(int, re.findall(pattern, log.getvalue()))) for pattern in said)
-    return Compiled(variant, arch, registers, compiled.metadata.shared, stores, loads, 32 * launch.num_warps)
+    said = {"registers": r"Used (\d+) registers", "spill_stores": r"(\d+) bytes spill stores"}
+    said |= {"spill_loads": r"(\d+) bytes spill loads"}
+    found = {name: max(map(int, re.findall(text, log.getvalue()))) for name, text in said.items()}
+    sizes = {"shared": compiled.metadata.shared, "threads": 32 * launch.num_warps}
+    return {"variant": variant, "arch": arch, **found, **sizes}

@@ -1,10 +1,7 @@
 """Part e: the time of a round in which the device computes, and in which it waits for the host or a launch."""
 
 import itertools
-import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -15,15 +12,11 @@ from engine.bench import passes
 from engine.bench.config import Sizes
 from engine.bench.record import rounded
 from engine.bench.session import Session
-from engine.decoding import Phase
-from engine.drafters import Drafter
-from engine.timing import synchronize
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.speculation import COUPLED, dummy_session, self_draft, size_record
+from reproduce.gpu_parts.speculation import COUPLED, GAMMA, dummy_session, self_draft, size_record
 
-GEN_LEN, GAMMA = 96, 3
-# Rounds before those that are looked at, how many of them there are, and of how many kernels the record says more.
-WARM_UP, ROUNDS, N_KERNELS = 4, 16, 10
+# New tokens, and of how many kernels the record says more.
+GEN_LEN, N_KERNELS = 64, 10
 
 
 def cells(options: Options) -> list[Cell]:
@@ -34,65 +27,33 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-def around_rounds(device: torch.device, begin: Callable[[], object], end: Callable[[], object]) -> Phase:
-    """Phases for `generate`, which call `begin` and `end` around ROUNDS whole rounds."""
-    n_round, calls = itertools.count(), {WARM_UP: begin, WARM_UP + ROUNDS: end}
-
-    def phase(name: str) -> AbstractContextManager[None]:
-        if name == "draft" and (call := calls.get(next(n_round))):
-            synchronize(device)
-            call()
-        return nullcontext()
-
-    return phase
-
-
 def profiled(options: Options, size: tuple[str, int, int], what: str) -> Record:
     """Wall time of a round without the profiler, time in kernels with it, and the kernels that take most of it."""
-    session = _filled(options, *size)
+    session, kind = _filled(options, *size), "CUDA" if options.on_cuda else "CPU"
     drafter = session.drafter() if what == "speculation" else None
     try:
         passes.warm_up(session, [drafter] if drafter else [])
-        wall, kernels = _wall_and_kernels(options, session, drafter)
+        stats = passes.decode(session, "wall time", drafter).stats
+        with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
+            n_profiled = len(passes.decode(session, "profile", drafter).stats.rounds)
     finally:
         if drafter is not None:
             session.runner.drop_graphs()
-    kernel_ms = sum(kernel["ms_per_round"] for kernel in kernels)
-    target = session.config.target
-    record = {"model": size[0], "load_format": target.load_format, **size_record(session), "prefix_len": size[2]}
-    record |= {"gamma": GAMMA if drafter else 0, "draft_budget": session.draft.capacity if drafter else None}
-    record |= {"attention": session.runner.model.backend.name, "compile": target.compile}
-    record |= {"verification": session.sampling.mode, "rounds": ROUNDS, "round_ms": wall}
-    gap_percent = 100 * (1 - kernel_ms / wall) if options.on_cuda else None
-    record |= {"kernel_ms_per_round": kernel_ms, "gap_percent": gap_percent, "largest": kernels[:N_KERNELS]}
-    return rounded(record)
-
-
-def _wall_and_kernels(options: Options, session: Session, drafter: Drafter | None) -> tuple[float, list[Record]]:
-    """Milliseconds of a round, and its kernels, those first that take most of it."""
-    kind = "CUDA" if options.on_cuda else "CPU"
-    device, times = session.runner.device, list[float]()
-
-    def watch() -> None:
-        times.append(time.perf_counter())
-
-    passes.decode(session, "wall time", drafter, around_rounds(device, watch, watch))
-    if len(times) != 2:
-        raise RuntimeError(f"fewer than {WARM_UP + ROUNDS + 1} rounds were run")
-    profiler = profile(activities=[getattr(ProfilerActivity, kind)])
-    passes.decode(session, "profile", drafter, around_rounds(device, profiler.start, profiler.stop))
-    microseconds: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         # A range of the profiler's user covers kernels that are there as well.
         if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
-            microseconds[event.name].append(event.time_range.elapsed_us())
-    if not microseconds:
-        raise RuntimeError("the profiler saw no kernels")
-    kernels = [
-        {"kernel": name[:160], "ms_per_round": sum(us) / 1e3 / ROUNDS, "calls_per_round": round(len(us) / ROUNDS, 2)}
-        for name, us in sorted(microseconds.items(), key=lambda item: -sum(item[1]))
-    ]
-    return 1e3 * (times[1] - times[0]) / ROUNDS, kernels
+            times[event.name[:160]].append(event.time_range.elapsed_us() / 1e3 / n_profiled)
+    largest = sorted(times, key=lambda name: -sum(times[name]))[:N_KERNELS]
+    kernel_ms, round_ms = sum(map(sum, times.values())), 1e3 * stats.decode_seconds / len(stats.rounds)
+    record = {"model": size[0], "load_format": "dummy", **size_record(session), "prefix_len": size[2]}
+    record |= {"gamma": GAMMA if drafter else 0, "draft_budget": session.draft.capacity if drafter else None}
+    record |= {"attention": session.runner.model.backend.name, "compile": session.config.target.compile}
+    record |= {"verification": session.sampling.mode, "rounds": len(stats.rounds), "round_ms": round_ms}
+    gap_percent = 100 * (1 - kernel_ms / round_ms) if options.on_cuda else None
+    record |= {"kernel_ms_per_round": kernel_ms, "gap_percent": gap_percent}
+    kernels = [{"kernel": name, "ms_per_round": sum(times[name])} for name in largest]
+    return rounded(record | {"largest": kernels})
 
 
 @shared

@@ -78,27 +78,23 @@ def run_task(task: Task, keep: Keep, logs: Path, worker: Sequence[str] = WORKER)
         log = logs / f"part_{task.part}_{first}_from_{task.start}.log"
         seconds = max(START_SECONDS, task.kill_at - time.time())
         outcome = run_child([*worker, json.dumps(asdict(task))], log, seconds, hear=hear, environment=few)
-        task = replace(task, start=task.start + len(kept))
+        task, n_idle = replace(task, start=task.start + len(kept)), 0 if kept else n_idle + 1
         if outcome.exit_code == 0:
             return
         if outcome.exit_code != RESTART:
-            *said, how = (outcome.error or "").splitlines()
             name = f"cell {task.start} of part {task.part}, process {first} of {n_process}"
             record = {"benchmark": "gpu_lost", "part": task.part, "cell": name, "status": ERROR}
-            keep(record | {"error": f"its process: {how}", "where": said} | provenance())
+            keep(record | {"error": f"its process: {outcome.error}"} | provenance())
             task = replace(task, start=task.start + 1)
-        n_idle = 0 if kept else n_idle + 1
 
 
 def run_parts(parts: Sequence[str], options: Options, time_limit: float, keep: Keep, logs: Path) -> None:
     """Those parts, in the order of PARTS."""
     end = time.time() + time_limit
-    for part, (_, share) in PARTS.items():
-        if part not in parts:
-            continue
-        deadline = min(end, time.time() + (share if len(parts) > 1 else 1.0) * time_limit)
-        n_process = N_PROCESS if options.on_cuda and part == "a" else 1
+    for part in (part for part in PARTS if part in parts):
+        deadline = min(end, time.time() + (PARTS[part][1] if len(parts) > 1 else 1.0) * time_limit)
         task = Task(part, options, deadline, min(end + END_GRACE, deadline + PART_GRACE))
+        n_process = N_PROCESS if options.on_cuda and part == "a" else 1
         tasks = [replace(task, share=(index, n_process)) for index in range(n_process)]
         # Daemons, so that Ctrl-C ends this process, and with it its children.
         threads = [Thread(target=run_task, args=(task, keep, logs), daemon=True) for task in tasks]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkout import ROOT
-from common.errors import ConfigError, DataError, flag
+from common.errors import DataError
 from common.jsonl import read_lines
 from common.tables import Column, markdown
 from reproduce.paper.columns import NONE, machine_name
@@ -16,43 +16,21 @@ RESULTS, GPU = ROOT / "reproduce" / "results", "gpu.jsonl"
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of a script that makes a page. Errors: ConfigError unless there are records to read, and a place for the page."""
-
-    page: Path  # the page to write
-    results: Path = RESULTS  # the folder with the records
+class Flags:
     check: bool = False  # write nothing; exit code 1 if the page is stale
 
-    def __post_init__(self) -> None:
-        require_folder("results", self.results)
-        where, folder = flag("page"), self.page.parent
-        if not folder.is_dir():
-            required, fix = "a file in an existing folder", f"create {folder}, or leave out {where}"
-            raise ConfigError("there is no folder for the page", where, self.page, required, fix)
-        if self.page.is_dir():
-            raise ConfigError("a folder is no page", where, self.page, "a file", "name a file in that folder")
-
-    def write_or_check(self, wanted: str) -> None:
+    def write_or_check(self, page: Path, wanted: str) -> None:
         """Write the page, or exit with code 1 if it says something else."""
         if not self.check:
-            self.page.write_text(wanted, encoding="utf-8")
-            print(f"wrote {self.page}")
-        elif not self.page.is_file() or self.page.read_text(encoding="utf-8") != wanted:
-            script = f"python reproduce/{Path(sys.argv[0]).name}"
-            print(f"{self.page} is not what its records say: {script}", file=sys.stderr)
-            sys.exit(1)
+            page.write_text(wanted, encoding="utf-8")
+            print(f"wrote {page}")
+        elif page.read_text(encoding="utf-8") != wanted:
+            sys.exit(f"{page} is not what its records say: python reproduce/{Path(sys.argv[0]).name}")
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """The text of a page: a template of this folder, with a value at each place that it names."""
     return (Path(__file__).parent / template).read_text(encoding="utf-8").format_map(values)
-
-
-def require_folder(name: str, folder: Path) -> None:
-    """Of a folder to read. Errors: ConfigError: made without it, the page would say that nothing was measured."""
-    if not folder.is_dir():
-        fix = f"correct the path, or leave out {flag(name)}"
-        raise ConfigError("there is no such folder", flag(name), folder, "an existing folder", fix)
 
 
 def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:

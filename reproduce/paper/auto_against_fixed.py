@@ -7,13 +7,13 @@ is partly the luckier one, less so the more repeats there are.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
 from statistics import fmean, median
 
-from common.tables import Column
-from reproduce.paper.columns import of
+from common.tables import markdown
+from reproduce.paper.columns import NONE, section
 from reproduce.paper.figures import POINTS, Panel, lines
 from reproduce.paper.published import Record
 
@@ -83,22 +83,16 @@ def _shares(run: Record) -> str | None:
     return " ".join(shares) or None
 
 
-BEST = "best gamma, budget"
-USUAL = f"gamma {USUAL_GAMMA} or nearest"
-COLUMNS = (
-    *of("B", "prefix_len"),
-    Column("gen_len", "new tokens"),
-    Column(lambda run: run["usual"]["speedup"], USUAL, ".2f"),
-    Column("usual", "gamma, budget", _fixed),
-    Column(lambda run: run["best"]["speedup"], "best fixed", ".2f"),
-    Column("best", BEST, _fixed),
-    Column(lambda run: run["auto"]["speedup"], "auto", ".2f"),
-    Column(lambda run: fmean(chain(*run["auto"]["gammas"])), "mean gamma", ".1f"),
-    Column(_shares, "% of rounds by budget"),
-    Column("ratios", "repeats", lambda ratios: str(len(ratios))),
-    Column("ratio", "auto / better", ".3f"),
-    Column("interval", "90% interval", lambda ends: "{:.2f} to {:.2f}".format(*ends)),
-    Column(lambda run: min(run["ratios"]), "lowest", ".3f"),
+COLUMNS = section(
+    "automatic",
+    **{f"{kind}_speedup": lambda run, kind=kind: run[kind]["speedup"] for kind in ("usual", "best", "auto")},
+    usual=lambda run: _fixed(run["usual"]),
+    best=lambda run: _fixed(run["best"]),
+    mean_gamma=lambda run: fmean(chain(*run["auto"]["gammas"])),
+    shares=_shares,
+    repeats=lambda run: len(run["ratios"]),
+    interval=lambda run: run["interval"] and "{:.2f} to {:.2f}".format(*run["interval"]),
+    lowest=lambda run: min(run["ratios"]),
 )
 
 
@@ -113,10 +107,18 @@ def summary(rows: Sequence[Record]) -> str:
     return f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest median is {min(ratios):.4f}"
 
 
+def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] = markdown) -> str:
+    """A mode's table, and what it comes to."""
+    compared, title = against_fixed(mode, records), MODES[mode]
+    if not compared:
+        return f"{title}: {NONE}."
+    return f"{title}:\n\n{render(compared, COLUMNS)}\n\n{summary(compared).capitalize()}."
+
+
 def panel(records: Sequence[Record]) -> Panel:
     """Speedups of the runs, in the order of the table; what is fixed has the best of the measured budgets."""
     auto, both = (against_fixed(mode, records) for mode in MODES)
-    shown = {"best fixed": (both, "best"), USUAL: (both, "usual")}
+    shown = {"best fixed": (both, "best"), "gamma 3 or nearest": (both, "usual")}
     shown |= {"gamma auto, largest budget": (auto, "auto"), "gamma and budget auto": (both, "auto")}
     points = [run[what] | {"label": label, "at": run["index"]} for label, (runs, what) in shown.items() for run in runs]
     series = lines(points, "label", "at", "speedup", style=POINTS)

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.tables import Column, console
 from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, published, speedup, target_name
@@ -84,6 +85,11 @@ COLUMNS = {
     "plain ms per token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
     "ms per token": measured(over("round_ms", "mean_accepted_length"), "speculation, ms a token", ".1f"),
 }
+
+
+def section(name: str, **computed: Callable[[Any], object]) -> list[Column]:
+    """The columns of one table, from the section of that name; `computed` of the row where they are not its fields."""
+    return [Column(computed.get(key, key), **said) for key, said in FIELDS[name].items()]
 
 
 def of(*names: str | Column) -> list[Column]:

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +12,8 @@ from typing import Any
 from common.checkout import ROOT
 from common.errors import ConfigError
 
-FLAG_NAME = re.compile(r"[A-Za-z]\w*(-\w+)*")
-KEY_PREFIX = re.compile(r"[0-9a-f]{1,16}")
-TABLE = {"script": str, "flags": dict, "axes": dict, "skip": list}
+VALUES = (bool, int, float, str, list, tuple, type(None))
+TABLE = {"script": str, "flags": dict, "axes": dict}
 EXAMPLE = "start from reproduce/grids/example.toml"
 
 
@@ -24,27 +21,21 @@ EXAMPLE = "start from reproduce/grids/example.toml"
 class Cell:
     """One configuration: `script` is a path below the project's root (or an absolute one), `flags` its flags.
 
-    True is a bare flag, None and False are left out, a list is several values behind one flag.
-    Errors: ConfigError for a script that is not there, and for a name or value that cannot be a flag.
+    True is a bare flag, None and False are left out, a list is several values behind one flag; what a value may be is
+    the script's to say. Errors: ConfigError for a script that is not there, and for what cannot be a flag.
     """
 
     script: str
     flags: Mapping[str, object]
 
     def __post_init__(self) -> None:
-        path = (ROOT / self.script).resolve()
-        if not path.is_file() or not (Path(self.script).is_absolute() or path.is_relative_to(ROOT)):
-            required = f"a file below {ROOT}, or an absolute path"
-            fix = "name it from the project's root, such as tests/selfspec_benchmark.py"
+        if not (ROOT / self.script).is_file():
+            required, fix = f"a file below {ROOT}", "name it from there, such as tests/selfspec_benchmark.py"
             raise ConfigError("the script is not there", "script", self.script or "nothing", required, fix)
         for name, value in self.flags.items():
-            if not FLAG_NAME.fullmatch(name):
-                required, fix = "letters, digits and _, without leading dashes", 'write "gamma" for --gamma'
-                raise ConfigError("the name of a flag is none", self.script, repr(name), required, fix)
-            if not is_value(value):
-                what, where = "the value of a flag cannot be put on a command line", f"{self.script}: {name}"
-                required = "a boolean, a finite number, a text, or a list of numbers and texts that is not empty"
-                raise ConfigError(what, where, repr(value), required, "write it as a text")
+            if not name.replace("-", "_").isidentifier() or name.startswith("-") or not isinstance(value, VALUES):
+                what, required = "this cannot be a flag", "a name without dashes before it, and a value or a list"
+                raise ConfigError(what, self.script, f"{name} = {value}", required, 'write "gamma = 3" for --gamma 3')
 
     @property
     def given(self) -> dict[str, Any]:
@@ -77,13 +68,6 @@ class Cell:
         return value_text(self.given.get(name, False))
 
 
-def is_value(value: object) -> bool:
-    """Whether it can stand behind a flag."""
-    if isinstance(value, (list, tuple)):
-        return len(value) > 0 and all(isinstance(item, (int, float, str)) and is_value(item) for item in value)
-    return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
-
-
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
@@ -110,21 +94,19 @@ def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
 def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     """A cell for every combination of the axes' values, the last axis varying fastest. Errors: ConfigError."""
     for name, values in axes.items():
-        if not isinstance(values, (list, tuple)) or not values:
-            where, fix = f"{script}: axis {name}", f"list the values of --{name}, or leave the axis out"
-            raise ConfigError("an axis has no values", where, values, "a list of one value or more", fix)
-        if name in fixed:
-            where, fix = f"{script}: {name}", f"take {name} out of the fixed flags"
-            seen = f"{value_text(fixed[name])}, and the axis {', '.join(map(value_text, values))}"
-            raise ConfigError("a flag is fixed and an axis at once", where, seen, "one of the two", fix)
+        if not isinstance(values, (list, tuple)) or not values or name in fixed:
+            seen = f"{value_text(fixed[name])}, and the axis {value_text(values)}" if name in fixed else values
+            required = "a list of one value or more, of a flag that is not among the fixed ones"
+            fix = f"list the values of --{name}, or leave out one of the two"
+            raise ConfigError("an axis is none", f"{script}: {name}", seen, required, fix)
     return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in product(*axes.values())]
 
 
-def read_grid(path: str | Path) -> list[Cell]:
-    """The cells of a TOML file, in its order. Errors: ConfigError naming the file and the table.
+def read_grid(path: str | Path) -> list[dict[str, Any]]:
+    """The tables `[[sweep]]` of a TOML file. Errors: ConfigError naming the file and the table.
 
-    Each table `[[sweep]]` has `script`, and may have `[sweep.flags]` (the same for all its cells), `[sweep.axes]`
-    (a list of values per flag) and `skip`, a list of combinations of flags to leave out.
+    Each has `script`, and may have `[sweep.flags]` (the same for all its cells) and `[sweep.axes]` (a list of values
+    per flag).
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -132,39 +114,42 @@ def read_grid(path: str | Path) -> list[Cell]:
         required = "a TOML file with tables [[sweep]]"
         raise ConfigError("the grid cannot be read", path, error, required, EXAMPLE) from None
     tables = content.get("sweep")
-    are_tables = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
-    if set(content) != {"sweep"} or not are_tables:
+    if set(content) != {"sweep"} or not isinstance(tables, list):
         seen, required = ", ".join(content) or "an empty file", "tables [[sweep]] and nothing else"
         raise ConfigError("the grid is not made of sweeps", path, seen, required, EXAMPLE)
-    return [cell for n, table in enumerate(tables, 1) for cell in _cells_of_table(table, f"{path}: sweep {n}")]
+    for number, table in enumerate(tables, 1):
+        said = table if isinstance(table, dict) else {"a sweep": table}
+        wrong = [f"{name} = {value}" for name, value in said.items() if not isinstance(value, TABLE.get(name, ()))]
+        if wrong or "script" not in said:
+            required = 'script = "...", and optionally [sweep.flags] and [sweep.axes]'
+            what, where, seen = "a sweep has other entries than it should", f"{path}: sweep {number}", "no script"
+            raise ConfigError(what, where, (*wrong, seen)[0], required, EXAMPLE)
+    return tables
 
 
-def _cells_of_table(table: dict[str, Any], where: str) -> list[Cell]:
-    wrong = [f"{name} = {value}" for name, value in table.items() if not isinstance(value, TABLE.get(name, ()))]
-    if wrong or "script" not in table:
-        required = 'script = "...", and optionally [sweep.flags], [sweep.axes] and skip = [{...}]'
-        seen = wrong[0] if wrong else "no script"
-        raise ConfigError("a sweep has other entries than it should", where, seen, required, EXAMPLE)
-    cells = grid(table["script"], table.get("flags", {}), table.get("axes", {}))
-    for point in table.get("skip", []):
-        names, skipped = point if isinstance(point, dict) else (), _canonical(point)
-        kept = [c for c in cells if not names or _canonical({name: c.flags.get(name) for name in names}) != skipped]
-        if len(kept) == len(cells):
-            what, fix = "a combination to leave out is in no cell", "correct it, or take it out"
-            raise ConfigError(what, f"{where}: skip", point, "flags and values that cells of this sweep have", fix)
-        cells = kept
-    return cells
+def cells_of(tables: Sequence[dict[str, Any]], fixed: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Cell]:
+    """All sweeps' cells. fixed, axes: stand in the place of a sweep's own; what no sweep has is every one's. Errors:
+    ConfigError.
+    """
+    names = [{*table.get("flags", {}), *table.get("axes", {})} for table in tables]
+    found = []
+    for table, own in zip(tables, names, strict=True):
+        here = {name for name in (*fixed, *axes) if name in own or not any(name in others for others in names)}
+        parts = (("flags", fixed), ("axes", axes))
+        flags, ranges = (
+            {name: value for name, value in table.get(part, {}).items() if name not in here}
+            | {name: value for name, value in given.items() if name in here}
+            for part, given in parts
+        )
+        found += grid(table["script"], flags, ranges)
+    return found
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
-    """The cells that match `only`, each `name=value` or the beginning of a key; all without any. Of one name any
-    value may match, of several names each has to. Errors: ConfigError if none does, or if two of all cells are one.
+    """The cells that match `only`, each `name=value` or the beginning of a key; all without any; each once. Of one name
+    any value may match, of several names each has to. Errors: ConfigError if none does.
     """
-    first = {cell.key: cell for cell in reversed(cells)}
-    for cell in cells:
-        if first[cell.key] is not cell:
-            fix = "leave one of them out, or give it a flag that tells them apart"
-            raise ConfigError("the grid holds a cell twice", cell.script, cell.label(), "cells that differ", fix)
+    cells = list({cell.key: cell for cell in cells}.values())
     prefixes = tuple(text for text in only if "=" not in text)
     names = {text.partition("=")[0] for text in only if "=" in text}
     chosen = [
@@ -173,10 +158,8 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
         if (not prefixes or cell.key.startswith(prefixes))
         and all(name in cell.flags and f"{name}={cell.text_of(name)}" in only for name in names)
     ]
-    if not chosen or not all(map(KEY_PREFIX.fullmatch, prefixes)):
-        known = varieties(cells)
-        axes = {name: values for name, values in known.items() if len(values) > 1} or known
-        required = "; ".join(f"{name}={'|'.join(values)}" for name, values in axes.items()) or "a cell"
+    if not chosen or "" in prefixes:
+        required = "; ".join(f"{name}={'|'.join(values)}" for name, values in varieties(cells).items() if values[1:])
         fix = "choose among these values, or give the beginning of a key that --list shows"
-        raise ConfigError("no cell matches", "--only", " ".join(only) or "no cells", required, fix)
+        raise ConfigError("no cell matches", "--only", " ".join(only) or "no cells", required or "its key", fix)
     return chosen

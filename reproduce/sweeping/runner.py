@@ -8,7 +8,6 @@ runner's last child keeps until it is gone, too, lets one runner at a time write
 import fcntl
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,22 +62,28 @@ def run_cells(
     path, final = Path(output).resolve(), (OK,) if retry_failed else (OK, FAILED)
     with _only_runner(path) as lock:
         rows = read_rows(path)
-        waiting = [cell for cell in selected if rows.get(cell.key, {}).get("status") not in final]
-        progress = _Progress(path, selected, len(waiting))
-        try:
-            for cell in waiting:
-                progress.start(cell)
+        states = {cell.key: rows.get(cell.key, {}).get("status") for cell in selected}
+        n_done, seconds = sum(state in final for state in states.values()), list[float]()
+        say(f"{n_done} of {len(selected)} cells have a row in {path}, {len(selected) - n_done} to run")
+        for cell, label in zip(selected, labels(selected), strict=True):
+            if states[cell.key] in final:
+                continue
+            say(f"[{n_done + 1} of {len(selected)}]  {label}")
+            try:
                 row = _run(cell, path, timeout_s, lock)
-                try:
-                    append_record(str(path), row)
-                except UserError:  # the same command runs this cell again, but what took hours may be wanted
-                    print(json.dumps(row), flush=True)
-                    raise
-                rows[cell.key] = row
-                progress.end(row)
-        except KeyboardInterrupt:
-            progress.interrupted()
-            raise
+            except KeyboardInterrupt:
+                say(f"\ninterrupted: {n_done} of {len(selected)} cells have a row in {path}; {label} was cut off")
+                say("run the same command again to go on")
+                raise
+            try:
+                append_record(str(path), row)
+            except UserError:  # the same command runs this cell again, but what took hours may be wanted
+                print(json.dumps(row), flush=True)
+                raise
+            rows[cell.key], n_done, seconds = row, n_done + 1, [*seconds, row["seconds"]]
+            left = f"about {mean(seconds) * (len(selected) - n_done) / 60:.0f} min left"
+            said = f"{row['status']} in {row['seconds']:.1f} s, {left}\n{row['error'] or ''}".rstrip()
+            say("    " + said.replace("\n", "\n    "))
     return [rows[cell.key] for cell in cells if cell.key in rows]
 
 
@@ -127,44 +132,3 @@ def _only_runner(output: Path) -> Iterator[int]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield file.fileno()
-
-
-class _Progress:
-    """A line per cell that ends; on a terminal also one that goes away again, while a cell runs."""
-
-    def __init__(self, output: Path, selected: Sequence[Cell], n_left: int) -> None:
-        self._labels = {cell.key: label for cell, label in zip(selected, labels(selected), strict=True)}
-        self._output, self._n_left, self._seconds, self._running = output, n_left, list[float](), ""
-        self._lead = "\r\x1b[K" if sys.stderr.isatty() else ""
-        say(f"{self._state()} cells have a row in {output}, {n_left} to run")
-
-    def _state(self, n_begun: int = 0) -> str:
-        return f"{len(self._labels) - self._n_left + n_begun} of {len(self._labels)}"
-
-    def start(self, cell: Cell) -> None:
-        self._running = self._labels[cell.key]
-        if self._lead:
-            text = f"[{self._state(1)}]  {self._running}  running, {time_left(self._seconds, self._n_left)}"
-            print(self._lead + text, end="", file=sys.stderr, flush=True)
-
-    def end(self, row: dict[str, Any]) -> None:
-        self._n_left -= 1
-        self._seconds += [row["seconds"]] if row["status"] == OK else []
-        how = f"{row['seconds']:.1f} s  {row['status']}  {time_left(self._seconds, self._n_left)}"
-        error = "\n    " + row["error"].replace("\n", "\n    ") if row["error"] else ""
-        say(f"{self._lead}[{self._state()}]  {self._running}  {how}{error}")
-        self._running = ""
-
-    def interrupted(self) -> None:
-        lost = f"; {self._running} was cut off and runs anew" if self._running else ""
-        say(f"\ninterrupted: {self._state()} cells have a row in {self._output}{lost}")
-        say("run the same command again to go on")
-
-
-def time_left(seconds: Sequence[float], n_left: int) -> str:
-    """What is left if `n_left` cells take as long as those that went well did on average."""
-    if not n_left or not seconds:
-        return "time left unknown" if n_left else "done"
-    left = n_left * mean(seconds)
-    unit, size = ("h", 3600) if left >= 7200 else ("min", 60) if left >= 120 else ("s", 1)
-    return f"about {left / size:.0f} {unit} left"
