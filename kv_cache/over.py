@@ -1,4 +1,4 @@
-"""What a forward takes in place of a cache: one that holds its tokens already, or two that it writes to."""
+"""What a forward takes in place of a cache: one that holds its tokens already, two that it writes to, or none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from kv_cache.base import KVCache
+from kv_cache.entries import KV
 
 
 class ReadOnlyKVCache:
@@ -23,6 +24,27 @@ class ReadOnlyKVCache:
 
     def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
         return None
+
+
+class BlockAlone:
+    """No cache: the forward's own tokens are all that it sees, and gradients flow through them."""
+
+    in_order, block_ends_view, rows = True, True, None
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+
+    def begin(self, positions: torch.Tensor) -> None:
+        return None
+
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return positions, None
+
+    def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
+        self._new = new
+
+    def read(self, layer: int) -> KV:
+        return KV(*self._new.unbind(2))
 
 
 class WriteThroughKVCache:
@@ -56,4 +78,4 @@ class WriteThroughKVCache:
 
 
 # What a forward claims slots in once, then writes and reads in every layer.
-Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache
+Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache | BlockAlone

@@ -130,14 +130,31 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """That of the weights, and so of the caches that go with them."""
-        return self.tok_embeddings.weight.dtype
+        return next(self.parameters()).dtype
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         """Normalised last hidden states `[B, T, dim]`; `logits` of a part of them is all a prefill needs."""
+        return self.hidden_states(tokens, positions, cache)[0]
+
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, cache: Slots, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden`, and the inputs of those layers side by side, ascending, `[B, T, k * dim]`: that of layer `n_layer`
+        is the last one's output, not normalised. Without `layers`, `hidden` twice."""
         x = self.tok_embeddings(tokens).flatten(0, 1)
+        x, update, inputs = self.run(x, torch.zeros_like(x), positions, cache, layers)
+        _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
+        last = normed.view(*tokens.shape, -1)
+        return last, torch.cat(inputs, dim=-1).view(*tokens.shape, -1) if inputs else last
+
+    def run(
+        self, x: Tensor, update: Tensor, positions: Tensor, cache: Slots, inputs_of: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """All blocks over a residual stream and what is added to it first, both `[B * T, dim]`: the stream behind them,
+        what the last one adds to it, and the inputs of those layers."""
         self._frequencies = self._frequencies.to(x.device)
         slots = cache.begin(positions)
         places, slot_places = cache.rotary_positions(positions)
@@ -149,13 +166,16 @@ class Transformer(nn.Module):
             rotation=rotation(places.flatten(), self._frequencies, x.dtype),
             slot_rotation=None if slot_places is None else rotation(slot_places, self._frequencies, x.dtype),
             pointwise=self.pointwise,
-            block_shape=tokens.shape,
+            block_shape=positions.shape,
         )
-        update = torch.zeros_like(x)
+        inputs = []
         for index, layer in enumerate(self.layers):
+            if index in inputs_of:
+                inputs.append(x + update)
             x, update = layer(x, update, step, index)
-        _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
-        return normed.view(*tokens.shape, -1)
+        if len(self.layers) in inputs_of:
+            inputs.append(x + update)
+        return x, update, inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., dim] -> [..., vocab_size]`, in `logits_dtype`."""

@@ -1,6 +1,6 @@
 """A downloaded checkpoint once it is open, whatever its format, and which of its tensors make up each of model.pth."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,18 +77,28 @@ def match_tensors(
     if config.n_layer > len(tensors):  # of which each layer has several: not to be listed for a billion layers
         seen, layers = f"{len(tensors)} tensors", f"{config.n_layer} layers"
         raise CheckpointError("tensors are missing", folder, seen, layers, USE_PLAIN)
-    parts = source_parts(config)
+    tied_head = {"lm_head.weight"} if config.tie_embeddings else set()
+    return match_parts(folder, tensors, source_parts(config), tied_head)
+
+
+def match_parts(
+    folder: Path,
+    tensors: Mapping[str, SourceTensor],
+    parts: Mapping[str, tuple[Part, ...]],
+    ignored: Collection[str] = (),
+    fix: str = USE_PLAIN,
+) -> dict[str, tuple[SourceTensor, ...]]:
+    """The same of any table of names and shapes."""
     required = dict(part for stacked in parts.values() for part in stacked)
     if missing := [name for name in required if name not in tensors]:
         wanted = f"all {len(required)} of the config"
-        raise CheckpointError("tensors are missing", folder, _few(missing), wanted, USE_PLAIN)
-    tied_head = {"lm_head.weight"} if config.tie_embeddings else set()
-    if unknown := [name for name in tensors if name not in required and name not in tied_head]:
-        raise CheckpointError("tensors that this model has no place for", folder, _few(unknown), "none", USE_PLAIN)
+        raise CheckpointError("tensors are missing", folder, _few(missing), wanted, fix)
+    if unknown := [name for name in tensors if name not in required and name not in ignored]:
+        raise CheckpointError("tensors that this model has no place for", folder, _few(unknown), "none", fix)
     for name, shape in required.items():
         found = tensors[name]
         if found.shape != shape:
-            raise CheckpointError("a tensor has the wrong shape", found.file, f"{name} {found.shape}", shape, USE_PLAIN)
+            raise CheckpointError("a tensor has the wrong shape", found.file, f"{name} {found.shape}", shape, fix)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
 
 

@@ -1,7 +1,7 @@
 """A downloaded checkpoint as lazily read tensors under their Hugging Face names, whatever its format."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 # By name: shape, dtype (or what there is in its place), and what reads it.
 Stored = dict[str, tuple[Sequence[int], Any, Any]]
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}
 
 
 def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
@@ -47,6 +48,17 @@ def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
     return open_gguf(ggufs[0], own_side_files(folder, ggufs, side_files_are_theirs))
 
 
+def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
+    """The tensors of the first file, or shards, that a folder has of those stems and suffixes. Raises CheckpointError
+    if it has none, or for a tensor of another dtype."""
+    for stem, suffix in names:
+        files, weight_map = _find_shards(folder, stem, suffix)
+        if files:
+            return _merge(files, weight_map, dtypes)
+    seen, required = "none of them", " or ".join(f"{stem}{suffix}" for stem, suffix in names)
+    raise CheckpointError("the folder has no weights", folder, seen, required, DOWNLOAD_AGAIN)
+
+
 def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...], dict[str, str]]:
     """The weight files of one format, and which of them has each tensor if there is an index."""
     single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
@@ -69,9 +81,11 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[tuple[Path, ...]
     return files, weight_map
 
 
-def _merge(files: tuple[Path, ...], weight_map: dict[str, str]) -> dict[str, SourceTensor]:
+def _merge(
+    files: tuple[Path, ...], weight_map: dict[str, str], dtypes: Collection[Any] = DTYPES
+) -> dict[str, SourceTensor]:
     """The tensors of all files, or those that the index names."""
-    shards = {file.name: _open_shard(file) for file in files}
+    shards = {file.name: _open_shard(file, dtypes) for file in files}
     if not weight_map:
         return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
     named = {name: shard for name, shard in weight_map.items() if not name.endswith(IGNORED_SUFFIXES)}
@@ -82,7 +96,7 @@ def _merge(files: tuple[Path, ...], weight_map: dict[str, str]) -> dict[str, Sou
     return {name: shards[shard][name] for name, shard in named.items()}
 
 
-def _open_shard(path: Path) -> dict[str, SourceTensor]:
+def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
     """The tensors of one file but for those that are ignored, which may be of any kind."""
     try:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
@@ -93,7 +107,7 @@ def _open_shard(path: Path) -> dict[str, SourceTensor]:
     for name, (shape, dtype, read) in stored.items():
         if name.endswith(IGNORED_SUFFIXES):
             continue
-        if dtype not in DTYPES:
+        if dtype not in dtypes:
             fix = "use the checkpoint's unquantised weights; quantise while loading instead"
             required = "float64, float32, float16 or bfloat16"
             raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)

@@ -1,0 +1,209 @@
+"""Heads as they are published: found, checked against the target that they were trained for, and loaded."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import CheckpointError, flag
+from models.checkpoints.convert import DTYPES, Part, SourceTensor, match_parts, read_stacked, source_parts
+from models.checkpoints.manifest import CONFIG
+from models.checkpoints.model_source import ModelSource
+from models.checkpoints.source_weights import open_tensors
+from models.config import ModelConfig, read_config
+from models.heads.eagle import EagleHead, EagleShape
+from models.heads.medusa import MedusaHeads, MedusaShape
+from models.packed_linear import pack_linears
+from models.quantize import quantize_linears
+
+# Stems and suffixes.
+FILES = [("medusa_lm_head", ".safetensors"), ("medusa_lm_head", ".pt"), ("model", ".safetensors")]
+FILES += [("pytorch_model", ".bin")]
+LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
+# Of the whole vocabularies: what each id of the smaller one is beyond its own, and which of the larger one it has.
+MAPS = ("d2t", "t2d")
+# What training leaves beside the head.
+UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
+FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSource(ModelSource):
+    """A head that can be loaded; `config`: of an EAGLE head's own layers, of Medusa heads the target's."""
+
+    shape: MedusaShape | EagleShape
+
+    @property
+    def n_weights(self) -> int:
+        with torch.device("meta"):
+            return sum(x.numel() for x in _module(self.shape).parameters())
+
+    def load(self, **how: Any) -> Any:
+        """A MedusaHeads or an EagleHead, whole on every rank. how: device, dtype, prepack and quantize (of an EAGLE
+        head's layers) as of `load_model`; the rest is of no use here."""
+        device, dtype = how["device"], how["dtype"]
+        tensors = _open(Path(self.path))
+        with torch.device("meta"):
+            head = _module(self.shape).eval().requires_grad_(False)
+        matched = match_parts(Path(self.path), tensors, head_parts(self.shape), (*MAPS, *UNUSED), FIX)
+        weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
+        head.load_state_dict(weights, assign=True)
+        if isinstance(head, EagleHead):
+            if "d2t" in tensors:
+                head.target_ids = _target_ids(Path(self.path), tensors, self.config.vocab_size).to(device)
+            if how.get("quantize"):
+                quantize_linears(head.body.layers, how["quantize"])
+        if how.get("prepack", True):
+            pack_linears(head)
+        return head
+
+
+def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
+    """The head of that kind at `path`, a folder or the weights in one. Reads headers, and the maps of vocabularies.
+
+    Errors: CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`.
+    """
+    weights, tensors = Path(path), _open(Path(path))
+    folder = weights if weights.is_dir() else weights.parent
+    values = read_config(folder / CONFIG)
+    names = tensors.keys()
+    is_medusa = all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
+    layout = "medusa" if is_medusa else "eagle" if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names else None
+    if layout != kind:
+        seen = f"{LAYOUTS[layout]} layout" if layout else ", ".join(sorted(names)[:4])
+        raise CheckpointError("the head has another layout", weights, seen, f"{LAYOUTS[kind]} layout", FIX)
+    make = _medusa_shape if is_medusa else _eagle_shape
+    shape = make(folder / CONFIG, values, tensors, target)
+    match_parts(weights, tensors, head_parts(shape), (*MAPS, *UNUSED), FIX)
+    if isinstance(shape, EagleShape) and shape.draft_vocab_size is not None:
+        if "d2t" in names:
+            _target_ids(weights, tensors, target.vocab_size, shape.draft_vocab_size)
+        elif shape.draft_vocab_size != target.vocab_size:
+            seen = f"no d2t, and {shape.draft_vocab_size} of {target.vocab_size} tokens"
+            raise CheckpointError("tensors are missing", weights, seen, "a d2t", FIX)
+    config = shape.config if isinstance(shape, EagleShape) else target
+    return HeadSource(path, "head", config, folder.resolve().name, shape=shape)
+
+
+def head_parts(shape: MedusaShape | EagleShape) -> dict[str, tuple[Part, ...]]:
+    """For each tensor of a head's state dict, the published tensors stacked on dim 0, with shapes."""
+    if isinstance(shape, MedusaShape):
+        with torch.device("meta"):
+            return {name: ((name, tuple(x.shape)),) for name, x in MedusaHeads(shape).state_dict().items()}
+    config, n_input = shape.config, len(shape.inputs_of)
+    parts = source_parts(replace(config, tie_embeddings=shape.draft_vocab_size is None))
+    parts = {name: tuple((part.removeprefix("model."), size) for part, size in of) for name, of in parts.items()}
+    if not shape.own_embedding:
+        del parts["tok_embeddings.weight"]
+    if shape.draft_vocab_size is not None:
+        parts["output.weight"] = (("lm_head.weight", (shape.draft_vocab_size, config.dim)),)
+    if n_input:
+        wide = "layers.0.attention.wqkv.weight"
+        parts[wide] = tuple((name, (rows, 2 * config.dim)) for name, (rows, _) in parts[wide])
+        parts["layers.0.hidden_norm.weight"] = (("layers.0.hidden_norm.weight", (config.dim,)),)
+    else:
+        del parts["layers.0.attention_norm.weight"], parts["norm.weight"]
+    parts = {f"body.{name}": of for name, of in parts.items()}
+    own: dict[str, tuple[int, ...]] = {"fc.weight": (config.dim, shape.state_dim if n_input else 2 * config.dim)}
+    own |= {"fc.bias": (config.dim,)} if shape.fc_bias else {}
+    own |= {"input_norm.weight": (shape.state_dim,)} if shape.norm_before_fc else {}
+    own |= {f"fc_norm.{i}.weight": (shape.target_dim,) for i in range(n_input if shape.fc_norm else 0)}
+    return parts | {name: ((name, size),) for name, size in own.items()}
+
+
+def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
+    """A head's tensors by the names under which they are published."""
+    state, tensors = head.state_dict(), dict[str, Tensor]()
+    for name, stacked in head_parts(head.shape).items():
+        rows = [size[0] for _, size in stacked]
+        tensors |= {part: x for (part, _), x in zip(stacked, state[name].split(rows), strict=True)}
+    if isinstance(head, EagleHead) and head.target_ids is not None:
+        ids = head.target_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(head.shape.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, 1)
+    return tensors
+
+
+def _open(path: Path) -> dict[str, SourceTensor]:
+    """By name, one for the layouts in which EAGLE-3's layer is `midlayer`, or all are below `model`."""
+    folder, names = (path, FILES) if path.is_dir() else (path.parent, [(path.stem, path.suffix)])
+    tensors = open_tensors(folder, names, (*DTYPES, torch.int64, torch.bool))
+    return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
+
+
+def _module(shape: MedusaShape | EagleShape) -> nn.Module:
+    return MedusaHeads(shape) if isinstance(shape, MedusaShape) else EagleHead(shape)
+
+
+def _medusa_shape(
+    where: Path, values: Mapping[str, Any], tensors: Mapping[str, SourceTensor], target: ModelConfig
+) -> MedusaShape:
+    """As many heads as there are, or should be by the config, which is often left at its default."""
+    n_head = max(_count(values, "medusa_num_heads", where), 1 + max(int(name.split(".")[0]) for name in tensors))
+    n_layer = _count(values, "medusa_num_layers", where, 1)
+    own_output = any(name.count(".") == 2 for name in tensors)
+    return MedusaShape(n_head, n_layer, target.dim, target.vocab_size, own_output)
+
+
+def _eagle_shape(
+    where: Path, values: Mapping[str, Any], tensors: Mapping[str, SourceTensor], target: ModelConfig
+) -> EagleShape:
+    own = values.get("transformer_layer_config") or values
+    given = {**own, "architectures": ["LlamaForCausalLM"], "attention_bias": False, "eos_token_id": None}
+    config = ModelConfig.from_hf(given, where=str(where))
+    config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
+    own_embedding, own_output = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
+    is_third, target_dim = "layers.0.hidden_norm.weight" in tensors, values.get("target_hidden_size") or config.dim
+    free = is_third and own_embedding and own_output
+    for key, seen, required in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size" if free else "hidden_size", target_dim if free else config.dim, target.dim),
+    ):
+        if seen != required:
+            raise CheckpointError(f"the head's {key} is not the target's", where, seen, required, FIX)
+    flags = {key: bool(values.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    return EagleShape(
+        config,
+        target.dim,
+        draft_vocab_size=_count(values, "draft_vocab_size", where, config.vocab_size) if own_output else None,
+        inputs_of=_inputs_of(where, values, target.n_layer) if is_third else (),
+        own_embedding=own_embedding,
+        fc_bias="fc.bias" in tensors,
+        **(flags if is_third else {}),
+    )
+
+
+def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    given = values.get(key) or (values.get("eagle_config") or {}).get(key) or [2, n_layer // 2, n_layer - 3]
+    if len({*given}) < len(given) or not all(isinstance(i, int) and 0 <= i <= n_layer for i in given):
+        required = f"different layers of the target, 0 to {n_layer}"
+        raise CheckpointError("the head reads layers that the target has not", f"{where}: {key}", given, required, FIX)
+    return tuple(sorted(given))
+
+
+def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None = None) -> Tensor:
+    """The target's id of each of the head's, `[draft_vocab_size]` int64."""
+    offsets = tensors["d2t"].read()
+    ids = offsets + torch.arange(len(offsets))
+    chosen = torch.zeros(vocab_size, dtype=torch.bool)
+    fits = len(ids) == (n_draft or len(ids)) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+    if fits:
+        chosen[ids] = True
+    whole = tensors["t2d"].read() if "t2d" in tensors else chosen
+    if not fits or int(chosen.sum()) < len(ids) or not torch.equal(whole.bool(), chosen):
+        seen, required = f"{len(ids)} ids, {int(ids.min())} to {int(ids.max())}", f"{n_draft} ids below {vocab_size}"
+        required += ", no two the same, and those that t2d marks"
+        raise CheckpointError("the head's vocabulary is no part of the target's", path, seen, required, FIX)
+    return ids
+
+
+def _count(values: Mapping[str, Any], key: str, where: Path, default: int = 0) -> int:
+    value = values.get(key)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise CheckpointError(f"{key} is not a positive integer", where, repr(value), ">= 1", FIX)
+    return default if value is None else value

@@ -1,0 +1,166 @@
+"""Tiny heads as people publish them, in files, and what they compute, written down as plainly as can be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models import ModelConfig
+
+WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
+EPS, THETA = 1e-5, 700.0
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Norms around 1, the rest large enough that every part matters."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in shapes.items()}
+    return {name: 1 + 0.3 * x if "norm" in name else 0.3 * x for name, x in tensors.items()}
+
+
+def medusa_tensors(target: ModelConfig, n_head: int = 4, n_layer: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(n_head):
+        for j in range(n_layer):
+            shapes |= {f"{i}.{j}.linear.weight": (target.dim, target.dim), f"{i}.{j}.linear.bias": (target.dim,)}
+        shapes[f"{i}.{n_layer}.weight"] = (target.vocab_size, target.dim)
+    return random_tensors(shapes, seed)
+
+
+def eagle_tensors(
+    target: ModelConfig, version: int = 3, n_layer: int = 1, seed: int = 0, n_draft: int | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """n_draft: ids of the head's own vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
+    dim, width = (target.dim if version == 1 else WIDTH), (target.dim if version == 1 else 2 * WIDTH)
+    first = "midlayer" if version == 3 and n_layer == 1 else "layers.0"
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (target.vocab_size, dim)}
+    shapes["fc.weight"] = (dim, 2 * dim if version == 1 else 3 * target.dim)
+    if options.get("bias"):
+        shapes["fc.bias"] = (dim,)
+    if options.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target.dim,) for i in range(3)}
+    if options.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * target.dim,)
+    for i in range(n_layer):
+        at, n_in = (first, width) if i == 0 else (f"layers.{i}", dim)
+        for name, heads in (("q", N_HEAD), ("k", N_KV_HEAD), ("v", N_KV_HEAD)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (heads * HEAD_DIM, n_in)
+            if options.get("attention_bias"):
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (heads * HEAD_DIM,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (dim, N_HEAD * HEAD_DIM)
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (FFN, dim) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (dim, FFN)
+        shapes[f"{at}.post_attention_layernorm.weight"] = (dim,)
+        if i or version == 3:
+            shapes[f"{at}.input_layernorm.weight"] = (dim,)
+    if version == 1:
+        return random_tensors(shapes, seed)
+    shapes |= {f"{first}.hidden_norm.weight": (dim,), "norm.weight": (dim,)}
+    shapes["lm_head.weight"] = (n_draft or target.vocab_size, dim)
+    tensors = random_tensors(shapes, seed)
+    if n_draft:
+        ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))[:n_draft].sort().values
+        tensors["d2t"] = ids - torch.arange(n_draft)
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **options: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {"hidden_size": target.dim if version == 1 else WIDTH, "intermediate_size": FFN}
+    own |= {"num_attention_heads": N_HEAD, "num_key_value_heads": N_KV_HEAD, "head_dim": HEAD_DIM}
+    own |= {"num_hidden_layers": n_layer, "vocab_size": target.vocab_size, "rms_norm_eps": EPS, "rope_theta": THETA}
+    own |= {"hidden_act": "silu", "max_position_embeddings": 256, "target_hidden_size": target.dim}
+    return own | options
+
+
+def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
+    """The folder, with those files in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return str(folder)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def turned(x: Tensor, position: int) -> Tensor:
+    """Heads `[n, HEAD_DIM]` as complex pairs (i, i + half), turned."""
+    half = HEAD_DIM // 2
+    angles = position * (1 / THETA ** (torch.arange(half) / half)).double()  # frequencies in float32, as everywhere
+    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+class PlainEagle:
+    """One head over one text: it keeps the keys and values of every step in lists, and is run token by token."""
+
+    def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1, **options: Any) -> None:
+        self.tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
+        self.version, self.options = version, options
+        self.held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Of the target's states `[n * dim]`."""
+        if self.version == 1:
+            return states
+        if self.options.get("norm_before_fc"):
+            states = normed(states, self.tensors["input_norm.weight"])
+        if self.options.get("fc_norm"):
+            parts = states.chunk(3)
+            states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)])
+        return self.tensors["fc.weight"] @ states
+
+    def step(self, state: Tensor, token: int) -> Tensor:
+        """The next state, with the token that followed the one of `state`."""
+        tensors, embedded = self.tensors, self.tensors["embed_tokens.weight"][token]
+        x = state
+        if self.version == 1:
+            x = tensors["fc.weight"] @ torch.cat([embedded, state]) + tensors.get("fc.bias", torch.zeros(()))
+        for i, held in enumerate(self.held):
+            layer = {name.removeprefix(f"layers.{i}."): t for name, t in tensors.items() if f"layers.{i}." in name}
+            read = x
+            if i or self.version == 3:
+                read = normed(x, layer["input_layernorm.weight"])
+            if i == 0 and self.version == 3:
+                first = normed(x, layer["hidden_norm.weight"])
+                read = torch.cat([normed(embedded, layer["input_layernorm.weight"]), first])
+                x = first if self.options.get("norm_before_residual") else x
+            q, k, v = (
+                (layer[f"self_attn.{n}_proj.weight"] @ read + layer.get(f"self_attn.{n}_proj.bias", 0)).view(
+                    -1, HEAD_DIM
+                )
+                for n in "qkv"
+            )
+            at = len(held)
+            held.append((turned(k, at), v))
+            queries, group = turned(q, at), N_HEAD // N_KV_HEAD
+            heads = []
+            for h in range(N_HEAD):
+                scores = torch.stack([key[h // group] @ queries[h] for key, _ in held]) / HEAD_DIM**0.5
+                heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in held]))
+            x = x + layer["self_attn.o_proj.weight"] @ torch.cat(heads)
+            read = normed(x, layer["post_attention_layernorm.weight"])
+            gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))
+            x = x + layer["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        return normed(x, tensors["norm.weight"]) if self.options.get("norm_output") else x
+
+    def logits(self, state: Tensor) -> Tensor:
+        """EAGLE-3's, of its own ids."""
+        if not self.options.get("norm_output"):
+            state = normed(state, self.tensors["norm.weight"])
+        return self.tensors["lm_head.weight"] @ state
+
+
+def plain_medusa(tensors: dict[str, Tensor], i: int, n_layer: int, hidden: Tensor) -> Tensor:
+    for j in range(n_layer):
+        before = tensors[f"{i}.{j}.linear.weight"] @ hidden + tensors[f"{i}.{j}.linear.bias"]
+        hidden = hidden + before * torch.sigmoid(before)
+    return tensors[f"{i}.{n_layer}.weight"] @ hidden
