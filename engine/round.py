@@ -90,7 +90,12 @@ class Round:
         """The target's logits `[B, gamma + 1, V]` of `block [B, gamma + 1]`; stores their KV, a self-draft's too."""
         positions = self.batch.lengths[:, None] + torch.arange(self.gamma + 1, device=block.device)
         cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
-        return self.runner.step(block, positions, self.batch.of(cache, self.gamma))
+        own, observer = self.batch.of(cache, self.gamma), self.drafter.observer if self.drafter else None
+        if observer is None:
+            return self.runner.step(block, positions, own)
+        hidden, states = self.runner.model.hidden_states(block, positions, own, observer.layers)
+        observer.observe(self.batch, block, states)
+        return self.runner.model.logits(hidden)
 
     @_part("decided")
     def accept(self) -> Tensor:

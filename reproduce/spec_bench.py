@@ -49,6 +49,7 @@ PROMPTS = "reproduce/prompts/question.jsonl"
 BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
 Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 ALONE = draft_flags().KINDS
+WITH_MODEL = [name for name in drafters() if name not in ALONE]
 # The bytes of a character that was cut off are read again as three tokens each.
 READ_AGAIN = 3
 # What says nothing of how a conversation is decoded; what rows that are summed share; what is summed.
@@ -78,7 +79,7 @@ class Flags:
     per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
     """conversations of each, the first ones"""
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
-    """what drafts: names, or standalone:CHECKPOINT for a draft model; each has the draft flags that it takes"""
+    """what drafts: names, or KIND:CHECKPOINT (standalone, eagle, medusa); each has the draft flags that it takes"""
     B: int = 8
     """conversations decoded together"""
     gen_len: int = 128
@@ -97,7 +98,7 @@ class Flags:
         if given := [name for name, value in self.draft.given().items() if value == AUTO]:
             fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
             raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, given)), AUTO, "a number", fix)
-        if len(models := [name for name in chosen if chosen[name]["draft"] == STANDALONE]) > 1:
+        if len(models := [name for name in chosen if "draft_model" in chosen[name]]) > 1:
             fix, what = "run the other one by itself, into the same file", "a session holds one draft model"
             raise ConfigError(what, flag("drafters"), " ".join(models), f"one {STANDALONE}:CHECKPOINT", fix)
         configs = self.draft.variants(*chosen.values())
@@ -113,7 +114,7 @@ class Flags:
 
 def _chosen(name: str) -> dict[str, str]:
     kind, _, path = name.partition(":")
-    if kind == STANDALONE and path:
+    if path and kind in WITH_MODEL:
         return {"draft": kind, "draft_model": path}
     if name not in ALONE:
         near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
@@ -133,7 +134,7 @@ def open_session(flags: Flags, configs: Sequence[DrafterConfig], ids: Sequence[S
         resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
     # The first is what a session is opened with: the draft model, if there is one.
-    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: one.name != STANDALONE)]
+    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: one.name not in WITH_MODEL)]
     return engine.Session.of_plan(resolve_several(run, deepest, texts=ids))
 
 

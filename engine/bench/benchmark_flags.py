@@ -7,7 +7,7 @@ from engine.bench.config import Passes, PlainRun, RankOptions, RunConfig, Target
 from engine.bench.draft_flags import draft_flags
 
 SelfDraft: Any = draft_flags()
-Standalone: Any = draft_flags(["standalone"], flags={"draft_model": "model"})
+Standalone: Any = draft_flags(["standalone", "eagle", "medusa"], flags={"draft_model": "model"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,8 @@ def draft_flags(
     owners.pop("policy", None)
     specs: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     if len(chosen) > 1:
-        specs.append(("draft", Annotated[Literal[tuple(chosen)], arg(help=_listed(chosen))], "self"))
+        first = "self" if "self" in chosen else next(iter(chosen))
+        specs.append(("draft", Annotated[Literal[tuple(chosen)], arg(help=_listed(chosen))], first))
     if kept:
         says = arg(help=f"what the cache keeps. {_listed(kept)}", help_behavior_hint=f"(default: {DEFAULT_POLICY})")
         specs.append(("draft_policy", Annotated[PolicyName | None, says], None))

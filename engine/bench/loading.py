@@ -9,6 +9,7 @@ from engine.bench.plan import Plan
 from engine.parallel.ranks import ModelRanks
 from models import Transformer
 from models.checkpoints.model_source import ModelSource
+from models.heads.loading import HeadSource
 from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
@@ -22,15 +23,21 @@ def load_target(plan: Plan, holders: ModelRanks) -> Transformer:
 
 def load_draft(
     plan: Plan,
-    models: dict[tuple[object, ...], Transformer],
+    models: dict[tuple[object, ...], Any],
     target: Transformer,
     target_ranks: ModelRanks,
     draft_ranks: ModelRanks | None,
 ) -> None:
-    """Add what drafts to the `models`, unless one has its form: a model of its own, the target's weights in another
-    form, or some of its layers. Nothing where it is the target itself, or no model, or this rank has no part of it."""
+    """Add what drafts to the `models`, unless one has its form: a model or head of its own, the target's weights in
+    another form, or some of its layers. Nothing where it is the target itself, or no model, or not on this rank."""
     draft = plan.draft
-    if draft is None or draft.dtype is None or draft.form in models:
+    if draft is None or (draft.dtype or draft.source) is None or draft.form in models:
+        return
+    if isinstance(draft.source, HeadSource):
+        head = draft.source.load(device=plan.device, dtype=draft.dtype or plan.dtype, quantize=draft.quantize)
+        if draft.policy is not None:
+            _prepared(plan, head.body, draft.kv_dtype, "the head's attention")
+        models[draft.form] = head
         return
     if draft.source is not None:
         if draft_ranks is None or not draft_ranks.holds:

@@ -15,6 +15,7 @@ from engine.runner import captured_sizes, prefill_chunk_of
 from kv_cache import FullKVCache
 from kv_cache.entries import largest
 from models import ModelConfig
+from models.heads.loading import HeadSource
 from models.packed_linear import can_pack
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, linear_bytes
 from models.tensor_parallel import Shard, shard_config
@@ -123,14 +124,15 @@ def footprints(plan: Plan) -> list[Footprint]:
     target = Footprint(config, plan.dtype, (plan.capacity,), plan.config.target.quantize, plan.kv_dtype, dequantizes)
     if draft is None or draft.policy is None or draft.dtype is None:
         return [target]
+    is_head = isinstance(draft.source, HeadSource)
     if draft.source:
-        config = _largest_shard(draft.source.config, plan.draft_group)
+        config = draft.source.config if is_head else _largest_shard(draft.source.config, plan.draft_group)
     if draft.layers is not None:
         config = replace(config, n_layer=len(draft.layers))
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
-    prefills, stored = draft.source is not None, (draft.quantize, draft.kv_dtype, dequantizes)
+    prefills, stored = draft.source is not None and not is_head, (draft.quantize, draft.kv_dtype, dequantizes)
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
-    as_draft = plan.shares_weights, prefills, draft.policy.n_observed
+    as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
     return [target, Footprint(config, draft.dtype, capacities, *stored, *as_draft)]
 
 
@@ -165,6 +167,8 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         n_communicator = len({group for group in (plan.group, plan.draft_group) if len(group) > 1})
         libraries = CUDA_BYTES + (n_communicator + (plan.config.n_replicas > 1)) * NCCL_BYTES
     weights = sum(one.weights(plan.device) for one in models if not one.shares_weights)
+    if plan.draft and isinstance(plan.draft.source, HeadSource):
+        weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
         "draft KV": sum(draft.capacities) * draft.kv_per_token if draft else 0,

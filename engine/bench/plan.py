@@ -23,6 +23,7 @@ from engine.bench.resolved import (
 )
 from engine.bench.text import PromptText, own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
+from engine.drafters.medusa import check_heads
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
 from models import ModelConfig
@@ -123,9 +124,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
             where, seen = f"{flag('prompts')}, {flag('data_parallel')}", f"{n_prompts} prompts, {n_replicas} replicas"
             required, fix = "a prompt for every replica", f"use {flag('data_parallel')} {n_prompts} or less"
             raise ConfigError("there are fewer prompts than replicas", where, seen, required, fix)
-    source = None
-    if isinstance(config.draft, StandaloneConfig):
-        source = find_model(config.draft.draft_model, stored.load_format, None, flag("draft_model"), stored.verify)
+    source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
     if stored.quantize:
         check_scheme(stored.quantize, device)
     if stored.compile:
@@ -161,13 +160,17 @@ def with_draft(plan: Planned, config: DrafterConfig | None) -> Planned:
         return plan
     draft = resolve_draft(config, plan.config.target, plan.prefix_len, plan.gen_len)
     source, n_layer, drafting = plan.draft_source, plan.target.config.n_layer, plan.target
-    if isinstance(config, StandaloneConfig):
-        if source is None or source.path != config.draft_model:
+    if (named := vars(config).get("draft_model")) is not None:
+        if source is None or source.path != named:
             held = source.path if source else "no draft model: the session was opened without"
             what, fix = "a session holds one draft model", "open a session with that draft"
-            raise ConfigError(what, flag("draft_model"), config.draft_model, held, fix)
+            raise ConfigError(what, flag("draft_model"), named, held, fix)
         drafting, length = source, max(plan.capacity, plan.length + draft.gamma)
-        draft = replace(draft.of_policy(config.policy.for_context(source.config.max_context, length)), source=source)
+        if draft.policy is not None:
+            draft = draft.of_policy(draft.policy.for_context(source.config.max_context, length))
+        if not draft.auto_gamma:
+            check_heads(draft.gamma, source.most_drafts)
+        draft = replace(draft, source=source, gamma=min(draft.gamma, source.most_drafts))
     check_layers(draft.layers, n_layer)
     window, policy = drafting.config.sliding_window, draft.policy
     if policy and policy.n_observed and window is not None:
@@ -255,9 +258,8 @@ def _rank_groups(
         return (LEADER,), (LEADER,)
     group = check_rank_group(config.ranks.rank_group, n_ranks, config.n_replicas)
     check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
-    if draft_source is None:
+    if draft_source is None or not isinstance(config.draft, StandaloneConfig):  # a head is whole wherever the target is
         return group, group
-    assert isinstance(config.draft, StandaloneConfig)
     draft_group = check_draft_ranks(config.draft.draft_ranks, group)
     check_count(draft_source.config, len(draft_group), flag("draft_ranks"))
     return group, draft_group

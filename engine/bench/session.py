@@ -28,7 +28,7 @@ from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.requests import check_prompt
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache
-from models import ModelConfig, Transformer
+from models import ModelConfig
 from models.checkpoints.tokenizer import Tokenizer
 from models.tensor_parallel import Shard
 
@@ -54,7 +54,7 @@ class Session(Plan):
     run: str
     numbered_from: int = 0
     draft_ranks: ModelRanks | None = None
-    models: dict[tuple[object, ...], Transformer] = field(default_factory=dict)
+    models: dict[tuple[object, ...], Any] = field(default_factory=dict)
     startup_bytes: int = 0
     continuations: list[list[int]] = field(default_factory=list)
     put_off: list[UserError] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Session(Plan):
         stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
-        models: dict[tuple[object, ...], Transformer] = {}
+        models: dict[tuple[object, ...], Any] = {}
         model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
         load_draft(plan, models, model, target_ranks, draft_ranks)
@@ -122,8 +122,8 @@ class Session(Plan):
         return self.target.name
 
     @property
-    def draft_model(self) -> Transformer | None:
-        """What drafts, where that is not the target itself; None on a rank that has no part of it."""
+    def draft_model(self) -> Any:
+        """The model or head that drafts, where that is not the target itself; None on a rank that has no part of it."""
         return self.models.get(self.draft.form) if self.draft else None
 
     @property

@@ -6,6 +6,7 @@ from common.say import dtype_name
 from engine.bench.config import AUTO
 from engine.bench.resolved import option_names
 from engine.bench.session import Session
+from models import Transformer
 
 
 def settings_record(session: Session) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def _draft_record(session: Session) -> dict[str, Any]:
 
 
 def _draft_attention(session: Session) -> str | None:
-    """The backend of what drafts; None for drafts without a model, and on a rank that has no part of it."""
-    if session.draft_model is not None:
-        return session.draft_model.backend.name
+    """The backend of what drafts; None where that has no attention of its own, or this rank no part of it."""
+    if (model := session.draft_model) is not None:
+        own = getattr(model, "body", model)
+        return own.backend.name if isinstance(own, Transformer) else None
     return session.runner.model.backend.name if session.draft and session.draft.kind == "self" else None

@@ -32,16 +32,27 @@ class Shown(NamedTuple):
     known: int
 
 
+class Observer(Protocol):
+    """What every verification shows the target's hidden states: the inputs of `layers`, of none its last ones."""
+
+    layers: tuple[int, ...]
+
+    def observe(self, batch: Batch, block: Tensor, states: Tensor) -> None:
+        """Of `block [B, T]` behind the batch's lengths, `states [B, T, ...]` (see `Transformer.hidden_states`)."""
+
+
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
     gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
     for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
+    observer: what drafts from the target's hidden states has one.
     """
 
     gamma: int
     verification_cache: VerificationCache
     follows_parts: bool
+    observer: Observer | None
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
@@ -63,6 +74,7 @@ class TextDrafter(ABC):
 
     verification_cache: VerificationCache = None
     follows_parts = False
+    observer: Observer | None = None
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -93,6 +105,7 @@ class ModelDrafter(ABC):
 
     verification_cache: VerificationCache = None
     follows_parts = False
+    observer: Observer | None = None
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)

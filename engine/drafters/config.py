@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from common.errors import require_at_least
 from kv_cache.policy import BudgetedPolicy, Policy, registered
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from engine.drafters.base import Drafter
     from engine.runner import ModelRunner, RemoteRunner
     from kv_cache import KVCache
-    from models import ModelConfig, Transformer
+    from models import ModelConfig
+    from models.checkpoints.model_source import ModelSource
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a session has for a drafter to be made of.
 
-    gamma: the most that a round drafts. model: what drafts, of which this rank may hold nothing. new_cache: an empty
-    cache of the draft's policy. remote: stands for a model that other ranks hold. texts: what plain decoding emitted.
-    rehearses: whether prompts are decoded before, to measure what that costs.
+    gamma: the most that a round drafts. model: what drafts, a Transformer or a head, of which this rank may hold
+    nothing. new_cache: an empty cache of the draft's policy. remote: stands for a model that other ranks hold. texts:
+    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs.
     """
 
     runner: ModelRunner
     gamma: int
-    model: Transformer | None
+    model: Any
     new_cache: Callable[[ModelConfig], KVCache]
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
@@ -53,6 +54,10 @@ class DrafterConfig(ABC):
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
         """The drafter, over an empty cache if it has one."""
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
+        """The second model that it needs, which its `draft_model` names: found, not loaded. Errors: UserError."""
+        return None
 
     def check(self) -> None:
         """Raise ConfigError if the options do not go together."""

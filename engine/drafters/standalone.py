@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import ModelDrafterConfig, Parts
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.runner import ModelRunner, RemoteRunner
+    from models.checkpoints.model_source import ModelSource
 
 
 class StandaloneDraft(ModelDrafter):
@@ -101,6 +102,11 @@ class StandaloneConfig(ModelDrafterConfig):
     """the draft's converted checkpoint"""
     draft_ranks: tuple[int, ...] | None = None
     """ranks that share the draft (default: those of --rank_group)"""
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
+        from models.checkpoints.model_source import find_model
+
+        return find_model(self.draft_model, load_format, None, flag("draft_model"), verify)
 
     def build(self, parts: Parts) -> StandaloneDraft:
         from engine.runner import ModelRunner

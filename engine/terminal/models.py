@@ -12,7 +12,8 @@ from engine.bench.draft_flags import draft_flags
 from engine.drafters.config import DrafterConfig, drafters
 
 NAMES = [*draft_flags().KINDS]
-DRAFT_HELP = f"{', '.join(NAMES)}, or a smaller model's converted checkpoint"
+WITH_MODEL = [name for name in drafters() if name not in NAMES]
+DRAFT_HELP = f"{', '.join(NAMES)}, or a smaller model's converted checkpoint, or a head: eagle:PATH, medusa:PATH"
 EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 
 
@@ -36,7 +37,10 @@ class NamedDraft(EveryDraft):
         """Errors: ConfigError also for a draft that there is not, and where nothing would be drafted."""
         if self.gamma is not None and self.gamma != "auto":
             require_at_least("gamma", self.gamma, 1)
-        if self.draft not in NAMES:
+        kind, _, path = self.draft.partition(":")
+        if path and kind in WITH_MODEL:
+            chosen = {"draft": kind, "draft_model": path} | chosen
+        elif self.draft not in NAMES:
             if not os.path.exists(self.draft):
                 required, fix = f"{', '.join(NAMES)}, or a converted checkpoint", "check the spelling and the folder"
                 raise ConfigError("there is no such draft", flag("draft"), self.draft[:80], required, fix)

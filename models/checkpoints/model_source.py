@@ -1,6 +1,7 @@
 """Where a benchmark's models come from: a converted checkpoint, or a shape for random weights."""
 
 import os
+import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class ModelSource:
     def is_default(self) -> bool:
         """Whether it is the built-in model, as it was fetched; what was derived from it is another."""
         return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that it can draft in a round."""
+        return sys.maxsize
 
     @property
     def manifest_sha256(self) -> str | None:

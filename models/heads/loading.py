@@ -38,6 +38,15 @@ class HeadSource(ModelSource):
     shape: MedusaShape | EagleShape
 
     @property
+    def has_text(self) -> bool:
+        """Its tokens are the target's, or some of them."""
+        return False
+
+    @property
+    def most_drafts(self) -> int:
+        return self.shape.n_head if isinstance(self.shape, MedusaShape) else super().most_drafts
+
+    @property
     def n_weights(self) -> int:
         with torch.device("meta"):
             return sum(x.numel() for x in _module(self.shape).parameters())

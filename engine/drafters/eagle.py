@@ -1,0 +1,111 @@
+"""Eagle: a layer or few that go on from the target's hidden states, token by token, over a cache of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from common.errors import ConfigError, flag
+from engine.drafters.base import ModelDrafter, Shown, check_target
+from engine.drafters.config import ModelDrafterConfig, Parts
+from engine.drafters.observed import ObservedStates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.modes import Drafts, Verification
+    from engine.runner import ModelRunner
+    from kv_cache import KVCache
+    from models.checkpoints.model_source import ModelSource
+    from models.heads.eagle import EagleHead
+
+
+class Eagle(ModelDrafter):
+    """EAGLE-1, -2 and -3 (see `EagleHead`) as chains.
+
+    Its cache keeps at position p what the state of p and the token behind it left. A round begins by running the last
+    verification's tokens once more, with the target's own states in place of the head's approximations: all of them,
+    whatever was accepted, so that shapes never change; what lies behind the row's end is written over before it is
+    seen. Of a prompt, only the tokens that the cache keeps run through the target again, which stores no states.
+    Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
+    """
+
+    def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
+        super().__init__(runner.over(cache, head.body), gamma)
+        head.borrow(runner.model)
+        self._target, self._head, self.cache = runner, head, cache
+        self.observer = self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        check_target(self, self._target.cache, target.cache)
+        super().check(target, length)
+
+    def follow(self, rows: Sequence[Shown]) -> None:
+        for row, _, text, known in rows:
+            if known == 0:
+                self.cache.reset_row(row)
+            # The last known round's tokens once more: what it has left may be the head's own approximations.
+            self._fill(row, text, first=max(0, known - self.gamma - 1) if known else 0)
+
+    def _fill(self, row: int, text: Sequence[int], first: int) -> None:
+        """Run what the cache keeps of a row's text from `first` on, all but the last token, whose state is kept."""
+        last = len(text) - 1
+        kept = [p for p in self.cache.retained_positions(last).tolist() if p >= first]
+        most = min(self._target.prefill_chunk, self.cache.prefill_block)
+        while kept:
+            start = kept[0]
+            n_run = next((i for i, p in enumerate(kept[:most]) if p != start + i), len(kept[:most]))
+            end, kept = start + n_run, kept[n_run:]
+            states = self._target.states_again(row, text, start, end, self._observed.layers)
+            tokens = torch.tensor(text[start + 1 : end + 1], device=self.cache.device)[None]
+            positions = torch.arange(start, end, device=self.cache.device)[None]
+            view = self.cache.view(slice(row, row + 1), end, block_at_end=True)
+            self._head.advance(self._fused(states), tokens, positions, view)
+        states = self._target.states_again(row, text, last, last + 1, self._observed.layers)
+        self._observed.begin(row, len(text), states[0, -1])
+
+    def _fused(self, states: Tensor) -> Tensor:
+        return self._head.fused(states.to(self._head.body.dtype))
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        states, following, positions, last = self._observed.of(batch)
+        # The last round may have drafted more than this one.
+        own = batch.of(self.cache, self.gamma)
+        after = self._head.advance(self._fused(states), following, positions, own)
+        self._state = after.take_along_dim(last[..., None], dim=1)
+        return super().propose(batch, verification, gamma)
+
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        if i > 0 and cache is not None:
+            position = batch.lengths[:, None] - 1 + i
+            self._state = self._head.advance(self._state, tokens[:, None], position, cache)
+        return self._head.logits(self._state[:, 0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(ModelDrafterConfig):
+    """An EAGLE head, which goes on from the target's hidden states."""
+
+    name: ClassVar[str] = "eagle"
+    draft_model: str
+    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
+
+    def check(self) -> None:
+        super().check()
+        if self.policy.n_observed:
+            where, required = flag("draft_policy"), "a policy that goes by position"
+            what, fix = "a head's cache cannot be chosen by attention", f"use {where} streaming or full"
+            raise ConfigError(what, where, self.policy.name, required, fix)
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
+        from models.heads.loading import find_head
+
+        return find_head(self.draft_model, self.name, target.config)
+
+    def build(self, parts: Parts) -> Eagle:
+        head = parts.model
+        return Eagle(parts.runner, head, parts.new_cache(head.body.config), parts.gamma)

@@ -1,0 +1,73 @@
+"""Medusa: heads on the target's last hidden state, one for each place of a draft (arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from common.errors import ConfigError, flag
+from engine.drafters.base import ModelDrafter, Shown, check_target
+from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.observed import ObservedStates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.runner import ModelRunner
+    from kv_cache import KVCache
+    from models.checkpoints.model_source import ModelSource
+    from models.heads.medusa import MedusaHeads
+
+
+class Medusa(ModelDrafter):
+    """Every draft of a round comes from the state before the row's current token: none sees another, and nothing is
+    cached. Errors: ConfigError if gamma is negative or there are fewer heads."""
+
+    def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
+        super().__init__(runner, gamma)
+        check_heads(gamma, len(heads))
+        self._target, self._heads = runner, heads
+        self.observer = self._observed = ObservedStates(runner, gamma, heads.shape.dim)
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        check_target(self, self._target.cache, target.cache)
+
+    def follow(self, rows: Sequence[Shown]) -> None:
+        for row, _, text, _ in rows:
+            states = self._target.states_again(row, text, len(text) - 1, len(text))
+            self._observed.begin(row, len(text), states[0, -1])
+
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        states, _, _, last = self._observed.of(batch)
+        out = self._heads[i](states.take_along_dim(last[..., None], dim=1)[:, 0])
+        return out if self._heads.shape.own_output else self._target.model.logits(out)
+
+    def rollback(self, batch: Batch) -> None:
+        """Nothing of its own is cached."""
+        return
+
+
+def check_heads(gamma: int, n_head: int) -> None:
+    """Raise ConfigError unless there is a head for each place of a draft."""
+    if gamma > n_head:
+        what, fix = "there are fewer Medusa heads than tokens to draft", f"use {flag('gamma')} {n_head} or less"
+        raise ConfigError(what, flag("gamma"), f"gamma {gamma}, {n_head} heads", f"<= {n_head}", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(DrafterConfig):
+    """Medusa heads on the target's hidden state."""
+
+    name: ClassVar[str] = "medusa"
+    draft_model: str
+    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
+        from models.heads.loading import find_head
+
+        return find_head(self.draft_model, self.name, target.config)
+
+    def build(self, parts: Parts) -> Medusa:
+        return Medusa(parts.runner, parts.model, parts.gamma)
