@@ -24,7 +24,7 @@ from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.tables import Column, console
-from engine.bench.config import DEFAULT_PREFIX_LEN, Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, draft_flags
 from engine.drafters.config import DrafterConfig
 from reproduce.heads.recipe import Recipe
@@ -65,17 +65,13 @@ class Flags:
     def check(self) -> None:
         """Errors: ConfigError."""
         recipe = self.recipe
-        for name in ("steps", "windows", "warm_up", "depth", "draft_vocab_size"):
+        for name in ("steps", "windows", "depth", "draft_vocab_size"):
             require_at_least(name, getattr(recipe, name), 1)
-        for name in ("num_prompts", "held_back"):
-            require_at_least(name, getattr(self, name), 1)
-        require_at_least("measured_len", self.measured_len, recipe.depth + 2)
+        least = {"num_prompts": 1, "held_back": 1, "measured_len": recipe.depth + 2}
+        for name, number in least.items():
+            require_at_least(name, getattr(self, name), number)
         require_at_least("window", recipe.window, LEAST_WINDOW + recipe.depth)
-        length = (self.sizes.prefix_len or DEFAULT_PREFIX_LEN) + self.sizes.gen_len
-        if recipe.window > length:
-            where, seen = flag("window"), f"{recipe.window}, of texts of {length} tokens"
-            fix = f"use {where} {length} or less"
-            raise ConfigError("no text is as long as the window", where, seen, f"<= {length}", fix)
+        require_at_least("gen_len", self.sizes.gen_len, recipe.window)
         if self.target.quantize:
             what, where = "heads begin as the target's weights, unquantised", flag("quantize")
             raise ConfigError(what, where, self.target.quantize, "none", f"leave out {where}")
@@ -90,6 +86,7 @@ def main(flags: Flags) -> None:
     from engine.bench.data import make_prompts
     from engine.bench.plan import resolve
     from engine.bench.record import record_of, rounded
+    from engine.terminal.texts import text_target
     from models.checkpoints.manifest import CONFIG
     from models.config import read_config
     from reproduce.heads import examples, training
@@ -97,8 +94,9 @@ def main(flags: Flags) -> None:
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
+    source = text_target(config)
+    keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
     session = engine.Session.of_plan(resolve(config))
-    keep_settings(folder, flags, session.name)
     book, target, runner = next(session.books()), session.runner.model, session.runner
     halves = zip((book[: len(book) // 2], book[len(book) // 2 :]), (flags.num_prompts, flags.held_back), strict=True)
     prompts, held_back = (
@@ -113,8 +111,8 @@ def main(flags: Flags) -> None:
     heads = training.new_heads(target, known, recipe.depth)
     how = recipe, folder, lambda seconds: (written + seconds) / (TRAINED * limit)
     trained = training.train(heads, training.output_rows(target, known), windows, *how)
-    source = Path(session.target.path)
-    training.save_heads(heads, folder, read_config((source if source.is_dir() else source.parent) / CONFIG))
+    path = Path(source.path)
+    training.save_heads(heads, folder, read_config((path if path.is_dir() else path.parent) / CONFIG))
     curve = training.read_curve(folder)
     thinned = [*curve[: -1 : -(-len(curve) // CURVE_POINTS)], curve[-1]]
     rows = measure(config, flags, held_back)
@@ -124,18 +122,16 @@ def main(flags: Flags) -> None:
     publish(flags.output.output, record_of("train_head", session, rounded(measured), OWN), console(rows, COLUMNS))
 
 
-def keep_settings(folder: Path, flags: Flags, model: str) -> None:
-    """What the folder's files are of. Errors: ConfigError if that is something else."""
+def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Note what the folder's files are of. Errors: ConfigError if that is something else."""
     from models.checkpoints.manifest import write_text
 
-    wanted = {"model": model, "dataset": flags.text.dataset, **vars(flags.sizes), **vars(flags.recipe)}
-    text = json.dumps({name: wanted[name] for name in wanted if name not in ("save_seconds", "steps")}, indent=2)
-    kept = folder / "settings.json"
-    if kept.exists() and kept.read_text() != text:
-        unlike = {*json.loads(kept.read_text()).items()} ^ {*json.loads(text).items()}
-        where, fix = f"{flag('out')}: {kept}", "name another folder, or give the flags that it was begun with"
-        raise ConfigError("the folder has another run's files", where, sorted(map(str, unlike)), "the same", fix)
-    write_text(kept, text)
+    file = folder / "settings.json"
+    kept = json.loads(file.read_text()) if file.exists() else settings
+    if unlike := [f"{name} {value}" for name, value in kept.items() if settings.get(name) != value]:
+        what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
+        raise ConfigError(what, where, ", ".join(unlike), "what the run was begun with", f"{fix}, or give its flags")
+    write_text(file, json.dumps(settings))
 
 
 def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

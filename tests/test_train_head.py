@@ -15,7 +15,7 @@ from reproduce.heads.recipe import Recipe
 from reproduce.heads.unrolled import unrolled_losses
 
 LAYERS = training.inputs_of(TINY.n_layer)
-RECIPE = Recipe(steps=6, window=40, windows=2, lr=0.01, warm_up=2, depth=3, draft_vocab_size=20, save_seconds=0)
+RECIPE = Recipe(steps=6, window=40, windows=2, lr=0.01, depth=3, draft_vocab_size=20)
 PROMPTS = [[(7 * row + 3 * i) % TINY.vocab_size for i in range(30)] for row in range(5)]
 
 
@@ -150,7 +150,7 @@ def test_heads_are_saved_as_they_are_published(model, windows, tmp_path):
     assert find_head(str(tmp_path / "eagle"), "eagle", model.config).shape.inputs_of == LAYERS
 
 
-SIZES = "--B 2 --prefix_len 24 --gen_len 30 --num_prompts 2 --held_back 2 --measured_len 8 --window 40 --windows 2"
+SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --held_back 2 --measured_len 8 --window 40 --windows 2"
 
 
 def test_heads_are_trained_and_measured(call, tmp_path):
@@ -169,8 +169,8 @@ def test_heads_are_trained_and_measured(call, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [("--window 20", "--window"), ("--window 80", "--window"), ("--window 40 --quantize int8", "--quantize")],
+    [("--window 20", "--window"), ("--window 80", "--gen_len"), ("--window 40 --quantize int8", "--quantize")],
 )
 def test_what_cannot_be_trained_is_refused(call, flags, says):
-    refusal = call("reproduce/train_head.py", f"--B 2 --prefix_len 24 --gen_len 30 {flags}").refusal
+    refusal = call("reproduce/train_head.py", f"--B 2 --prefix_len 24 --gen_len 40 {flags}").refusal
     assert f"where:    {says}" in refusal

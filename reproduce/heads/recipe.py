@@ -15,11 +15,7 @@ class Recipe:
     """of a step"""
     lr: float = 1e-3
     """largest learning rate of AdamW"""
-    warm_up: int = 50
-    """steps in which it rises"""
     depth: int = 3
     """draft positions: Medusa heads, and steps that the EAGLE head goes on from its own states"""
     draft_vocab_size: int = 4096
     """tokens that are drafted, the most frequent ones"""
-    save_seconds: float = 60
-    """between checkpoints"""

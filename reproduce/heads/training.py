@@ -27,6 +27,8 @@ from reproduce.heads.unrolled import unrolled_losses
 # What the loss of each draft position weighs beside that of the one before.
 DECAY = 0.8
 CLIP = 1.0
+# Steps in which the learning rate rises, and seconds between checkpoints.
+WARM_UP, SAVE_SECONDS = 20, 60.0
 CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 
 
@@ -116,7 +118,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16):
             losses, shared = unrolled_losses(heads["eagle"], heads["medusa"], known_rows, batch)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * min(1, (step + 1) / recipe.warm_up) * (1 + math.cos(math.pi * progress)) / 2
+            group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
         optimizer.zero_grad()
         (losses * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(heads["eagle"].parameters(), CLIP)
@@ -133,7 +135,7 @@ def train(
                 for head, loss, share in zip(heads, losses, shared, strict=True)
             )
             say(f"step {done}, {progress:.0%}: {first}")
-        if perf_counter() - last_saved > recipe.save_seconds:
+        if perf_counter() - last_saved > SAVE_SECONDS:
             save(done)
             last_saved = perf_counter()
     save(done)
