@@ -13,10 +13,12 @@ import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from pacings import Scripted
 from policies import POLICIES, Size
+from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Eagle, Medusa
 from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
@@ -30,7 +32,8 @@ from models.llama import select_layers
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
 OF_CACHES = ("self, streaming", "self, snapkv", *(f"standalone, {policy}" for policy in POLICIES))
-DRAFTS = ("none", "ngram", *OF_CACHES, "self, some layers", "changing")
+HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
+DRAFTS = ("none", "ngram", *OF_CACHES, *HEADS, "self, some layers", "changing")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -113,6 +116,11 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
         return None
     if kind == "ngram":
         return NGram(runner, GAMMA)
+    if kind == "medusa":
+        return Medusa(runner, random_medusa(runner.model.config), GAMMA)
+    if case.draft in HEADS:
+        head = random_eagle(runner.model.config, int(kind[-1]))
+        return Eagle(runner, head, _cache(head.body.config, policy), GAMMA)
     if policy == "some layers":
         draft = select_layers(runner.model, [1])
         return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])

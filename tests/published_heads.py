@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Module
 
+from kv_cache.base import KVShape
 from models import ModelConfig
+from models.heads.eagle import EagleHead, EagleShape
+from models.heads.medusa import MedusaHeads, MedusaShape
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
 EPS, THETA = 1e-5, 700.0
@@ -85,6 +89,30 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], 
     else:
         torch.save(tensors, folder / file)
     return str(folder)
+
+
+def filled(head: Module, seed: int = 0) -> Module:
+    """The same, of random weights in float64."""
+    shapes = {name: tuple(x.shape) for name, x in head.named_parameters()}
+    head.load_state_dict(random_tensors(shapes, seed), assign=True)
+    return head.eval().requires_grad_(False)
+
+
+def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int = 0) -> EagleHead:
+    """For a target whose states are `dim` wide: an EAGLE-1 that borrows what it can, or an EAGLE-3 with two of every
+    three ids of the target's."""
+    sizes = {"n_layer": 1, "dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
+    config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
+    ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
+    if version == 1:
+        return filled(EagleHead(EagleShape(config, dim, own_embedding=False, fc_bias=True)), seed)
+    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))), seed)
+    head.target_ids = ids
+    return head
+
+
+def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaHeads:
+    return filled(MedusaHeads(MedusaShape(n_head, 1, dim, target.vocab_size)))
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:

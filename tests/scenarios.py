@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import torch
 from guesses import KINDS, Guesses
 from policies import BY_POSITION, POLICIES, Size
+from published_heads import random_eagle, random_medusa
 from witness import cut
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
+from engine.drafters import Eagle, Medusa
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
@@ -112,12 +114,20 @@ class Scenario:
             return None
         if kind in TEXT_DRAFTERS:
             return TEXT_DRAFTERS[kind](runner, self.gamma)
+        if kind == "medusa":
+            return Medusa(runner, random_medusa(config), self.gamma)
         if kind in KINDS:
             return Guesses(runner, dict(zip(self.ids, futures, strict=True)), self.gamma, kind, config.vocab_size)
         policy = kind.rpartition(", ")[2]
         if kind == "standalone, streaming" and self.spare_room > 0:
             policy = "streaming, positions in the cache"
+        if kind == "eagle-3, streaming" and self.spare_room > 0:
+            policy = "streaming, positions in the cache"
         window = self.budget - self.n_sink
+        if kind.startswith("eagle"):
+            head = random_eagle(config, int(kind[len("eagle-")]))
+            cache = POLICIES[policy].make(head.body.config, Size(n_slots, room, self.n_sink, window, dtype))
+            return Eagle(runner, head, cache, self.gamma)
         cache = POLICIES[policy].make(config, Size(n_slots, room, self.n_sink, window, dtype))
         if kind.startswith("standalone"):
             # The target's own weights, over a cache that it has to fill itself.

@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fake_cuda_graphs import FakeCuda, Garbage, collecting
+from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import SavedText
+from engine.drafters import Eagle, Medusa, SavedText
 from engine.graphs import CudaGraphs
 from kv_cache import StreamingKVCache
 
@@ -33,11 +34,19 @@ def standalone(runner: ModelRunner) -> StandaloneDraft:
     return StandaloneDraft(ModelRunner(tiny_model(), cache), gamma=3)
 
 
+def eagle(runner: ModelRunner) -> Eagle:
+    head = random_eagle(TINY)
+    cache = StreamingKVCache(head.body.config, runner.max_batch, 12, 2, dtype=torch.float64, rotate_on_read=True)
+    return Eagle(runner, head, cache, gamma=3)
+
+
 DRAFTERS = {
     "none": lambda runner: None,
     "streaming": lambda runner: SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), gamma=3),
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
+    "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
+    "eagle": eagle,
     "ngram": lambda runner: NGram(runner, gamma=3),
     "saved": lambda runner: SavedText(runner, {i: [5 * i + j for j in range(12)] for i in range(4)}, gamma=3),
 }

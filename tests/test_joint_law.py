@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from pacings import Scripted
+from published_heads import random_eagle, random_medusa
 from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
 from witness import FakeConfig, FakeModel
 
 from engine import ModelRunner, SelfSpeculation, generate
-from engine.drafters import Drafter, NGram, SavedText
+from engine.drafters import Drafter, Eagle, Medusa, NGram, SavedText
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
 from engine.sampling import SamplingParams, logits_to_probs
@@ -47,6 +48,11 @@ class TableModel(FakeModel):
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         held, at, visible = self.look(tokens, positions, cache)
         return (self.codes[at, held] * visible).sum(-1, keepdim=True) % len(self.table)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, cache, layers=()) -> tuple[Tensor, Tensor]:
+        """What a head reads are its logits, three times."""
+        hidden = self.hidden(tokens, positions, cache)
+        return hidden, self.logits(hidden).repeat(1, 1, max(1, len(layers)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[..., 0]]
@@ -90,6 +96,12 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
         rng = random.Random(gamma)
         texts = {i: rng.choices(range(VOCAB), k=rng.randint(0, N_NEW)) for i in range(N_REQUESTS)}
         return SavedText(runner, texts, gamma)
+    if kind == "medusa":
+        return Medusa(runner, random_medusa(config, VOCAB), gamma)
+    if kind == "eagle":
+        head = random_eagle(config, 3, VOCAB)
+        own = StreamingKVCache(head.body.config, n_slots, gamma + 4, 1, dtype=dtype)
+        return Eagle(runner, head, own, gamma)
     if kind == "full":
         return SelfSpeculation(runner, FullKVCache(config, n_slots, ROOM, dtype=dtype), gamma, DRAFT)
     return SelfSpeculation(runner, StreamingKVCache(config, n_slots, gamma + 2, 1, dtype=dtype), gamma, DRAFT)
@@ -156,6 +168,9 @@ CONFIGURATIONS = [
     ("rejection", "ngram", 2, 3, (PLAIN, FILTERED), 106),
     ("rejection", "saved text", 2, 3, (PLAIN,), 109),
     ("rejection", "changing", 3, 5, (PLAIN, FILTERED), 110),
+    ("rejection", "medusa", 3, 3, (PLAIN, FILTERED), 111),
+    ("rejection", "eagle", 2, 4, (PLAIN,), 112),
+    ("rejection", "eagle", 3, 3, (PLAIN, FILTERED), 113),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("coupled", "full", 2, 3, (PLAIN,), 108),
 ]

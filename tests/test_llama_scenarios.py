@@ -20,7 +20,7 @@ SHAPES = {
 
 
 class LlamaWorld:
-    drafters = ("snapkv", "standalone, snapkv")
+    drafters = ("snapkv", "standalone, snapkv", "medusa", "eagle-1, streaming", "eagle-3, streaming")
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_tiny import random_model, save_folder
+from published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
+from models import ModelConfig
 
 
 def half(content: bytes) -> bytes:
@@ -74,6 +76,10 @@ def make_workspace(folder: Path, made: dict[str, Any]) -> None:
             path.unlink()
             if change:
                 path.write_bytes(change(before))
+    target = ModelConfig.from_json(folder / "download" / "config.json")
+    save_head(folder / "eagle", eagle_tensors(target), eagle_config(target, eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
+    save_head(folder / "unread", eagle_tensors(target), eagle_config(target))
+    save_head(folder / "medusa", medusa_tensors(target), {"medusa_num_layers": 2}, "medusa_lm_head.pt")
     configs = {f"{name}/config.json": json.dumps(made["model"] | values) for name, values in made["shapes"].items()}
     for name, content in (configs | made["files"]).items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -88,10 +88,10 @@ def _drafting(session: Session) -> str:
     draft = session.draft
     if draft is None:
         return ""
-    if draft.dtype is None:
-        return f", {draft.kind} draft"
-    assert draft.policy is not None
     name = f" {draft.source.name}" if draft.source else ""
+    if draft.dtype is None:
+        return f", {draft.kind} draft{name}"
+    assert draft.policy is not None
     layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(map(str, draft.budgets)) or draft.capacity
@@ -168,8 +168,9 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         return found
     if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
         smallest = draft.of_capacity(draft.capacities[-1]).policy
-        assert isinstance(smallest, BudgetedPolicy)
-        room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
+        room = f"there are {draft.gamma} heads"
+        if isinstance(smallest, BudgetedPolicy):
+            room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
         found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {room}")
     if (costs := record["measured_costs"]) and costs[0]["gammas"][-1] < draft.gamma:
         found.append(

@@ -111,8 +111,9 @@ class ResolvedDraft:
 
 
 def option_names() -> list[str]:
-    """The options of all policies and drafters, in the order of records."""
-    kinds: list[Any] = [*policies().values(), *drafters().values()]
+    """The options of all policies and drafters, in the order of records: of drafts without a model before others."""
+    by_kind = sorted(drafters().values(), key=lambda kind: issubclass(kind, ModelDrafterConfig))
+    kinds: list[Any] = [*policies().values(), *by_kind]
     every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
     return [name for name in every if name not in ELSEWHERE]
 

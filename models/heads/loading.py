@@ -139,6 +139,8 @@ def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
 
 def _open(path: Path) -> dict[str, SourceTensor]:
     """By name, one for the layouts in which EAGLE-3's layer is `midlayer`, or all are below `model`."""
+    if not path.exists():
+        raise CheckpointError("there is no such head", flag("draft_model"), path, "a folder, or the weights in it", FIX)
     folder, names = (path, FILES) if path.is_dir() else (path.parent, [(path.stem, path.suffix)])
     tensors = open_tensors(folder, names, (*DTYPES, torch.int64, torch.bool))
     return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}

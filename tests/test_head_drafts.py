@@ -1,0 +1,208 @@
+"""Drafting with heads: what they propose, and what their caches hold, is what they make of the target's own states."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from pacings import Scripted
+from published_heads import (
+    PlainEagle,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    plain_medusa,
+    random_eagle,
+    random_medusa,
+    save_head,
+)
+from tiny import TINY, full_cache, random_prompts, tiny_model
+
+from common.errors import ConfigError
+from engine import ModelRunner, NGram, SamplingParams, generate
+from engine.drafters import Eagle, Medusa
+from engine.pacing import PLAIN, Choice
+from kv_cache import EMPTY, FullKVCache, StreamingKVCache
+from models.heads.loading import find_head
+
+DEEP = replace(TINY, n_layer=7)
+MODEL = tiny_model(DEEP)
+LENGTHS = [1, 9, 30, 2, 17]
+LIMITS = [25, 9, 18, 30, 12]
+GAMMA, SLOTS = 3, 3
+HOT = [SamplingParams(temperature=16.0, seed=seed) for seed in range(len(LENGTHS))]  # so that much is accepted
+CHANGING = [Choice(0, 3), Choice(0, 1), PLAIN, PLAIN, Choice(0, 3), Choice(0, 0), Choice(1, 2), Choice(0, 2)]
+
+
+def states_of(text: list[int], layers: tuple[int, ...] = ()) -> torch.Tensor:
+    """The target's, `[T, ...]`, of a text alone."""
+    positions = torch.arange(len(text))[None]
+    return MODEL.hidden_states(torch.tensor([text]), positions, full_cache(MODEL, 1, len(text)), layers)[1][0]
+
+
+def watched(kind: type, *arguments):
+    """A drafter, and what it proposes: request, length, current token, drafts and their distributions."""
+    seen: list[tuple[int, int, int, list[int], torch.Tensor]] = []
+
+    class Watched(kind):
+        of_row: ClassVar[dict[int, int]] = {}
+
+        def follow(self, rows):
+            super().follow(rows)
+            self.of_row |= {row: request for row, request, *_ in rows}
+
+        def propose(self, batch, verification, gamma):
+            drafts = super().propose(batch, verification, gamma)
+            for place, row in enumerate(batch.rows.tolist()):
+                if gamma and row in self.of_row:
+                    own = drafts.tokens[place].tolist(), drafts.probs[place]
+                    seen.append((self.of_row[row], int(batch.lengths[place]), int(batch.current[place]), *own))
+            return drafts
+
+    return Watched(*arguments), seen
+
+
+def run(drafter, changing: bool) -> list[list[int]]:
+    """Prompts and what followed them, of rows that are refilled; `changing`: with rounds without that drafter."""
+    prompts, how = random_prompts(LENGTHS), {"max_new_tokens": LIMITS, "sampling": HOT, "verification": "rejection"}
+    drafters = [drafter, NGram(drafter._target, GAMMA)]
+    own = {"pacing": Scripted(drafters, CHANGING)} if changing else {"drafter": drafter}
+    with torch.inference_mode():
+        out = generate(drafter._target, prompts, **how, **own)
+    assert 0.2 < out.stats.counts.acceptance_rate < 0.97, "or rollbacks are all alike"
+    return [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+
+
+def check_proposals(texts, seen, expected) -> None:
+    """expected: the logits of each draft, by a request's text, the length known and the drafts before it."""
+    compared = 0
+    for request, length, current, drafts, probs in seen:
+        if length < len(texts[request]) - 1:  # else the row has ended, and fills a place
+            assert texts[request][length] == current
+            logits = torch.stack(list(expected(request, length, drafts)))
+            torch.testing.assert_close(probs, (logits / HOT[0].temperature).softmax(-1), rtol=0, atol=1e-5)
+            compared += len(drafts)
+    assert compared > 40
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_medusas_drafts_come_from_the_last_accepted_tokens_state(tmp_path, changing):
+    tensors = medusa_tensors(DEEP)
+    path = save_head(tmp_path, tensors, {"medusa_num_layers": 2}, "medusa_lm_head.safetensors")
+    heads = find_head(path, "medusa", DEEP).load(device="cpu", dtype=torch.float64)
+    drafter, seen = watched(Medusa, ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8), heads, GAMMA)
+    texts = run(drafter, changing)
+    states = [states_of(text) for text in texts]
+    check_proposals(
+        texts, seen, lambda r, n, drafts: [plain_medusa(tensors, i, 2, states[r][n - 1]) for i in range(len(drafts))]
+    )
+
+
+def eagle(folder, version: int, cache, **options) -> tuple[Eagle, list, dict[str, torch.Tensor]]:
+    """A watched drafter, which sees what it proposes, and the head's tensors; `cache`: made of its shape."""
+    tensors = eagle_tensors(DEEP, version, **options)
+    path = save_head(folder, tensors, eagle_config(DEEP, version, **({} if version == 1 else {"draft_vocab_size": 40})))
+    head = find_head(path, "eagle", DEEP).load(device="cpu", dtype=torch.float64)
+    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
+    return *watched(Eagle, runner, head, cache(head.body.config), GAMMA), tensors
+
+
+CACHES = {
+    "full": lambda shape: FullKVCache(shape, SLOTS, 70, dtype=torch.float64),
+    "streaming": lambda shape: StreamingKVCache(shape, SLOTS, 70, 2, dtype=torch.float64),
+    "positions in the cache": lambda shape: StreamingKVCache(shape, SLOTS, 70, 4, "cpu", torch.float64, True),
+}
+
+
+@pytest.mark.parametrize("changing", [False, True])
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("cache", CACHES)
+def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cache, changing):
+    """Over a cache that keeps everything: those of a head that has run over the target's states of the whole text."""
+    drafter, seen, tensors = eagle(
+        tmp_path, version, CACHES[cache], **({"bias": True} if version == 1 else {"n_draft": 40})
+    )
+    texts = run(drafter, changing)
+    layers = drafter.observer.layers
+    assert layers == (() if version == 1 else (2, 3, 4))
+    plain = []  # of each text, the head and its state behind every token
+    for text in texts:
+        head, so_far = PlainEagle(tensors, version), []
+        for state, token in zip(states_of(text, layers), text[1:], strict=False):
+            out = head.step(head.fused(state), token)
+            so_far.append((deepcopy(head.held), out))
+        plain.append(so_far)
+
+    def expected(request: int, length: int, drafts: list[int]) -> Iterator[torch.Tensor]:
+        head = PlainEagle(tensors, version)
+        held, state = plain[request][length - 1]
+        head.held = [[*layer] for layer in held]
+        for _ in drafts:
+            if version == 1:
+                yield MODEL.logits(state)
+            else:
+                logits = torch.full((DEEP.vocab_size,), float("-inf"), dtype=torch.float64)
+                logits[tensors["t2d"]] = head.logits(state)
+                yield logits
+            state = head.step(state, drafts[len(head.held[0]) - len(held[0])])
+
+    check_proposals(texts, seen, expected)
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_eagles_cache_holds_what_the_targets_states_gave(tmp_path, changing):
+    """Over a small budget, in rows that are refilled: what accepted tokens left is no approximation of the head's."""
+    drafter, _, _ = eagle(
+        tmp_path, 3, lambda shape: StreamingKVCache(shape, SLOTS, 12, 2, dtype=torch.float64), n_draft=40
+    )
+    checked = []
+
+    def check(batch) -> None:
+        """What the round before this one left, once this one has begun."""
+        for row in batch.rows.tolist():
+            checked.append((row, drafter.of_row.get(row), int(batch.lengths[batch.rows.tolist().index(row)])))
+            entries, at = drafter.cache.entries[0, :, row].clone(), drafter.cache.positions[row].clone()
+            snapshots.append((entries, at))
+
+    snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
+    propose = drafter.propose
+
+    def proposing(batch, *others):
+        drafts = propose(batch, *others)
+        check(batch)
+        return drafts
+
+    drafter.propose = proposing
+    texts = run(drafter, changing)
+    head, compared = drafter._head, 0
+    for (_, request, length), (entries, at) in zip(checked, snapshots, strict=True):
+        if request is None or length >= len(texts[request]) - 1 or length == 0:
+            continue
+        text = texts[request]
+        whole = FullKVCache(head.body.config, 1, length, dtype=torch.float64)
+        states, positions = states_of(text[:length], drafter.observer.layers)[None], torch.arange(length)[None]
+        head.advance(head.fused(states), torch.tensor([text[1 : length + 1]]), positions, whole)
+        slots = [slot for slot, p in enumerate(at.tolist()) if EMPTY < p < length]
+        assert set(range(max(0, length - 12 + 2 + GAMMA), length)) <= {*at.tolist()}, "the window has no gap"
+        torch.testing.assert_close(entries[:, :, slots], whole.entries[0, :, 0][:, :, at[slots]])
+        compared += len(slots)
+    assert compared > 200
+
+
+def test_heads_that_do_not_fit_a_round_are_refused():
+    heads = random_medusa(DEEP, n_head=2)
+    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
+    with pytest.raises(ConfigError, match="fewer Medusa heads"):
+        Medusa(runner, heads, 3)
+    head = random_eagle(DEEP)
+    with pytest.raises(ConfigError, match="smaller than one verification block"):
+        Eagle(runner, head, StreamingKVCache(head.body.config, SLOTS, 5, 2, dtype=torch.float64), 3)
+    other = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
+    own = FullKVCache(head.body.config, SLOTS, 20, dtype=torch.float64)
+    for drafter in (Medusa(runner, heads, 2), Eagle(runner, head, own, 2)):
+        with pytest.raises(ConfigError, match="another runner"):
+            generate(other, [[1, 2]], max_new_tokens=2, drafter=drafter)
+    with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
+        generate(runner, [[1] * 15], max_new_tokens=4, drafter=Eagle(runner, head, own, 2))

@@ -1,0 +1,73 @@
+"""Programs whose drafts are Medusa or EAGLE heads, on one process and on two ranks that share the target."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import Ended, benchmark, run
+from published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
+from rank_jobs import N_PROMPTS, SIZES, Models, on_two_ranks, results
+
+from models import ModelConfig
+
+EAGLE = "--draft eagle --draft_dtype same --draft_budget 24"
+COUPLED = "--verification coupled --temperature 2.5 --seed 3"
+
+
+@pytest.fixture(scope="module")
+def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`medusa`, `eagle-1` and `eagle-3` for the target, which lack what they can borrow."""
+    folder, target = tmp_path_factory.mktemp("heads"), ModelConfig.from_json(models.target / "config.json")
+    save_head(folder / "medusa", medusa_tensors(target), {"medusa_num_layers": 2}, "medusa_lm_head.pt")
+    first = eagle_tensors(target, 1)
+    del first["embed_tokens.weight"]
+    save_head(folder / "eagle-1", first, eagle_config(target, 1), "pytorch_model.bin")
+    options = {"draft_vocab_size": 90, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    save_head(folder / "eagle-3", eagle_tensors(target, n_draft=90), eagle_config(target, **options))
+    return folder
+
+
+def arguments(models: Models, head: Path, flags: str) -> list[str]:
+    paths = ["--target", str(models.target), "--model", str(head), "--dataset", str(models.books)]
+    return [*paths, *SIZES.split(), *flags.split()]
+
+
+@pytest.mark.parametrize(
+    "head,flags,capacity",
+    [
+        ("medusa", "--draft medusa --gamma 4", None),
+        ("medusa/medusa_lm_head.pt", f"--draft medusa --gamma auto {COUPLED}", None),
+        ("eagle-1", f"{EAGLE} --gamma 3", 24),
+        ("eagle-3", f"{EAGLE} --gamma 2 {COUPLED}", 24),
+        ("eagle-3", "--draft eagle --draft_policy full --gamma 3 --draft_kv_dtype int8", 76),
+        ("eagle-1", f"{EAGLE} --gamma auto --draft_positions cache", 24),
+    ],
+)
+def test_the_benchmark_drafts_with_heads(models, heads, head, flags, capacity):
+    ended = benchmark("longspec", arguments(models, heads / head, flags))
+    assert ended.code == 0, ended.err
+    record = ended.record
+    assert record["identical_sequences"] == record["sequences"] == N_PROMPTS
+    assert (record["draft"], record["draft_budget"]) == (flags.split()[1], capacity)
+    assert record["draft_model"] == Path(head).parts[0] and record["drafted"] >= 0
+    assert record["draft_attention"] == (None if "medusa" in head else record["attention"])
+
+
+@pytest.mark.parametrize(
+    "head,flags", [("eagle-1", EAGLE), ("eagle-3", f"{EAGLE} {COUPLED}"), ("medusa", "--draft medusa")]
+)
+def test_heads_draft_for_a_target_on_two_ranks(models, heads, head, flags, tmp_path):
+    alone = benchmark("longspec", arguments(models, heads / head, flags))
+    ended = on_two_ranks(tmp_path, "longspec", arguments(models, heads / head, flags))
+    assert ended.code == 0, ended.err
+    assert results(ended.record) == results(alone.record)
+    assert ended.record["identical_sequences"] == N_PROMPTS and ended.record["drafted"] > 0
+
+
+def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} and {i}"}) for i in range(3)))
+    for kind, head in (("eagle", "eagle-3"), ("medusa", "medusa")):
+        own = [str(models.target), f"{kind}:{heads / head}", "--prompts", str(tmp_path / "prompts.jsonl")]
+        ended: Ended = run("foretoken.py compare", [*own, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
+        assert ended.code == 0, ended.err
+        assert "3 of 3" in ended.out
