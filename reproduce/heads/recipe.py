@@ -13,7 +13,7 @@ class Recipe:
     """tokens of a text that are looked at together"""
     windows: int = 4
     """of a step"""
-    lr: float = 1e-3
+    lr: float = 2e-3
     """largest learning rate of AdamW"""
     depth: int = 3
     """draft positions: Medusa heads, and steps that the EAGLE head goes on from its own states"""

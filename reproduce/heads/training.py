@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +116,9 @@ def train(
             break
         batch = {name: x.to(device) for name, x in batch_of(windows, recipe.windows, step).items()}
         batch |= {name: batch[name].float() for name in ("last", "inputs")}
-        with torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16):
+        # What is ignored: that norms in mixed dtypes have no fused kernel.
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16)
+        with autocast, warnings.catch_warnings(action="ignore", category=UserWarning):
             losses, shared = unrolled_losses(heads["eagle"], heads["medusa"], known_rows, batch)
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
