@@ -10,7 +10,7 @@ book's second half, beside n-gram and self-drafts. The record is the last line o
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,18 @@ from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, draft_flags
 from engine.drafters.config import DrafterConfig
 from reproduce.heads.recipe import Recipe
+from reproduce.paper.columns import of
 
 # Of the time: examples are begun until the first, training ends at the second.
 WRITTEN, TRAINED = 0.45, 0.9
 TEMPERATURES, DRAFTS = (0.0, 0.6), ("eagle", "medusa", "ngram", "self")
 CURVE_POINTS = 40
-
-
-def by_position(row: Mapping[str, Any]) -> str:
-    return ", ".join("-" if rate is None else f"{rate:.2f}" for rate in row["acceptance_per_position"])
-
-
 # The fewest tokens of a window: a block of fewer is a round's, whose attention takes another mask.
 LEAST_WINDOW = 32
 # Settings that are each row's own, or none of this record.
 OWN = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
-COLUMNS = [Column("draft", "draft", align="<"), Column("temperature", "temperature")]
-COLUMNS += [Column("acceptance_rate", "acceptance", ".3f"), Column(by_position, "by position", align="<")]
-COLUMNS += [Column("mean_accepted_length", "tokens per round", ".2f")]
+COUNTED = ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")
+COLUMNS = of(Column("draft", "draft", align="<"), Column("temperature", "temperature"), *COUNTED)
 
 
 @dataclass(frozen=True)
@@ -65,13 +59,10 @@ class Flags:
     def check(self) -> None:
         """Errors: ConfigError."""
         recipe = self.recipe
-        for name in ("steps", "windows", "depth", "draft_vocab_size"):
-            require_at_least(name, getattr(recipe, name), 1)
-        least = {"num_prompts": 1, "held_back": 1, "measured_len": recipe.depth + 2}
+        least = dict.fromkeys(("steps", "windows", "depth", "draft_vocab_size", "num_prompts", "held_back"), 1)
+        least |= {"measured_len": recipe.depth + 2, "window": LEAST_WINDOW + recipe.depth, "gen_len": recipe.window}
         for name, number in least.items():
-            require_at_least(name, getattr(self, name), number)
-        require_at_least("window", recipe.window, LEAST_WINDOW + recipe.depth)
-        require_at_least("gen_len", self.sizes.gen_len, recipe.window)
+            require_at_least(name, (vars(self) | vars(recipe) | vars(self.sizes))[name], number)
         if self.target.quantize:
             what, where = "heads begin as the target's weights, unquantised", flag("quantize")
             raise ConfigError(what, where, self.target.quantize, "none", f"leave out {where}")
@@ -95,13 +86,13 @@ def main(flags: Flags) -> None:
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
     source = text_target(config)
-    keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
     session = engine.Session.of_plan(resolve(config))
     book, target, runner = next(session.books()), session.runner.model, session.runner
     halves = zip((book[: len(book) // 2], book[len(book) // 2 :]), (flags.num_prompts, flags.held_back), strict=True)
     prompts, held_back = (
         make_prompts([half], session.tokenizer, n_prompts=n, prefix_len=session.prefix_len) for half, n in halves
     )
+    keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
     layers = training.inputs_of(target.config.n_layer)
     written = examples.write_examples(
         runner, prompts, session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
@@ -127,11 +118,11 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     from models.checkpoints.manifest import write_text
 
     file = folder / "settings.json"
-    kept = json.loads(file.read_text()) if file.exists() else settings
-    if unlike := [f"{name} {value}" for name, value in kept.items() if settings.get(name) != value]:
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
         what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
         raise ConfigError(what, where, ", ".join(unlike), "what the run was begun with", f"{fix}, or give its flags")
-    write_text(file, json.dumps(settings))
+    write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))
 
 
 def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
@@ -145,10 +136,8 @@ def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=Sampling(temperature))
             counts = session.generate(session.drafter()).stats.counts
-            row = {"draft": draft.name, "temperature": temperature, "verified": counts.verified}
-            for key in ("acceptance_rate", "acceptance_per_position", "mean_accepted_length"):
-                row[key] = getattr(counts, key)
-            rows.append(row)
+            own = {"draft": draft.name, "temperature": temperature, "verified": counts.verified}
+            rows.append(own | {name: getattr(counts, name) for name in COUNTED})
     return rows
 
 

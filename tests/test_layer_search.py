@@ -43,7 +43,7 @@ def test_a_search_on_a_tiny_model(call, more):
     rows = record["rows"]
     n_layer = rows[0]["layers"]
     assert [row["layers"] for row in rows] == list(range(n_layer, 0, -1)) and n_layer > 1
-    assert rows[0]["expected_acceptance"] == rows[0]["early_exit_acceptance"] == 1.0
+    assert rows[0]["expected_acceptance"] == rows[0]["early_exit"] == 1.0
     assert 0 < rows[-1]["expected_acceptance"] < 1
     assert len({*record["order"]}) == n_layer - 1
     tried = [row for row in rows if "acceptance_rate" in row]

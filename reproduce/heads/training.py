@@ -50,13 +50,9 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
         first, eye = eagle.body.layers[0], torch.eye(config.dim)
         eagle.fc.weight.copy_(torch.cat([0 * eye] * (len(shape.inputs_of) - 1) + [eye], dim=1))
         first.attention.wqkv.weight.copy_(torch.cat([plain(own.attention.wqkv)] * 2, dim=1) / 2)
-        for new, old in ((first.attention, own.attention), (first.feed_forward, own.feed_forward)):
-            for name in ("wo", "w13", "w2"):
-                if hasattr(new, name):
-                    getattr(new, name).weight.copy_(plain(getattr(old, name)))
-        for norm in (first.attention_norm, first.hidden_norm):
-            norm.weight.copy_(own.attention_norm.weight)
-        first.ffn_norm.weight.copy_(own.ffn_norm.weight)
+        for name in ("attention_norm", "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2"):
+            first.get_submodule(name).weight.copy_(plain(own.get_submodule(name)))
+        first.hidden_norm.weight.copy_(own.attention_norm.weight)
         eagle.body.norm.weight.copy_(target.norm.weight)
         eagle.body.output.weight.copy_(output_rows(target, known))
         for parameter in medusa.parameters():
@@ -124,20 +120,17 @@ def train(
             group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
         optimizer.zero_grad()
         (losses * weights).sum().backward()
-        torch.nn.utils.clip_grad_norm_(heads["eagle"].parameters(), CLIP)
-        torch.nn.utils.clip_grad_norm_(heads["medusa"].parameters(), CLIP)
+        for head in heads.values():
+            torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
         optimizer.step()
         done = step + 1
         line = {"step": done, "seconds": round(seconds(), 1)}
-        for head, loss, share in zip(("eagle", "medusa"), losses.tolist(), shared.tolist(), strict=True):
+        for head, loss, share in zip(heads, losses.tolist(), shared.tolist(), strict=True):
             line |= {f"{head}_loss": loss, f"{head}_shared": share}
         append_record(str(folder / CURVE), line)
-        if step % 10 == 0:
-            first = ", ".join(
-                f"{head} {loss[0]:.3f}, shared {share[0]:.3f}"
-                for head, loss, share in zip(heads, losses, shared, strict=True)
-            )
-            say(f"step {done}, {progress:.0%}: {first}")
+        if done % 10 == 0:
+            shares = ", ".join(f"{head} {share:.3f}" for head, share in zip(heads, shared[:, 0].tolist(), strict=True))
+            say(f"step {done}, {progress:.0%} of the time or the steps: of the first position's probability {shares}")
         if perf_counter() - last_saved > SAVE_SECONDS:
             save(done)
             last_saved = perf_counter()
