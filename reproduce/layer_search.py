@@ -60,13 +60,13 @@ def main(flags: Flags) -> None:
     from engine.evaluation.teacher_forcing import forced_acceptance
     from engine.sampling import logits_to_probs
     from engine.stats import total
-    from engine.terminal.texts import text_target
+    from engine.terminal.texts import with_text
     from models.llama import select_layers
 
     own = flags.target, flags.text, flags.sizes
     config = RunConfig(*own, sampling=flags.sampling, output=flags.output, draft=flags.draft.config())
-    text_target(config)
     plan = resolve(config)
+    with_text(plan.target)
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1), ("tried", flags.tried, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)

@@ -77,7 +77,7 @@ def main(flags: Flags) -> None:
     from engine.bench.data import make_prompts
     from engine.bench.plan import resolve
     from engine.bench.record import record_of, rounded
-    from engine.terminal.texts import text_target
+    from engine.terminal.texts import with_text
     from models.checkpoints.manifest import CONFIG
     from models.config import read_config
     from reproduce.heads import examples, training
@@ -85,8 +85,8 @@ def main(flags: Flags) -> None:
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    source = text_target(config)
-    session = engine.Session.of_plan(resolve(config))
+    source = with_text((plan := resolve(config)).target)
+    session = engine.Session.of_plan(plan)
     book, target, runner = next(session.books()), session.runner.model, session.runner
     halves = zip((book[: len(book) // 2], book[len(book) // 2 :]), (flags.num_prompts, flags.held_back), strict=True)
     prompts, held_back = (
