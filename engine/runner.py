@@ -248,24 +248,17 @@ class ModelRunner:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
         observer, observing = copy.copy(self.model), ObservingAttention(self.model.backend)
         observer.backend = observing
-        self.states_again(row, text, len(text) - n, len(text), model=observer)
+        self.states_again(row, text, range(len(text) - n, len(text)), model=observer)
         return [queries[0].transpose(0, 1) for queries in observing.queries]
 
     def states_again(
-        self,
-        row: int,
-        text: Sequence[int],
-        start: int,
-        end: int,
-        layers: Sequence[int] = (),
-        model: Transformer | None = None,
+        self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = (), model: Transformer | None = None
     ) -> Tensor:
-        """The hidden states `[1, end - start, ...]` (see `Transformer.hidden_states`) of those tokens of `text`, which
-        the row holds: they are run once more, over the row as it is, and nothing is stored."""
-        tokens = torch.tensor(text[start:end], device=self.device)[None]
-        positions = torch.arange(start, end, device=self.device)[None]
-        view = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), end, block_at_end=True))
-        return (model or self.model).hidden_states(tokens, positions, view, layers)[1]
+        """The hidden states `[1, n, ...]` (see `Transformer.hidden_states`) of the `n` tokens of `text` at those
+        positions, which the row holds: they are run once more, over the row as it is, and nothing is stored."""
+        tokens, positions = torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
+        view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
+        return (model or self.model).hidden_states(tokens, positions, ReadOnlyKVCache(view), layers)[1]
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and

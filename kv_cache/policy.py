@@ -109,8 +109,6 @@ def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
     while waiting:
         one = waiting.pop()
         waiting += one.__subclasses__()
-        if name := vars(one).get("name"):
-            if name in found:
-                raise TypeError(f"{one.__module__} and {found[name].__module__} both define {name!r}: rename one")
-            found[name] = one
+        if (name := vars(one).get("name")) and found.setdefault(name, one) is not one:
+            raise TypeError(f"{one.__module__} and {found[name].__module__} both define {name!r}: rename one")
     return dict(sorted(found.items()))

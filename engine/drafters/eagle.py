@@ -11,7 +11,7 @@ import torch
 from common.errors import ConfigError, flag
 from engine.drafters.base import ModelDrafter, Shown, check_target
 from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.drafters.observed import ObservedStates
+from engine.drafters.observed import HeadConfig, ObservedStates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from engine.modes import Drafts, Verification
     from engine.runner import ModelRunner
     from kv_cache import KVCache
-    from models.checkpoints.model_source import ModelSource
     from models.heads.eagle import EagleHead
 
 
@@ -57,15 +56,13 @@ class Eagle(ModelDrafter):
         kept = [p for p in self.cache.retained_positions(last).tolist() if p >= first]
         most = min(self._target.prefill_chunk, self.cache.prefill_block)
         while kept:
-            start = kept[0]
-            n_run = next((i for i, p in enumerate(kept[:most]) if p != start + i), len(kept[:most]))
-            end, kept = start + n_run, kept[n_run:]
-            states = self._target.states_again(row, text, start, end, self._observed.layers)
-            tokens = torch.tensor(text[start + 1 : end + 1], device=self.cache.device)[None]
-            positions = torch.arange(start, end, device=self.cache.device)[None]
-            view = self.cache.view(slice(row, row + 1), end, block_at_end=True)
-            self._head.advance(self._fused(states), tokens, positions, view)
-        states = self._target.states_again(row, text, last, last + 1, self._observed.layers)
+            at = range(kept[0], kept[0] + sum(p == kept[0] + i for i, p in enumerate(kept[:most])))
+            kept = kept[len(at) :]
+            states = self._target.states_again(row, text, at, self._observed.layers)
+            following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
+            view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
+            self._head.advance(self._fused(states), following, positions, view)
+        states = self._target.states_again(row, text, range(last, last + 1), self._observed.layers)
         self._observed.begin(row, len(text), states[0, -1])
 
     def _fused(self, states: Tensor) -> Tensor:
@@ -87,12 +84,10 @@ class Eagle(ModelDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(ModelDrafterConfig):
+class EagleConfig(HeadConfig, ModelDrafterConfig):
     """An EAGLE head, which goes on from the target's hidden states."""
 
     name: ClassVar[str] = "eagle"
-    draft_model: str
-    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
 
     def check(self) -> None:
         super().check()
@@ -100,11 +95,6 @@ class EagleConfig(ModelDrafterConfig):
             where, required = flag("draft_policy"), "a policy that goes by position"
             what, fix = "a head's cache cannot be chosen by attention", f"use {where} streaming or full"
             raise ConfigError(what, where, self.policy.name, required, fix)
-
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        from models.heads.loading import find_head
-
-        return find_head(self.draft_model, self.name, target.config)
 
     def build(self, parts: Parts) -> Eagle:
         head = parts.model

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
 from engine.drafters.base import ModelDrafter, Shown, check_target
-from engine.drafters.config import DrafterConfig, Parts
-from engine.drafters.observed import ObservedStates
+from engine.drafters.config import Parts
+from engine.drafters.observed import HeadConfig, ObservedStates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.runner import ModelRunner
     from kv_cache import KVCache
-    from models.checkpoints.model_source import ModelSource
     from models.heads.medusa import MedusaHeads
 
 
@@ -36,7 +35,7 @@ class Medusa(ModelDrafter):
 
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, _ in rows:
-            states = self._target.states_again(row, text, len(text) - 1, len(text))
+            states = self._target.states_again(row, text, range(len(text) - 1, len(text)))
             self._observed.begin(row, len(text), states[0, -1])
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
@@ -57,17 +56,10 @@ def check_heads(gamma: int, n_head: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(HeadConfig):
     """Medusa heads on the target's hidden state."""
 
     name: ClassVar[str] = "medusa"
-    draft_model: str
-    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
-
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        from models.heads.loading import find_head
-
-        return find_head(self.draft_model, self.name, target.config)
 
     def build(self, parts: Parts) -> Medusa:
         return Medusa(parts.runner, parts.model, parts.gamma)

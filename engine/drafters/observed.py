@@ -1,16 +1,20 @@
-"""ObservedStates: the target's hidden states of each row's last verification, in tensors that stay where they are."""
+"""What heads share: the target's hidden states of each row's last verification, in tensors that stay where they are."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from engine.drafters.config import DrafterConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
     from engine.runner import ModelRunner
+    from models.checkpoints.model_source import ModelSource
 
 
 class ObservedStates:
@@ -19,7 +23,7 @@ class ObservedStates:
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
-        self.layers, self._runner = layers, runner
+        self.layers = layers
         n_rows, device = runner.max_batch, runner.device
         self._states = torch.zeros(n_rows, gamma + 1, width, dtype=runner.model.dtype, device=device)
         self._following = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=device)
@@ -43,3 +47,16 @@ class ObservedStates:
         last = (batch.lengths[:, None] - 1 - start).clamp(min=0, max=n_state - 1)
         following = self._following[batch.rows].scatter(1, last, batch.current[:, None])
         return self._states[batch.rows], following, start + torch.arange(n_state, device=start.device), last
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DrafterConfig):
+    """Options of a head that was trained for the target."""
+
+    draft_model: str
+    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
+        from models.heads.loading import find_head
+
+        return find_head(self.draft_model, self.name, target.config)

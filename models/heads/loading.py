@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import CheckpointError, flag
 from models.checkpoints.convert import DTYPES, Part, SourceTensor, match_parts, read_stacked, source_parts
@@ -48,16 +48,14 @@ class HeadSource(ModelSource):
 
     @property
     def n_weights(self) -> int:
-        with torch.device("meta"):
-            return sum(x.numel() for x in _module(self.shape).parameters())
+        return sum(x.numel() for x in _on_meta(self.shape).parameters())
 
     def load(self, **how: Any) -> Any:
         """A MedusaHeads or an EagleHead, whole on every rank. how: device, dtype, prepack and quantize (of an EAGLE
         head's layers) as of `load_model`; the rest is of no use here."""
         device, dtype = how["device"], how["dtype"]
         tensors = _open(Path(self.path))
-        with torch.device("meta"):
-            head = _module(self.shape).eval().requires_grad_(False)
+        head = _on_meta(self.shape).eval().requires_grad_(False)
         matched = match_parts(Path(self.path), tensors, head_parts(self.shape), (*MAPS, *UNUSED), FIX)
         weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
         head.load_state_dict(weights, assign=True)
@@ -100,28 +98,16 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
 
 def head_parts(shape: MedusaShape | EagleShape) -> dict[str, tuple[Part, ...]]:
     """For each tensor of a head's state dict, the published tensors stacked on dim 0, with shapes."""
-    if isinstance(shape, MedusaShape):
-        with torch.device("meta"):
-            return {name: ((name, tuple(x.shape)),) for name, x in MedusaHeads(shape).state_dict().items()}
-    config, n_input = shape.config, len(shape.inputs_of)
-    parts = source_parts(replace(config, tie_embeddings=shape.draft_vocab_size is None))
-    parts = {name: tuple((part.removeprefix("model."), size) for part, size in of) for name, of in parts.items()}
-    if not shape.own_embedding:
-        del parts["tok_embeddings.weight"]
-    if shape.draft_vocab_size is not None:
-        parts["output.weight"] = (("lm_head.weight", (shape.draft_vocab_size, config.dim)),)
-    if n_input:
-        wide = "layers.0.attention.wqkv.weight"
-        parts[wide] = tuple((name, (rows, 2 * config.dim)) for name, (rows, _) in parts[wide])
-        parts["layers.0.hidden_norm.weight"] = (("layers.0.hidden_norm.weight", (config.dim,)),)
-    else:
-        del parts["layers.0.attention_norm.weight"], parts["norm.weight"]
-    parts = {f"body.{name}": of for name, of in parts.items()}
-    own: dict[str, tuple[int, ...]] = {"fc.weight": (config.dim, shape.state_dim if n_input else 2 * config.dim)}
-    own |= {"fc.bias": (config.dim,)} if shape.fc_bias else {}
-    own |= {"input_norm.weight": (shape.state_dim,)} if shape.norm_before_fc else {}
-    own |= {f"fc_norm.{i}.weight": (shape.target_dim,) for i in range(n_input if shape.fc_norm else 0)}
-    return parts | {name: ((name, size),) for name, size in own.items()}
+    stacks = source_parts(replace(shape.config, tie_embeddings=False)) if isinstance(shape, EagleShape) else {}
+    parts = dict[str, tuple[Part, ...]]()
+    for name, x in _on_meta(shape).state_dict().items():
+        own = name.removeprefix("body.")
+        stacked, rest = stacks.get(own, ((own, ()),)), tuple(x.shape[1:])
+        rows = [x.shape[0]] if len(stacked) == 1 else [size[0] for _, size in stacked]
+        parts[name] = tuple(
+            (part.removeprefix("model."), (n, *rest)) for (part, _), n in zip(stacked, rows, strict=True)
+        )
+    return parts
 
 
 def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
@@ -146,8 +132,9 @@ def _open(path: Path) -> dict[str, SourceTensor]:
     return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
 
 
-def _module(shape: MedusaShape | EagleShape) -> nn.Module:
-    return MedusaHeads(shape) if isinstance(shape, MedusaShape) else EagleHead(shape)
+def _on_meta(shape: MedusaShape | EagleShape) -> MedusaHeads | EagleHead:
+    with torch.device("meta"):
+        return MedusaHeads(shape) if isinstance(shape, MedusaShape) else EagleHead(shape)
 
 
 def _medusa_shape(
