@@ -15,7 +15,11 @@ def printable(text: str) -> str:
 def text_target(config: RunConfig) -> ModelSource:
     """The target, read from its files but not loaded. Errors: UserError if there is none, or it has no text."""
     own = config.target
-    source = find_model(own.model, own.load_format, own.model_name, flag("model"), own.verify)
+    return with_text(find_model(own.model, own.load_format, own.model_name, flag("model"), own.verify))
+
+
+def with_text(source: ModelSource) -> ModelSource:
+    """The model. Errors: ConfigError if it has no text."""
     if not source.has_text:
         where = flag("load_format")
         raise ConfigError("random weights have nothing to say", where, "dummy", "a trained model", f"leave out {where}")

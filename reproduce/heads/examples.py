@@ -1,0 +1,112 @@
+"""What heads learn from: a book and what the target writes behind its parts, with the hidden states, stored once."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.say import say
+from engine.bench.progress import progress_bar
+from engine.runner import ModelRunner
+from engine.sampling import Distribution, SamplingParams
+from models.checkpoints.manifest import atomic_path
+
+# Rows write at these in turn.
+TEMPERATURES = (0.6, 0.8, 1.0)
+# Of a file: `tokens [rows, T]`, and of the target behind each of them the normalised last hidden states `last
+# [rows, T, dim]` and the inputs of some layers side by side, `inputs [rows, T, k * dim]`.
+Examples = dict[str, Tensor]
+
+
+def write_examples(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    n_new: int,
+    layers: Sequence[int],
+    folder: Path,
+    allowed: Callable[[float], bool],
+) -> float:
+    """A file for as many prompts as there are rows, unless it is there, while the seconds that all took are `allowed`.
+    Returns those. Errors: UserError for a folder that cannot be written."""
+    n_rows, spent = runner.max_batch, sum(map(_seconds_of, _files(folder)))
+    for first in range(0, len(prompts), n_rows):
+        path = folder / f"examples-{first:06}.safetensors"
+        if path.exists() or (first and not allowed(spent)):
+            continue
+        started = perf_counter()
+        made = make_examples(runner, prompts[first : first + n_rows], n_new, layers, seed=first)
+        seconds = perf_counter() - started
+        with atomic_path(path) as partial:
+            save_file(made, partial, {"seconds": str(seconds)})
+        spent += seconds
+        say(f"examples of {min(first + n_rows, len(prompts))} of {len(prompts)} prompts: {spent:.0f} s")
+    return spent
+
+
+@torch.inference_mode()
+def make_examples(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], n_new: int, layers: Sequence[int], seed: int
+) -> Examples:
+    """Of prompts of one length, at most as many as rows, and so many tokens that the target writes behind each. States
+    are kept in bfloat16, and are those of the pass that writes, so nothing is run twice."""
+    device, length, n_rows = runner.device, len(prompts[0]), len(prompts)
+    tokens = torch.zeros(n_rows, length + n_new, dtype=torch.int64, device=device)
+    tokens[:, :length] = torch.tensor(prompts, device=device)
+    positions = torch.arange(length + n_new, device=device).expand_as(tokens)
+    law = Distribution.of([SamplingParams(TEMPERATURES[row % len(TEMPERATURES)]) for row in range(n_rows)], device)
+    generator = torch.Generator(device).manual_seed(seed)
+    states: list[tuple[Tensor, Tensor]] = []
+    for row in range(n_rows):
+        runner.cache.reset_row(row)
+        view = runner.cache.view(slice(row, row + 1), length, block_at_end=True)
+        states.append(runner.model.hidden_states(tokens[row, None, :length], positions[:1, :length], view, layers))
+    blocks = [tuple(torch.cat(each).bfloat16() for each in zip(*states, strict=True))]
+    last = torch.cat([hidden[:, -1] for hidden, _ in states])
+    with progress_bar("writing", n_rows * n_new) as bar:
+        for n in range(length, length + n_new):
+            tokens[:, n] = torch.multinomial(law.probs(runner.model.logits(last)), 1, generator=generator)[:, 0]
+            here, view = slice(n, n + 1), runner.cache.view(slice(0, n_rows), n + 1)
+            hidden, inputs = runner.model.hidden_states(tokens[:, here], positions[:, here], view, layers)
+            blocks.append((hidden.bfloat16(), inputs.bfloat16()))
+            last = hidden[:, 0]
+            bar.update(n_rows)
+    hidden, inputs = (torch.cat(each, dim=1).cpu() for each in zip(*blocks, strict=True))
+    return {"tokens": tokens.cpu(), "last": hidden, "inputs": inputs}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("examples-*.safetensors"))
+
+
+def _seconds_of(file: Path) -> float:
+    """What it took to make."""
+    with safe_open(file, "pt") as opened:
+        return float(opened.metadata()["seconds"])
+
+
+def windows_of(folder: Path, width: int) -> list[Examples]:
+    """All examples in windows of so many tokens, mapped into memory: read as they are looked at."""
+    return [
+        {name: x[row, start : start + width] for name, x in file.items()}
+        for file in map(load_file, _files(folder))
+        for row in range(len(file["tokens"]))
+        for start in range(0, file["tokens"].shape[1] - width + 1, width)
+    ]
+
+
+def most_frequent(windows: Sequence[Examples], n: int, vocab_size: int) -> Tensor:
+    """The ids of the tokens that are in them most often, ascending: at most `n`; lower ids first among equals."""
+    counts = torch.stack([window["tokens"].bincount(minlength=vocab_size) for window in windows]).sum(dim=0)
+    return counts.sort(descending=True, stable=True).indices[:n].sort().values
+
+
+def batch_of(windows: Sequence[Examples], n: int, step: int) -> Examples:
+    """`n` windows one above the other, by the step alone: all come once, in another order each time."""
+    epoch, place = divmod(step, max(1, len(windows) // n))
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(epoch))
+    chosen = [windows[index] for index in order[place * n : place * n + n].tolist()]
+    return {name: torch.stack([window[name] for window in chosen]) for name in chosen[0]}

@@ -1,0 +1,159 @@
+"""Trains an EAGLE-3 head and Medusa heads on stored examples, and goes on where an earlier run was ended."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common.jsonl import append_record, read_lines
+from common.say import say
+from models import Transformer
+from models.checkpoints.manifest import CONFIG, atomic_path, write_text
+from models.heads.eagle import EagleHead, EagleShape
+from models.heads.loading import published
+from models.heads.medusa import MedusaHeads, MedusaShape
+from models.packed_linear import can_pack
+from reproduce.heads.examples import Examples, batch_of
+from reproduce.heads.recipe import Recipe
+from reproduce.heads.unrolled import unrolled_losses
+
+# What the loss of each draft position weighs beside that of the one before.
+DECAY = 0.8
+CLIP = 1.0
+# Steps in which the learning rate rises, and seconds between checkpoints.
+WARM_UP, SAVE_SECONDS = 20, 60.0
+CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
+
+
+def inputs_of(n_layer: int) -> tuple[int, ...]:
+    """The layers whose inputs EAGLE-3 reads (its published code): those of a target with too few are fewer."""
+    return tuple(sorted({min(2, n_layer), n_layer // 2, max(0, n_layer - 3)}))
+
+
+def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
+    """`eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`; float32. They begin as what the target
+    does: the EAGLE head as its last layer behind the last of the inputs, Medusa heads as its output layer."""
+    config, own = target.config, target.layers[-1]
+    one_layer = replace(config, n_layer=1, tie_embeddings=False)
+    shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), own_embedding=False)
+    eagle, medusa = EagleHead(shape), MedusaHeads(MedusaShape(depth, 1, config.dim, config.vocab_size, False))
+    eagle.target_ids = known
+    with torch.no_grad():
+        first, eye = eagle.body.layers[0], torch.eye(config.dim)
+        eagle.fc.weight.copy_(torch.cat([0 * eye] * (len(shape.inputs_of) - 1) + [eye], dim=1))
+        first.attention.wqkv.weight.copy_(torch.cat([plain(own.attention.wqkv)] * 2, dim=1) / 2)
+        for name in ("attention_norm", "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2"):
+            first.get_submodule(name).weight.copy_(plain(own.get_submodule(name)))
+        first.hidden_norm.weight.copy_(own.attention_norm.weight)
+        eagle.body.norm.weight.copy_(target.norm.weight)
+        eagle.body.output.weight.copy_(output_rows(target, known))
+        for parameter in medusa.parameters():
+            parameter.zero_()
+    eagle.borrow(target)
+    return nn.ModuleDict({"eagle": eagle, "medusa": medusa}).to(known.device)
+
+
+def plain(layer: nn.Module) -> Tensor:
+    """The weight of a linear layer that may be packed."""
+    return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
+
+
+def output_rows(target: Transformer, ids: Tensor) -> Tensor:
+    """Of the target's output layer, `[n, dim]` float32."""
+    tied = target.config.tie_embeddings or target.output is None
+    return plain(target.tok_embeddings if tied else target.output)[ids].float()
+
+
+def train(
+    heads: nn.ModuleDict,
+    known_rows: Tensor,
+    windows: Sequence[Examples],
+    recipe: Recipe,
+    folder: Path,
+    share_of_time: Callable[[float], float],
+) -> float:
+    """Train until the steps or the time are over; returns the seconds that it took, those before a checkpoint too.
+
+    share_of_time: how much of it so many seconds of training leave behind. The curve in the folder has the losses and
+    the shared probability of each head and draft position. With time enough, a run that was ended and goes on gives the
+    weights of one that was not: a step's windows follow from its number.
+    """
+    optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    done, before, device = 0, 0.0, known_rows.device
+    if (folder / CHECKPOINT).exists():
+        saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
+        heads.load_state_dict(saved["heads"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done, before = saved["step"], saved["seconds"]
+        say(f"going on behind step {done}")
+    in_bfloat16 = device.type == "cuda" or can_pack(device, torch.bfloat16)
+    weights = DECAY ** torch.arange(recipe.depth, device=device)
+    started = last_saved = perf_counter()
+
+    def seconds() -> float:
+        return before + perf_counter() - started
+
+    def save(step: int) -> None:
+        state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds()}
+        with atomic_path(folder / CHECKPOINT) as partial:
+            torch.save(state, partial)
+
+    for step in range(done, recipe.steps):
+        progress = max(step / recipe.steps, share_of_time(seconds()))
+        if progress >= 1:
+            break
+        batch = {name: x.to(device) for name, x in batch_of(windows, recipe.windows, step).items()}
+        batch |= {name: batch[name].float() for name in ("last", "inputs")}
+        # What is ignored: that norms in mixed dtypes have no fused kernel.
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16)
+        with autocast, warnings.catch_warnings(action="ignore", category=UserWarning):
+            losses, shared = unrolled_losses(heads["eagle"], heads["medusa"], known_rows, batch)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
+        optimizer.zero_grad()
+        (losses * weights).sum().backward()
+        for head in heads.values():
+            torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
+        optimizer.step()
+        done = step + 1
+        line = {"step": done, "seconds": round(seconds(), 1)}
+        for head, loss, share in zip(heads, losses.tolist(), shared.tolist(), strict=True):
+            line |= {f"{head}_loss": loss, f"{head}_shared": share}
+        append_record(str(folder / CURVE), line)
+        if done % 10 == 0:
+            shares = ", ".join(f"{head} {share:.3f}" for head, share in zip(heads, shared[:, 0].tolist(), strict=True))
+            say(f"step {done}, {progress:.0%} of the time or the steps: of the first position's probability {shares}")
+        if perf_counter() - last_saved > SAVE_SECONDS:
+            save(done)
+            last_saved = perf_counter()
+    save(done)
+    return seconds()
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """The lines of every step, each as it was taken last."""
+    curve = {line["step"]: line for _, line in read_lines(folder / CURVE)}
+    return [curve[step] for step in sorted(curve)]
+
+
+def save_heads(heads: nn.ModuleDict, folder: Path, target: Mapping[str, Any]) -> None:
+    """As they are published, in a folder of each; `target`: the values of the target's config.json."""
+    own = {"num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
+    shape = heads["eagle"].shape
+    eagle = {**target, **own, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shape.draft_vocab_size}
+    eagle["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
+    medusa = {"medusa_num_heads": len(heads["medusa"]), "medusa_num_layers": heads["medusa"].shape.n_layer}
+    for name, file, config in (("eagle", "model", eagle), ("medusa", "medusa_lm_head", medusa)):
+        renamed = ((part.replace("layers.0.", "midlayer."), x) for part, x in published(heads[name]).items())
+        tensors = {part: x.detach().cpu().contiguous() for part, x in renamed}
+        with atomic_path(folder / name / f"{file}.safetensors") as partial:
+            save_file(tensors, partial)
+        write_text(folder / name / CONFIG, json.dumps(config, indent=2) + "\n")

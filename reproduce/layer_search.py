@@ -1,0 +1,139 @@
+"""Which layers a self-draft should skip: a greedy search by acceptance on the data set's own text, and what each pays.
+
+    python reproduce/layer_search.py --B 8 --prefix_len 1000 --draft_budget 256
+
+From all layers on, that one is dropped without which the draft is accepted most: sum(min(p, q)) of target and draft
+behind the text's tokens, the probability that rejection sampling accepts (Leviathan et al. 2023, arXiv 2211.17192,
+theorem 3.5), at temperature 0 the share of equal tokens. Costs measured here make that a predicted speedup for every
+number of layers; the best few are teacher-forced through the engine. The first so many layers (an early exit) stand
+beside each. The record is the last line of standard output.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+import engine
+from common import cli
+from common.errors import require_at_least
+from common.jsonl import publish
+from common.say import say
+from common.tables import Column, console
+from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.draft_flags import draft_flags
+
+SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
+Layers = tuple[int, ...]
+NUMBERS = ["expected_acceptance", "early_exit", "draft_ms", "predicted_speedup", "acceptance_rate", "speedup"]
+COLUMNS = [Column("layers", "layers"), Column("gamma", "gamma")]
+COLUMNS += [Column(name, name.replace("_", " "), ".3f") for name in NUMBERS]
+
+
+@dataclass(frozen=True)
+class Flags:
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    sizes: Sizes = field(default_factory=lambda: Sizes(8, 1000, 48))
+    sampling: Sampling = field(default_factory=Sampling)
+    draft: SelfDraft = field(default_factory=SelfDraft)
+    output: Output = field(default_factory=Output)
+    fewest: int = 10  # layers at which the search ends
+    tried: int = 3  # how many of the best are run
+
+
+def main(flags: Flags) -> None:
+    import torch
+
+    from engine.bench import passes, record
+    from engine.bench.plan import resolve
+    from engine.cost_model.costs import Costs, tokens_per_round
+    from engine.cost_model.measure import measure_costs
+    from engine.drafters import SelfSpeculation, Shown
+    from engine.evaluation.teacher_forcing import forced_acceptance
+    from engine.sampling import logits_to_probs
+    from engine.stats import total
+    from engine.terminal.texts import with_text
+    from models.llama import select_layers
+
+    own = flags.target, flags.text, flags.sizes
+    config = RunConfig(*own, sampling=flags.sampling, output=flags.output, draft=flags.draft.config())
+    plan = resolve(config)
+    with_text(plan.target)
+    for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1), ("tried", flags.tried, 1)):
+        require_at_least(name, seen, least)
+    require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
+    session = engine.Session.of_plan(plan, n_continued=plan.gen_len)
+    runner, gamma, sampling, length = session.runner, plan.gamma, plan.sampling, plan.prefix_len
+    passes.prefill(session)
+    book = torch.tensor(session.continuations, device=runner.device)
+    positions = torch.arange(length, length + book.shape[1], device=runner.device).expand_as(book)
+    texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
+    with torch.inference_mode():
+        laws = logits_to_probs(runner.step(book, positions), sampling.params)
+
+    def draft(layers: Layers) -> tuple[engine.ModelRunner, SelfSpeculation]:
+        model, how = select_layers(session.draft_model or runner.model, layers), session.draft
+        cache = how.policy.new_cache(model.config, session.n_rows, session.capacity, runner.device, how.kv_dtype)
+        return runner.over(cache, model), SelfSpeculation(runner, cache, gamma, model, layers)
+
+    @torch.inference_mode()
+    def acceptance(layers: Layers) -> float:
+        """In blocks of gamma tokens, over what the draft's cache then has of the target's."""
+        (own, drafter), starts = draft(layers), range(0, book.shape[1] - gamma + 1, gamma)
+        shares = torch.zeros(len(starts))
+        for place, start in enumerate(starts):
+            drafter.follow([Shown(row, row, text[: length + start], 0) for row, text in enumerate(texts)])
+            block = slice(start, start + gamma)
+            logits = own.step(book[:, block], positions[:, block])
+            shares[place] = torch.minimum(laws[:, block], logits_to_probs(logits, sampling.params)).sum(dim=-1).mean()
+        return shares.mean().item()
+
+    def paying(alpha: float, one: Costs) -> tuple[float, int]:
+        """The predicted speedup, and the gamma."""
+        return max((one.speedup(tokens_per_round(alpha, n), n), n) for n in range(1, gamma + 1))
+
+    found = search(runner.model.config.n_layer, flags.fewest, acceptance)
+    exits = [acceptance(tuple(range(len(layers)))) for layers, _ in found]
+    drafters = [draft(layers)[1] for layers, _ in found]
+    costs = measure_costs(runner, drafters, session.prompts, gammas=[gamma], **session.how)
+    rows: list[dict[str, Any]] = []
+    for (layers, alpha), early, one in zip(found, exits, costs, strict=True):
+        rows.append({"draft_layers": ",".join(map(str, layers)), "layers": len(layers), "expected_acceptance": alpha})
+        rows[-1] |= {"early_exit": early, "draft_ms": one.draft_ms}
+        rows[-1]["predicted_speedup"], rows[-1]["gamma"] = paying(alpha, one)
+    ranked = sorted(range(len(rows)), key=lambda place: rows[place]["predicted_speedup"], reverse=True)[: flags.tried]
+    for place in ranked:
+        forced = session.prompts, session.continuations, sampling.params, sampling.mode
+        seen = total(forced_acceptance(runner, drafters[place], *forced))
+        rows[place] |= {"acceptance_rate": seen.acceptance_rate, "verified": seen.verified}
+        rows[place]["speedup"], rows[place]["gamma"] = paying(seen.acceptance_rate or 0.0, costs[place])
+    winner = rows[max(ranked, key=lambda place: rows[place]["speedup"])]
+    order = [({*more} - {*fewer}).pop() for (more, _), (fewer, _) in pairwise(found)]
+    measured = {"order": order, "plain_ms": costs[0].plain_ms, "best": winner["draft_layers"], "rows": rows}
+    says = "pays best: --draft_layers {draft_layers} --gamma {gamma}, {speedup:.2f} predicted".format(**winner)
+    line = record.record_of("layer_search", session, record.rounded(measured), {"draft_layers", "gamma"})
+    publish(flags.output.output, line, console(rows, COLUMNS), says)
+
+
+def search(n_layer: int, fewest: int, score: Callable[[Layers], float]) -> list[tuple[Layers, float]]:
+    """Layers and their scores, one layer fewer each time: the one without which the others score best."""
+    layers = tuple(range(n_layer))
+    found = [(layers, score(layers))]
+    while len(layers) > fewest:
+        fewer = [layers[:place] + layers[place + 1 :] for place in range(len(layers))]
+        layers, best = max(((one, score(one)) for one in fewer), key=itemgetter(1))
+        found.append((layers, best))
+        say(f"{len(layers)} layers: {best:.3f} without {sorted({*range(n_layer)} - {*layers})}")
+    return found
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

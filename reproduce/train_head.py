@@ -1,0 +1,145 @@
+"""Trains an EAGLE-3 head and Medusa heads for a target on what it writes itself, and measures how they draft.
+
+    python reproduce/train_head.py --out reproduction/heads --minutes 45
+
+The target goes on with parts of a book's first half; its hidden states there are stored once in the folder, from which
+both heads are trained. Ended at any time, the same command goes on. The heads are saved as they are published, for
+--draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa, and draft behind prompts of the
+book's second half, beside n-gram and self-drafts. The record is the last line of standard output.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+import engine
+from common import cli
+from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import publish
+from common.tables import Column, console
+from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.draft_flags import CHOSEN, draft_flags
+from engine.drafters.config import DrafterConfig
+from reproduce.heads.recipe import Recipe
+from reproduce.paper.columns import of
+
+# Of the time: examples are begun until the first, training ends at the second.
+WRITTEN, TRAINED = 0.45, 0.9
+TEMPERATURES, DRAFTS = (0.0, 0.6), ("eagle", "medusa", "ngram", "self")
+CURVE_POINTS = 40
+# The fewest tokens of a window: a block of fewer is a round's, whose attention takes another mask.
+LEAST_WINDOW = 32
+# Settings that are each row's own, or none of this record.
+OWN = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
+COUNTED = ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")
+COLUMNS = of(Column("draft", "draft", align="<"), Column("temperature", "temperature"), *COUNTED)
+
+
+@dataclass(frozen=True)
+class Flags:
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    sizes: Sizes = field(default_factory=lambda: Sizes(32, 512, 512))
+    recipe: Recipe = field(default_factory=Recipe)
+    output: Output = field(default_factory=Output)
+    out: str = "reproduction/heads"  # folder of examples, checkpoint, curve and heads
+    minutes: float = 45.0  # for everything, earlier runs included
+    num_prompts: int = 160  # parts of the book that the model goes on with
+    held_back: int = 8  # prompts of the other half, each of which is continued by --measured_len tokens
+    measured_len: int = 96  # new tokens behind each of those
+    draft_budget: int = 256  # KV entries of the drafts that are measured
+
+    def check(self) -> None:
+        """Errors: ConfigError."""
+        recipe = self.recipe
+        least = dict.fromkeys(("steps", "windows", "depth", "draft_vocab_size", "num_prompts", "held_back"), 1)
+        least |= {"measured_len": recipe.depth + 2, "window": LEAST_WINDOW + recipe.depth, "gen_len": recipe.window}
+        for name, number in least.items():
+            require_at_least(name, (vars(self) | vars(recipe) | vars(self.sizes))[name], number)
+        if self.target.quantize:
+            what, where = "heads begin as the target's weights, unquantised", flag("quantize")
+            raise ConfigError(what, where, self.target.quantize, "none", f"leave out {where}")
+
+    def drafts(self) -> list[DrafterConfig]:
+        shared = {"gamma": self.recipe.depth, "draft_budget": self.draft_budget}
+        each = [{"draft": name, "draft_model": str(Path(self.out) / name), **shared} for name in DRAFTS]
+        return draft_flags(DRAFTS, without=CHOSEN)().variants(*each)
+
+
+def main(flags: Flags) -> None:
+    from engine.bench.data import make_prompts
+    from engine.bench.plan import resolve
+    from engine.bench.record import record_of, rounded
+    from engine.terminal.texts import with_text
+    from models.checkpoints.manifest import CONFIG
+    from models.config import read_config
+    from reproduce.heads import examples, training
+
+    flags.check()
+    folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
+    config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
+    source = with_text((plan := resolve(config)).target)
+    session = engine.Session.of_plan(plan)
+    book, target, runner = next(session.books()), session.runner.model, session.runner
+    halves = zip((book[: len(book) // 2], book[len(book) // 2 :]), (flags.num_prompts, flags.held_back), strict=True)
+    prompts, held_back = (
+        make_prompts([half], session.tokenizer, n_prompts=n, prefix_len=session.prefix_len) for half, n in halves
+    )
+    keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
+    layers = training.inputs_of(target.config.n_layer)
+    written = examples.write_examples(
+        runner, prompts, session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
+    )
+    windows = examples.windows_of(folder, recipe.window)
+    known = examples.most_frequent(windows, recipe.draft_vocab_size, runner.vocab_size).to(runner.device)
+    heads = training.new_heads(target, known, recipe.depth)
+    how = recipe, folder, lambda seconds: (written + seconds) / (TRAINED * limit)
+    trained = training.train(heads, training.output_rows(target, known), windows, *how)
+    path = Path(source.path)
+    training.save_heads(heads, folder, read_config((path if path.is_dir() else path.parent) / CONFIG))
+    curve = training.read_curve(folder)
+    thinned = [*curve[: -1 : -(-len(curve) // CURVE_POINTS)], curve[-1]]
+    rows = measure(config, flags, held_back)
+    measured = {"recipe": vars(recipe), "examples": len(windows), "example_tokens": len(windows) * recipe.window}
+    measured |= {"steps": curve[-1]["step"], "writing_seconds": written, "training_seconds": trained}
+    measured |= {"curve": thinned, "rows": rows}
+    publish(flags.output.output, record_of("train_head", session, rounded(measured), OWN), console(rows, COLUMNS))
+
+
+def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Note what the folder's files are of. Errors: ConfigError if that is something else."""
+    from models.checkpoints.manifest import write_text
+
+    file = folder / "settings.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
+        what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
+        raise ConfigError(what, where, ", ".join(unlike), "what the run was begun with", f"{fix}, or give its flags")
+    write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))
+
+
+def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """How each draft is accepted behind those prompts, by temperature."""
+    from engine.bench.plan import resolve
+
+    sizes = Sizes(min(len(prompts), config.sizes.B), config.sizes.prefix_len, flags.measured_len)
+    rows = []
+    for draft in flags.drafts():
+        opened = engine.Session.of_plan(resolve(replace(config, sizes=sizes, draft=draft)))
+        for temperature in TEMPERATURES:
+            session = opened.variant(prompts=[*prompts], sampling=Sampling(temperature))
+            counts = session.generate(session.drafter()).stats.counts
+            own = {"draft": draft.name, "temperature": temperature, "verified": counts.verified}
+            rows.append(own | {name: getattr(counts, name) for name in COUNTED})
+    return rows
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

@@ -1,0 +1,176 @@
+"""reproduce/train_head.py: what heads learn from, their losses, resuming, and as a user runs it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TINY, full_cache, tiny_model
+from torch import Tensor
+
+from engine import ModelRunner
+from kv_cache import FullKVCache
+from models.heads.loading import find_head
+from reproduce.heads import examples, training
+from reproduce.heads.recipe import Recipe
+from reproduce.heads.unrolled import unrolled_losses
+
+LAYERS = training.inputs_of(TINY.n_layer)
+RECIPE = Recipe(steps=6, window=40, windows=2, lr=0.01, depth=3, draft_vocab_size=20)
+PROMPTS = [[(7 * row + 3 * i) % TINY.vocab_size for i in range(30)] for row in range(5)]
+
+
+@pytest.fixture
+def model():
+    return tiny_model(dtype=torch.float32)
+
+
+@pytest.fixture
+def windows(model, tmp_path):
+    runner = ModelRunner(model, full_cache(model, 2))
+    examples.write_examples(runner, PROMPTS, 50, LAYERS, tmp_path, lambda seconds: True)
+    return examples.windows_of(tmp_path, RECIPE.window)
+
+
+def heads_and_rows(model, windows) -> tuple[torch.nn.ModuleDict, Tensor]:
+    torch.manual_seed(0)
+    known = examples.most_frequent(windows, RECIPE.draft_vocab_size, TINY.vocab_size)
+    return training.new_heads(model, known, RECIPE.depth), training.output_rows(model, known)
+
+
+def test_examples_are_the_targets_states_behind_what_it_wrote(model, tmp_path):
+    """Against a pass over the whole text; and a file that is there is not made again."""
+    runner = ModelRunner(model, full_cache(model, 2))
+    assert examples.write_examples(runner, PROMPTS[:3], 20, LAYERS, tmp_path, lambda seconds: True) > 0
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2
+    for first, file in zip((0, 2), files, strict=True):
+        made = examples.load_file(file)
+        tokens = made["tokens"]
+        assert tokens[:, :30].tolist() == PROMPTS[first : first + 2][: len(tokens)]
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        last, inputs = model.hidden_states(tokens, positions, full_cache(model, len(tokens)), LAYERS)
+        torch.testing.assert_close(made["last"].float(), last, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(made["inputs"].float(), inputs, rtol=0.02, atol=0.02)
+    files[1].unlink()
+    before = files[0].stat().st_mtime_ns
+    examples.write_examples(runner, PROMPTS[:3], 20, LAYERS, tmp_path, lambda seconds: False)
+    assert sorted(tmp_path.iterdir()) == files[:1] and files[0].stat().st_mtime_ns == before
+
+
+def test_windows_come_once_an_epoch_and_by_the_step_alone(windows):
+    texts = {tuple(window["tokens"].tolist()) for window in windows}
+    assert len(windows) == 10 and len(texts) == 10
+    seen = [examples.batch_of(windows, 2, step)["tokens"].tolist() for step in range(10)]
+    for epoch in (seen[:5], seen[5:]):
+        assert {tuple(row) for batch in epoch for row in batch} == texts
+    assert seen[:5] != seen[5:] and examples.batch_of(windows, 2, 7)["tokens"].tolist() == seen[7]
+
+
+def test_losses_are_those_of_a_head_that_drafts(model, windows):
+    """The unrolled steps at one position, against the head over a cache, which goes on from its own states there."""
+    heads, rows = heads_and_rows(model, windows)
+    eagle, medusa, known = heads["eagle"], heads["medusa"], heads["eagle"].target_ids
+    for parameter in heads.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    batch = examples.batch_of(windows, 2, 0)
+    batch |= {name: batch[name].float() for name in ("last", "inputs")}
+    tokens, length = batch["tokens"], RECIPE.window - RECIPE.depth
+    with torch.no_grad():
+        losses, shared = unrolled_losses(eagle, medusa, rows, batch)
+        laws = model.logits(batch["last"])[..., known].softmax(dim=-1)
+        expected = torch.zeros(2, RECIPE.depth, length)
+        eagle.body.backend = tiny_model().backend
+        for at in range(length):
+            cache = FullKVCache(eagle.body.config, 2, 64)
+            positions = torch.arange(at + 1).expand(2, -1)
+            states = eagle.fused(batch["inputs"][:, : at + 1])
+            states = eagle.advance(states, tokens[:, 1 : at + 2], positions, cache)[:, -1:]
+            for i in range(RECIPE.depth):
+                if i:
+                    states = eagle.advance(states, tokens[:, at + 1 + i, None], torch.full((2, 1), at + i), cache)
+                law = laws[:, at + 1 + i]
+                guesses = eagle.draft_logits(states)[:, 0], model.logits(medusa[i](batch["last"][:, at]))[:, known]
+                for head, logits in enumerate(guesses):
+                    expected[head, i, at] = -(law * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
+    torch.testing.assert_close(losses, expected.mean(dim=-1), rtol=1e-4, atol=1e-5)
+    assert ((shared > 0) & (shared < 1)).all() and len({*losses.flatten().tolist()}) == 6
+
+
+def trained(model, windows, folder: Path, steps: int = RECIPE.steps, stop_at: float = 1e9) -> dict[str, Tensor]:
+    """The weights after so many calls to the clock."""
+    heads, rows = heads_and_rows(model, windows)
+    calls: list[float] = []
+
+    def share_of_time(seconds: float) -> float:
+        calls.append(seconds)
+        return float(len(calls) > stop_at)
+
+    folder.mkdir(exist_ok=True)
+    training.train(heads, rows, windows, RECIPE, folder, share_of_time)
+    return heads.state_dict()
+
+
+def test_a_run_that_goes_on_gives_the_weights_of_one_that_was_not_ended(model, windows, tmp_path):
+    whole = trained(model, windows, tmp_path / "whole")
+    first = trained(model, windows, tmp_path / "parts", stop_at=3)
+    resumed = trained(model, windows, tmp_path / "parts")
+    assert any(not torch.equal(first[name], whole[name]) for name in whole)
+    for name, weights in whole.items():
+        assert torch.equal(resumed[name], weights), name
+    curve = training.read_curve(tmp_path / "parts")
+    assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_loss_falls(model, windows, tmp_path):
+    heads, rows = heads_and_rows(model, windows)
+    recipe = Recipe(**vars(RECIPE) | {"steps": 60})
+    training.train(heads, rows, windows, recipe, tmp_path, lambda seconds: 0.0)
+    curve = training.read_curve(tmp_path)
+    for head in ("eagle", "medusa"):
+        for before, after in zip(curve[0][f"{head}_loss"], curve[-1][f"{head}_loss"], strict=True):
+            assert after < 0.9 * before
+
+
+def test_heads_are_saved_as_they_are_published(model, windows, tmp_path):
+    heads, _ = heads_and_rows(model, windows)
+    values = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    values |= {"intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    training.save_heads(heads, tmp_path, values)
+    with examples.safe_open(tmp_path / "eagle" / "model.safetensors", "pt") as file:
+        names = {*file.keys()}
+        assert {"midlayer.self_attn.q_proj.weight", "midlayer.hidden_norm.weight", "fc.weight", "d2t", "t2d"} <= names
+        assert {"norm.weight", "lm_head.weight"} <= names and "embed_tokens.weight" not in names
+        ids = file.get_tensor("d2t") + torch.arange(20)
+        assert torch.equal(ids, heads["eagle"].target_ids) and file.get_tensor("t2d").nonzero()[:, 0].equal(ids)
+    for name in ("eagle", "medusa"):
+        loaded = find_head(str(tmp_path / name), name, model.config).load(device="cpu", dtype=torch.float32)
+        for key, weights in heads[name].state_dict().items():
+            found = loaded.state_dict().get(key)
+            assert found is None or found.is_mkldnn or torch.equal(found, weights), key
+    assert find_head(str(tmp_path / "eagle"), "eagle", model.config).shape.inputs_of == LAYERS
+
+
+SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --held_back 2 --measured_len 8 --window 40 --windows 2"
+
+
+def test_heads_are_trained_and_measured(call, tmp_path):
+    """The whole of it on a tiny model; run again, it only measures. Another run's folder is refused."""
+    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --draft_budget 24 --out {tmp_path / 'out'}"
+    record = call("reproduce/train_head.py", flags).record
+    assert [row["draft"] for row in record["rows"]] == [x for x in ("eagle", "medusa", "ngram", "self") for _ in "12"]
+    assert [row["temperature"] for row in record["rows"]] == [0.0, 0.6] * 4
+    assert all(len(row["acceptance_per_position"]) == 2 for row in record["rows"])
+    assert record["steps"] == 4 and [line["step"] for line in record["curve"]] == [1, 2, 3, 4]
+    again = call("reproduce/train_head.py", flags).record
+    assert again["curve"] == record["curve"] and again["rows"][:4] == record["rows"][:4]
+    refusal = call("reproduce/train_head.py", flags + " --lr 0.5").refusal
+    assert "another run's" in refusal and "lr" in refusal
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [("--window 20", "--window"), ("--window 80", "--gen_len"), ("--window 40 --quantize int8", "--quantize")],
+)
+def test_what_cannot_be_trained_is_refused(call, flags, says):
+    refusal = call("reproduce/train_head.py", f"--B 2 --prefix_len 24 --gen_len 40 {flags}").refusal
+    assert f"where:    {says}" in refusal
