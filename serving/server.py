@@ -60,6 +60,7 @@ class Server:
             http=partial(Connection, flags.limits.request_seconds),  # type: ignore[arg-type]
             limit_concurrency=flags.batch.max_batch + flags.limits.max_queue + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=FLUSH_SECONDS,
+            ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
