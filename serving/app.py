@@ -19,6 +19,12 @@ from serving.service import Service
 PAGE = Path(__file__).with_name("page.html")
 
 
+def _names(error: dict[str, Any]) -> list[str]:
+    """Where it is. Of JSON that breaks off, `loc` is where it does; of unions, it has their members' names."""
+    names = [] if error["type"] == "json_invalid" else map(str, error["loc"][1:])
+    return [name for name in names if not name.startswith(("function-", "constrained-", "list["))]
+
+
 def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
     """key, hosts: as of `Gate`."""
 
@@ -35,36 +41,36 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        if service.down is not None:
-            raise service.down
+        service.require_up()
         return Response()
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/")
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
     @app.exception_handler(Failure)
     async def failed(request: Request, error: Failure) -> Response:
-        return error.response(request.url.path)
+        return error.response(request)
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
-        first: dict[str, Any] = error.errors()[0]
-        # Of JSON that breaks off, this is where it does; of unions, it has their members' names.
-        names = [] if first["type"] == "json_invalid" else map(str, first["loc"][1:])
-        param = ".".join(name for name in names if not name.startswith(("function-", "constrained-", "list[")))
-        failure = Failure(422, "validation", f"{param or 'body'}: {first['msg']}", param or None)
-        return failure.response(request.url.path)
+        errors = [(_names(one), one["msg"]) for one in error.errors()]
+        about = errors[0][0]
+        # What may be a text or a list is told of both: the list's errors are about what is in it.
+        names, says = max((one for one in errors if one[0][: len(about)] == about), key=lambda one: len(one[0]))
+        param = ".".join(names)
+        return Failure(422, "validation", f"{param or 'body'}: {says}", param or None).response(request)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kinds = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
         kind = kinds.get(error.status_code, "validation")
-        return Failure(error.status_code, kind, str(error.detail), headers=error.headers).response(request.url.path)
+        return Failure(error.status_code, kind, str(error.detail), headers=error.headers).response(request)
 
     app.add_middleware(Gate, service=service, key=key, hosts=hosts)
     return app

@@ -13,13 +13,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.answers import Failure
+from serving.answers import Failure, internal
 from serving.jobs import CANCELLED, Job, ms
 from serving.service import Service
 
-OPEN = {("GET", "/"), ("GET", "/health"), ("HEAD", "/health")}
+OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health")}
 GENERATING = {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
 # What a body has to arrive, in seconds.
 BODY_SECONDS = 30.0
@@ -40,7 +41,7 @@ class Gate:
             return
         started, status, n_bytes, is_whole = time.perf_counter(), 0, 0, False
         most, seconds = self._flags.limits.max_body_bytes, min(BODY_SECONDS, self._flags.limits.request_seconds)
-        scope["state"] = state = {**scope.get("state", {}), "job": None}
+        scope["state"] = state = {**scope.get("state", {}), "job": None, "failure": None}
 
         async def bounded() -> Message:
             nonlocal n_bytes, is_whole
@@ -63,7 +64,7 @@ class Gate:
             await send(message)
 
         async def refuse(failure: Failure) -> None:
-            await failure.response(scope["path"])(scope, receive, note)
+            await failure.response(Request(scope))(scope, receive, note)
 
         try:
             if (refusal := self._refusal(scope)) is not None:
@@ -74,12 +75,12 @@ class Gate:
             if status:  # an answer that has begun cannot become another one
                 raise
             traceback.print_exc()
-            await refuse(Failure(500, "internal", f"the server has failed ({type(error).__name__})"))
+            await refuse(internal(error))
         finally:
             if (job := state["job"]) is not None:
-                self._service.end(job, CANCELLED)  # nobody reads on
+                self._service.end(job, "refused" if state["failure"] else CANCELLED)  # nobody reads on
             if scope["method"] == "POST" and scope["path"] in GENERATING:
-                self._done(scope, job, status, time.perf_counter() - started)
+                self._done(scope, job, state["failure"], status, time.perf_counter() - started)
 
     def _refusal(self, scope: Scope) -> Failure | None:
         headers = dict(reversed(scope["headers"]))  # of several the first counts
@@ -94,15 +95,14 @@ class Gate:
         text = "this server wants a key: Authorization: Bearer KEY"
         return Failure(401, "unauthorized", text, headers={"WWW-Authenticate": "Bearer"})
 
-    def _done(self, scope: Scope, job: Job | None, status: int, seconds: float) -> None:
-        """Count and log a request for tokens."""
-        metrics, failure = self._service.metrics, None if job is None else job.failure
+    def _done(self, scope: Scope, job: Job | None, failure: Failure | None, status: int, seconds: float) -> None:
+        """Count and log a request for tokens. failure: what was answered, if no answer had begun."""
+        metrics, failure = self._service.metrics, failure or (job.failure if job else None)
         metrics.requests.inc()
         if job is not None and failure is None and job.finish != CANCELLED:
             metrics.answered(job)
         else:
-            kind = "internal" if status == 500 else CANCELLED if job else "refused"
-            metrics.failed(failure.kind if failure else kind)
+            metrics.failed(failure.kind if failure else CANCELLED)
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": uuid.uuid4().hex[:12] if job is None else f"{job.request.index}",
@@ -113,5 +113,5 @@ class Gate:
         if job is not None:
             line |= job.log()
             if self._flags.http.log_prompts:
-                line |= {"prompt": self._service.tokenizer.decode(job.request.prompt), "answer": job.text}
+                line |= {"prompt": self._service.prompts.tokenizer.decode(job.request.prompt), "answer": job.text}
         print(json.dumps(line), file=sys.stderr, flush=True)

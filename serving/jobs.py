@@ -69,8 +69,8 @@ class Job:
             text = self._stream.add(token)
             shown, has_ended = self.stops.add(text)
             special, drafted = self.specials.get(token), place < update.accepted
-            made_of = special or text, shown, logprob, special is not None, drafted, update.round
-            self.pieces.append(Piece(token, *made_of))
+            is_special, text = special is not None, special or text
+            self.pieces.append(Piece(token, text, shown, logprob, is_special, drafted, update.round))
             if has_ended:
                 self.finish = STOP
                 break
@@ -138,6 +138,7 @@ class Job:
         speculation = {
             "rounds": counts.rounds,
             "drafted": counts.drafted,
+            "verified": counts.verified,
             "accepted": counts.accepted,
             "acceptance_rate": rounded(counts.acceptance_rate),
             "mean_accepted_length": rounded(counts.mean_accepted_length),

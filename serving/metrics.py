@@ -3,7 +3,9 @@
 import re
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from serving.jobs import Job
 from serving.scheduler import Update
@@ -12,16 +14,18 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.
 TOKENS = tuple(float(2**i) for i in range(15))
 
 
-class Metrics:
+class Metrics(Collector):
     """gamma: the most that a round drafts."""
 
     def __init__(self, gamma: int) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._shown: list[Callable[[], Metric]] = []
         skipped = [float(i) for i in range(gamma + 1)]
         self._skipped = self._histogram("tgi_request_skipped_tokens", "Accepted drafts of a row and round", skipped)
         self.requests = self._counter("tgi_request_count", "Requests for tokens")
         self._success = self._counter("tgi_request_success", "Requests that were answered")
-        self._failure = self._counter("tgi_request_failure", "Requests that were not", "err")
+        self._failure = self._counter("tgi_request_failure", "Requests that were not, by what their errors say", "err")
         self._queue = self._histogram("tgi_request_queue_duration", "Seconds until a row was free")
         self._inference = self._histogram("tgi_request_inference_duration", "Seconds in a row")
         per_token = "tgi_request_mean_time_per_token_duration"
@@ -46,8 +50,12 @@ class Metrics:
         return Histogram(name, what, registry=self.registry, buckets=buckets)
 
     def show(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """A gauge that is read whenever metrics are."""
-        Gauge(name, what, registry=self.registry).set_function(value)
+        """A counter, if it is a total, or a gauge, that is read whenever metrics are."""
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        self._shown.append(lambda: kind(name, what, value()))
+
+    def collect(self) -> list[Metric]:
+        return [read() for read in self._shown]
 
     def stepped(self, update: Update, is_first: bool, n_prompt: int) -> None:
         """A step of one request."""

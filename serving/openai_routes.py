@@ -10,8 +10,9 @@ from fastapi.responses import JSONResponse, Response
 
 from serving.answers import Events, Failure, stream
 from serving.jobs import LENGTH, Job, Piece
+from serving.prompts import Wanted
 from serving.schemas import ChatCompletion, Completion, TextCompletion
-from serving.service import Service, Wanted
+from serving.service import Service
 
 # What the API gives a completion that says nothing of its length.
 COMPLETION_TOKENS = 16
@@ -22,25 +23,26 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request, body: TextCompletion) -> Response:
-        ids: Any = body.prompt
-        text = ids if isinstance(ids, str) else ids[0]
-        is_text, names = isinstance(text, str), ("prompt", "max_tokens")
+        prompt, has_logprobs = body.prompt, body.logprobs is not None
+        n_chars = len(prompt) if isinstance(prompt, str) else 0
 
         def encode() -> list[int]:
-            return service.tokenizer.encode(text) if is_text else ids
+            return service.prompts.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-        n_chars, has_logprobs = len(text) if is_text else 0, body.logprobs is not None
         n_new = body.max_tokens or min(COMPLETION_TOKENS, service.limits.max_new_tokens)
-        job = await service.submit(request, Wanted(body, encode, n_chars, n_new, *names, logprobs=has_logprobs))
+        wanted = Wanted(body, encode, n_chars, n_new, "prompt", logprobs=has_logprobs)
+        job = await service.submit(request, wanted)
         return await _answer(job, body, Text(service, job))
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         messages = [{"role": one.role, "content": one.text} for one in body.messages]
-        encode, n_chars = service.conversation(messages, "messages"), sum(len(one["content"]) for one in messages)
+        encode = service.prompts.conversation(messages, "messages")
+        n_chars = sum(len(one["content"]) for one in messages)
         length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        names, n_new = ("messages", length), getattr(body, length)
-        job = await service.submit(request, Wanted(body, encode, n_chars, n_new, *names, logprobs=bool(body.logprobs)))
+        n_new, has_logprobs = getattr(body, length), bool(body.logprobs)
+        wanted = Wanted(body, encode, n_chars, n_new, of_prompt="messages", of_length=length, logprobs=has_logprobs)
+        job = await service.submit(request, wanted)
         return await _answer(job, body, Chat(service, job))
 
     @router.get("/models")

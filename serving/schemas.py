@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
@@ -32,12 +32,22 @@ def _zero_or_more(temperature: float) -> float:
     return temperature
 
 
+def _one_prompt(given: Any) -> Any:
+    """A list of one text is that text."""
+    if isinstance(given, list) and any(isinstance(one, str | list) for one in given[:1]):
+        if given[1:] or not isinstance(given[0], str):
+            raise PydanticCustomError("prompt", "is not one prompt: a text, or its token ids")
+        return given[0]
+    return given
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
-Mass = Annotated[float, Field(gt=0, le=1)]
-Heat = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
-HeatOrGreedy = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_zero_or_more)]
+Switch = Annotated[bool, Field(strict=True)]
+Mass = Annotated[float, Field(gt=0, le=1, strict=True)]
+Heat = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, strict=True)]
+HeatOrGreedy = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True), AfterValidator(_zero_or_more)]
 Strings = Annotated[list[Text], Field(max_length=MOST_STRINGS, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
@@ -84,7 +94,7 @@ class Decoding(Body):
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
     seed: Seed | None = None
     stop: Text | Strings | None = None
-    speculate: bool = True
+    speculate: Switch = True
 
     @property
     def heat(self) -> float:
@@ -111,14 +121,14 @@ class Parameters(Decoding):
         **{"adapter_id": ()},
     }
     max_new_tokens: Count | None = None
-    do_sample: bool | None = None
+    do_sample: Switch | None = None
     temperature: Heat | None = None
     top_k: Count | None = None
     stop: Strings | None = None
     truncate: Count | None = None
-    details: bool | None = None
-    return_full_text: bool | None = None
-    chat: bool = False
+    details: Switch | None = None
+    return_full_text: Switch | None = None
+    chat: Switch = False
 
     @property
     def heat(self) -> float:
@@ -137,17 +147,17 @@ class Generate(Body):
 
 
 class GenerateOrStream(Generate):
-    stream: bool | None = None
+    stream: Switch | None = None
 
 
 class Tokenize(Body):
     inputs: Text
-    add_special_tokens: bool = True
+    add_special_tokens: Switch = True
 
 
 class StreamOptions(Body):
     REFUSED = {"include_obfuscation": (False,)}
-    include_usage: bool | None = None
+    include_usage: Switch | None = None
 
 
 class Completion(Decoding):
@@ -157,7 +167,7 @@ class Completion(Decoding):
     model: Text | None = None
     user: Text | None = None
     max_tokens: Count | None = None
-    stream: bool | None = None
+    stream: Switch | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -165,7 +175,7 @@ class TextCompletion(Completion):
     """logprobs: 0 for those of the chosen tokens."""
 
     REFUSED = {**Completion.REFUSED, "best_of": (1,), "echo": (False,), "suffix": ("",)}
-    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
+    prompt: Annotated[Text | TokenIds, BeforeValidator(_one_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
 
 
@@ -173,13 +183,20 @@ class TextPart(Body):
     type: Literal["text"]
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type", "text") != "text":
+            raise cls._about("type", "is not supported: parts are of type text")
+        return given
+
 
 class Message(Body):
     REFUSED = {
         **{"name": (), "tool_calls": ([],), "tool_call_id": (), "function_call": (), "refusal": (), "audio": ()},
         **{"annotations": ([],), "reasoning": ()},
     }
-    role: Annotated[Text, Field(max_length=64)]
+    role: Literal["system", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
 
     @property
@@ -198,4 +215,4 @@ class ChatCompletion(Completion):
     }
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
+    logprobs: Switch | None = None

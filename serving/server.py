@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_address
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import ConfigError, flag
 from common.process import is_leader, world_size
 from common.say import say
-from serving.answers import Failure
 from serving.app import make_app
+from serving.connection import Connection
 from serving.flags import ServeFlags
 from serving.opening import open_session
 from serving.scheduler import Scheduler
@@ -24,8 +22,6 @@ from serving.service import Service
 
 # What answers that are done have to be written, in seconds.
 FLUSH_SECONDS = 5
-# What a connection may be open without an answer, beside what a request may take: between two requests, for a body.
-IDLE_SECONDS = 45.0
 # Connections beside those of requests that decode or wait: for the page, metrics and bodies that are on their way.
 SPARE_CONNECTIONS = 64
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -50,28 +46,6 @@ def open_server(flags: ServeFlags) -> tuple[Scheduler, "Server | None"]:
     return scheduler, Server(Service(flags, session, scheduler), sock) if sock else None
 
 
-class Connection(H11Protocol):
-    """Ended, with whatever was not read of it, when it is so long without an answer: a client that sends or reads
-    nothing would hold it for ever."""
-
-    def __init__(self, seconds: float, **given: Any) -> None:
-        super().__init__(**given)
-        self._seconds = seconds
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._end = self.loop.call_later(self._seconds, transport.abort)
-
-    def on_response_complete(self) -> None:
-        self._end.cancel()
-        self._end = self.loop.call_later(self._seconds, self.transport.abort)
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end.cancel()
-        super().connection_lost(exc)
-
-
 class Server:
     """A service on the socket, by uvicorn on a thread of its own, which leaves signals alone."""
 
@@ -83,9 +57,10 @@ class Server:
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
         config = uvicorn.Config(
             make_app(service, key, hosts),
-            http=partial(Connection, flags.limits.request_seconds + IDLE_SECONDS),  # type: ignore[arg-type]
+            http=partial(Connection, flags.limits.request_seconds),  # type: ignore[arg-type]
             limit_concurrency=flags.batch.max_batch + flags.limits.max_queue + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=FLUSH_SECONDS,
+            ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -110,10 +85,12 @@ class Server:
         say(f"serving {service.session.name} on {self.url}")
         try:
             service.scheduler.run()
-            assert self._http.should_exit, "the HTTP server ended by itself"
+            if not self._http.should_exit:
+                raise RuntimeError("the HTTP server ended by itself")
         except BaseException as error:
-            text = f"the engine has failed ({type(error).__name__}), and the server ends"
-            service.run_soon(service.fail, Failure(503, "unavailable", text))
+            failed = f"the engine has failed ({type(error).__name__}), and the server ends"
+            is_ended = isinstance(error, KeyboardInterrupt)
+            service.run_soon(service.fail, "the server was ended at once" if is_ended else failed)
             self.end(0)
             raise
         finally:
@@ -152,15 +129,17 @@ def _bound(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _signals(end: Callable[[], None]) -> Iterator[None]:
-    """Each one calls `end`; of a process alone, a second one ends it at once. torchrun sends one to the ranks that are
-    left when a rank has died: whoever fails then ends by it, as nobody waits for another word."""
+    """The first one calls `end`; of a process alone, a second Ctrl-C ends it at once. A second SIGTERM does not: a
+    group's comes from its sender, and again from a `make` among them. torchrun sends one to the ranks that are left
+    when a rank has died: whoever fails then ends by it, as nobody waits for another word."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
-        if len(received) > 1 and world_size() == 1:
+        if number == signal.SIGINT and received.count(number) > 1 and world_size() == 1:
             raise KeyboardInterrupt
-        end()
+        if len(received) == 1:
+            end()
 
     before = {number: signal.signal(number, stop) for number in STOPPING}
     try:

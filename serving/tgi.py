@@ -5,10 +5,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from serving.answers import Events, invalid, stream
+from serving.answers import Events, Failure, invalid, stream
 from serving.jobs import Job, Piece, rounded
-from serving.schemas import Generate, GenerateOrStream, Tokenize
-from serving.service import Service, Wanted
+from serving.prompts import Wanted
+from serving.schemas import Decoding, Generate, GenerateOrStream, Tokenize
+from serving.service import Service
 
 VERSION = "0.1.0"
 
@@ -31,46 +32,48 @@ def routes(service: Service) -> APIRouter:
         return JSONResponse([await _answer(service, request, body)])
 
     @router.post("/tokenize")
-    async def tokenize(body: Tokenize) -> Response:
-        tokenizer, text, specials = service.tokenizer, body.inputs, service.specials
-        found = await service.encode(lambda: tokenizer.places(text, body.add_special_tokens), len(text), "inputs")
-        if len(found) > service.max_input:
-            raise invalid("inputs", f"has {len(found)} tokens; this server takes {service.max_input}")
-        places = ((id_, specials.get(id_, text[start:stop]), start, stop) for id_, start, stop in found)
+    async def tokenize(request: Request, body: Tokenize) -> Response:
+        text, prompts = body.inputs, service.prompts
+        wanted = Wanted(Decoding(), lambda: prompts.places(text, body.add_special_tokens), len(text))
+        job = await service.encode(request, wanted)
+        if job.finish is not None:
+            raise job.failure or Failure(499, job.finish, "the client has left")
+        found: Any = job.request.prompt
+        places = ((id_, prompts.specials.get(id_, text[start:stop]), start, stop) for id_, start, stop in found)
         return JSONResponse([dict(zip(("id", "text", "start", "stop"), place, strict=True)) for place in places])
 
     @router.get("/info")
     async def info() -> dict[str, Any]:
-        session, limits, runner = service.session, service.limits, service.session.runner
-        draft = session.draft
+        session, limits, prompts = service.session, service.limits, service.prompts
+        runner, draft = session.runner, session.draft
         drafts = None if draft is None else {"draft": draft.kind, "gamma": draft.gamma, "auto": draft.automatic}
-        return {
-            **{"model_id": session.name, "model_sha": session.target.manifest_sha256},
-            **{"model_dtype": str(session.plan.dtype), "model_device_type": runner.device.type},
-            **{"max_concurrent_requests": runner.max_batch + limits.max_queue, "max_best_of": 1},
-            **{"max_stop_sequences": limits.max_stop_sequences, "max_input_tokens": service.max_input},
-            **{"max_total_tokens": service.max_total, "max_new_tokens": limits.max_new_tokens},
-            **{"max_batch_size": runner.max_batch, "validation_workers": 1, "max_client_batch_size": 1},
-            **{"chat": service.has_template, "verification": service.flags.batch.verification},
-            **{"plain_requests": not limits.no_plain_requests},
-            **{"router": "foretoken", "version": VERSION, "speculation": drafts},
-        }
+        info: dict[str, Any] = {"model_id": session.name, "model_sha": session.target.manifest_sha256}
+        info |= {"model_dtype": str(session.plan.dtype), "model_device_type": runner.device.type}
+        info |= {"max_concurrent_requests": runner.max_batch + limits.max_queue, "max_best_of": 1}
+        info |= {"max_stop_sequences": limits.max_stop_sequences, "max_input_tokens": prompts.max_input}
+        info |= {"max_total_tokens": prompts.max_total, "max_new_tokens": limits.max_new_tokens}
+        info |= {"max_batch_size": runner.max_batch, "validation_workers": 1, "max_client_batch_size": 1}
+        info |= {"chat": prompts.template is not None, "verification": service.flags.batch.verification}
+        info |= {"plain_requests": not limits.no_plain_requests, "speculation": drafts}
+        return info | {"router": "foretoken", "version": VERSION}
 
     return router
 
 
 async def _submit(service: Service, request: Request, body: Generate, logprobs: bool) -> Job:
-    own, text, tokenizer = body.own, body.inputs, service.tokenizer
+    own, text, prompts = body.own, body.inputs, service.prompts
     if not text:
         raise invalid("inputs", "is empty")
-    said = service.conversation([{"role": "user", "content": text}], "chat") if own.chat else None
+    said = prompts.conversation([{"role": "user", "content": text}], "chat") if own.chat else None
 
     def encode() -> list[int]:
-        return (said() if said else tokenizer.encode(text))[-(own.truncate or 0) :]
+        return (said() if said else prompts.tokenizer.encode(text))[-(own.truncate or 0) :]
 
-    names, n_new = ("inputs", "parameters.max_new_tokens", "parameters."), own.max_new_tokens
-    wanted = Wanted(own, encode, len(text), n_new, *names, keeps_stop=True, logprobs=logprobs)
-    return await service.submit(request, wanted)
+    of_length, within, n_new = "parameters.max_new_tokens", "parameters.", own.max_new_tokens
+    return await service.submit(
+        request,
+        Wanted(own, encode, len(text), n_new, "inputs", of_length, within=within, keeps_stop=True, logprobs=logprobs),
+    )
 
 
 async def _answer(service: Service, request: Request, body: Generate) -> dict[str, Any]:

@@ -146,6 +146,23 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
         assert not thread.is_alive(), "the server did not end"
 
 
+@contextmanager
+def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
+    """Rounds that take so much longer."""
+    pacing = served.server.service.scheduler._decoder._pacing
+    choose = pacing.choose
+
+    def late(n_busy: int, n_joining: int) -> Any:
+        time.sleep(seconds)
+        return choose(n_busy, n_joining)
+
+    pacing.choose = late
+    try:
+        yield
+    finally:
+        pacing.choose = choose
+
+
 class Alone:
     """What plain decoding of one request after the other gives."""
 

@@ -32,9 +32,9 @@ def counts(prompt_n: int, cache_n: int, predicted_n: int, rounds: int, drafted: 
 
 COUNTERS = {
     "foretoken_decode_tokens_total": 14.0,
-    "foretoken_rounds": 5.0,
-    "foretoken_round_seconds": 2.0,
-    "foretoken_between_seconds": 0.5,
+    "foretoken_rounds_total": 5.0,
+    "foretoken_round_seconds_total": 2.0,
+    "foretoken_between_seconds_total": 0.5,
 }
 LONG = answer(1.0, [2.0, 4.0, 5.0], 10, "long", **counts(6, 2, 10, 4, 12, 5))
 BRIEF = answer(0.0, [4.0], 1, "brief", **counts(3, 0, 1, 0, 0, 0))
@@ -189,5 +189,5 @@ def test_time_between_rounds_is_not_time_without_requests(served: Served):
     served.generate("of time", max_new_tokens=20)
     served.generate("and of more of it", max_new_tokens=20)
     grown = {name: value - before[name] for name, value in served.metrics().items() if name in before}
-    assert grown["foretoken_rounds"] >= 10 and grown["foretoken_round_seconds"] > 0
-    assert 0 < grown["foretoken_between_seconds"] < 0.3
+    assert grown["foretoken_rounds_total"] >= 10 and grown["foretoken_round_seconds_total"] > 0
+    assert 0 < grown["foretoken_between_seconds_total"] < 0.3

@@ -64,7 +64,9 @@ def test_every_event_says_where_its_token_came_from(served: Served):
     assert speculation["rounds"] == rounds[-1]
     assert events[-1]["speculation"]["acceptance_rate"] == speculation["acceptance_rate"] > 0
     assert sum(drafted) == speculation["accepted"] == timings["draft_n_accepted"] > 0
-    assert speculation["drafted"] == timings["draft_n"] == 3 * rounds[-1]
+    assert speculation["drafted"] == timings["draft_n"] == 3 * rounds[-1] > speculation["verified"]
+    rate = speculation["accepted"] / speculation["verified"]
+    assert speculation["acceptance_rate"] == pytest.approx(rate, abs=1e-4)
     assert speculation["mean_accepted_length"] == pytest.approx(39 / rounds[-1], abs=1e-4)
     for number in range(1, rounds[-1] + 1):  # drafts come first, and what is left of a round is the target's own token
         own = [is_draft for is_draft, of in zip(drafted, rounds, strict=True) if of == number]
@@ -207,7 +209,7 @@ def test_what_a_server_says_of_itself(served: Served, openai):
     (model,) = openai.models.list().data
     assert openai.models.retrieve(model.id) == model and model.id == info["model_id"]
     assert served.get("/v1/models/another").json["error"]["code"] == "model_not_found"
-    assert served.ask("/health", b"", method="HEAD").status == 200
+    assert served.ask("/health", b"", method="HEAD").status == served.ask("/", b"", method="HEAD").status == 200
     assert served.get("/health").status == 200 and b"<html" in served.get("/").body.lower()
     assert served.get("/nothing").json["error_type"] == "not_found"
 

@@ -11,16 +11,17 @@ from contextlib import closing, contextmanager
 
 import pytest
 from programs import ROOT
-from serving_cases import Alone, Served, serving
+from serving_cases import Alone, Served, serving, slow
 
 from common import cli
 from common.errors import ConfigError
-from serving import gate
+from serving import connection, gate
 from serving import server as server_module
 from serving.flags import API_KEY
 from serving.serve import Serve
 
 STREAM, TGI, V1, CHATS = "/generate_stream", "/generate", "/v1/completions", "/v1/chat/completions"
+GENERATE = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MANY = 600_000
 NAMES = b"".join(b', "k%d": 1' % place for place in range(120_000))
 # Of 1.2 to 1.9 MB, and nothing in them is right.
@@ -57,7 +58,7 @@ def rest(one: socket.socket) -> bytes:
 def busy_tokenizer(served: Served) -> Iterator[threading.Event]:
     """Nothing is tokenised before the event."""
     free = threading.Event()
-    served.server.service._tokenizing.submit(free.wait)
+    served.server.service.prompts._thread.submit(free.wait)
     try:
         yield free
     finally:
@@ -79,9 +80,9 @@ def test_a_body_holds_nobody_up(served: Served, what):
 
 
 def test_texts_are_refused_by_their_characters(served: Served):
-    service = served.server.service
-    longest = max(len(piece) for piece in service.tokenizer.pieces() if piece)
-    text, most = "a" * (service.max_input * longest + 1), f"this server takes {service.max_input * longest}"
+    prompts = served.server.service.prompts
+    longest = max(len(piece) for piece in prompts.tokenizer.pieces() if piece)
+    text, most = "a" * (prompts.max_input * longest + 1), f"this server takes {prompts.max_input * longest}"
     message = {"role": "user", "content": text}
     bodies = {
         TGI: {"inputs": text, "parameters": {"truncate": 3}},
@@ -91,7 +92,8 @@ def test_texts_are_refused_by_their_characters(served: Served):
     }
     for path, body in bodies.items():
         answer = served.ask(path, body)
-        assert answer.status == 422 and f"has {len(text)} characters; {most}" in str(answer.json), path
+        assert answer.status == (400 if path.startswith("/v1") else 422), path
+        assert f"has {len(text)} characters; {most}" in str(answer.json), path
 
 
 def test_texts_that_are_tokenised_have_as_many_tokens_as_prompts(served: Served):
@@ -119,9 +121,30 @@ def test_requests_count_while_they_are_tokenised(chat_checkpoint, alone: Alone):
         assert json.loads(kept.getresponse().read())["generated_text"] == alone.text("a", 3)
 
 
+def test_texts_for_their_tokens_count_as_requests(chat_checkpoint):
+    with serving(chat_checkpoint, "--max_batch 1 --max_queue 1") as one, busy_tokenizer(one) as free:
+        jobs, body = one.server.service.jobs, {"inputs": "aä"}
+        gone, kept = one.begin("/tokenize", body), one.begin("/tokenize", body)
+        one.until(lambda: len(jobs) == 2, "two requests")
+        assert one.ask("/tokenize", body).status == one.ask(TGI, body).status == 429
+        gone.close()
+        one.until(lambda: len(jobs) == 1, "the end of one")
+        free.set()
+        assert [token["text"] for token in json.loads(kept.getresponse().read())] == ["<s>", "a", "ä", "ä"]
+        one.until_idle()
+
+
+def test_places_are_of_texts_that_are_short_enough(served: Served, monkeypatch):
+    tokenizer = served.server.service.prompts.tokenizer
+    monkeypatch.setattr(tokenizer, "places", lambda *given: 1 // 0)
+    assert served.ask("/tokenize", {"inputs": "a" * 316}).status == 422
+    assert served.ask("/tokenize", {"inputs": "a" * 3}).status == 500
+
+
 def test_time_passes_while_a_prompt_is_tokenised(chat_checkpoint):
     with serving(chat_checkpoint, "--request_seconds 0.3") as one, busy_tokenizer(one):
-        for path, body in ((TGI, {"inputs": "a"}), (STREAM, {"inputs": "a"}), (V1, {"prompt": "a"})):
+        tgi = {"inputs": "a"}
+        for path, body in ((TGI, tgi), (STREAM, tgi), ("/tokenize", tgi), (V1, {"prompt": "a"})):
             started, answer = time.perf_counter(), one.ask(path, body)
             assert answer.status == 504 and "not done within 0.3 seconds" in str(answer.json)
             assert answer.headers["x-should-retry"] == "false"  # or openai's client asks again by itself
@@ -131,7 +154,7 @@ def test_time_passes_while_a_prompt_is_tokenised(chat_checkpoint):
 
 def test_a_body_that_does_not_arrive(chat_checkpoint, monkeypatch):
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
-    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    head = GENERATE + b"Content-Length: 9\r\n\r\n{"
     with serving(chat_checkpoint) as one, raw(one, head) as half:
         said = rest(half)
         assert said.startswith(b"HTTP/1.1 408") and b'"error_type":"timeout"' in said
@@ -139,11 +162,17 @@ def test_a_body_that_does_not_arrive(chat_checkpoint, monkeypatch):
 
 
 def test_connections_without_an_answer_are_ended(chat_checkpoint, monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.1)
-    with serving(chat_checkpoint, "--request_seconds 0.5") as one:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.4)
+    monkeypatch.setattr(connection, "BESIDE_SECONDS", 0.1)
+    with serving(chat_checkpoint, "--request_seconds 4") as one:
         state = one.server._http.server_state
         with raw(one, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n") as silent:
-            assert rest(silent) == b""
+            started = time.perf_counter()
+            assert rest(silent) == b"" and time.perf_counter() - started < 3
+        with slow(one):  # an answer may take longer than the head of its request
+            started, how = time.perf_counter(), {"max_new_tokens": 70, "speculate": False}
+            assert one.ask(TGI, {"inputs": "abc", "parameters": how}).status == 200
+            assert time.perf_counter() - started > 0.6
         with raw(one, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1500) as deaf:  # reads nothing
             one.until(lambda: state.total_requests > 0, "an answer")
             one.until(lambda: not state.connections and not state.tasks, "its end")
@@ -159,12 +188,14 @@ def test_connections_are_bounded(chat_checkpoint, monkeypatch):
         with raw(one), raw(one), raw(one):
             one.until(lambda: len(connections) == 3, "three connections")
             assert one.get("/health").status == 503
+            time.sleep(connection.SILENT_SECONDS)
+            assert [one.get("/health").status for _ in range(3)] == [200] * 3  # whoever says nothing makes room
 
 
 @pytest.mark.parametrize("path", [TGI, V1])
 def test_what_fails_in_the_server_is_told_as_json(served: Served, monkeypatch, capsys, path):
     with monkeypatch.context() as patched:
-        patched.setattr(served.server.service, "_limit", lambda *given: 1 // 0)
+        patched.setattr(served.server.service.prompts, "limit", lambda *given: 1 // 0)
         answer = served.ask(path, {"inputs": "secret"} if path == TGI else {"prompt": "secret"})
     assert answer.status == 500 and "ZeroDivisionError" in str(answer.json["error"])
     assert answer.json.get("error_type") == "internal" or answer.json["error"]["type"] == "server_error"

@@ -32,6 +32,7 @@ CHAT_REFUSED = {
 }
 MESSAGES = [{"role": "user", "content": "a"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
+IMAGE = {"image_url": {"url": "x"}, "type": "image_url"}
 TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 
 
@@ -100,11 +101,18 @@ def test_what_is_not_supported_in_a_chat_is_refused_by_name(strict: Served, name
         (V1, {"prompt": "a", "temperature": 1e-9}, "temperature"),
         (V1, {"prompt": "a", "logprobs": 2}, "logprobs"),
         (V1, {"prompt": []}, "prompt"),
-        (V1, {"prompt": ["a", "b"]}, "prompt"),
+        (V1, {"prompt": [3, "a"]}, "prompt.1"),
+        (V1, {"prompt": "a", "temperature": True}, "temperature"),
+        (TGI, {"inputs": "a", "parameters": {"temperature": "0.5"}}, "parameters.temperature"),
+        (TGI, {"inputs": "a", "parameters": {"top_p": True}}, "parameters.top_p"),
+        (V1, {"prompt": "a", "speculate": "no"}, "speculate"),
         (V1, {"prompt": [1, 10**6]}, "prompt"),
         (CHATS, {"messages": []}, "messages"),
-        (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-        (CHATS, CHAT | {"stop": ["x", 3]}, "stop"),
+        (CHATS, {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
+        (CHATS, {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        (CHATS, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+        (CHATS, CHAT | {"stop": ["x", 3]}, "stop.1"),
         (CHATS, CHAT | {"stop": ["x"] * 300}, "stop"),
         (CHATS, CHAT | {"user": "\ud800"}, "user"),
         (CHATS, CHAT | {"model": "\ud800"}, "model"),
@@ -121,7 +129,6 @@ def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, p
     ("path", "body", "param", "says"),
     [
         (TGI, {"inputs": "a" * 60}, "inputs", "has 61 tokens; this server takes 60"),
-        (V1, {"prompt": [5] * 61}, "prompt", "has 61 tokens"),
         (
             TGI,
             {"inputs": "a", "parameters": {"max_new_tokens": 9}},
@@ -142,6 +149,28 @@ def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, p
 def test_limits_are_told(strict: Served, path, body, param, says):
     about, message = refusal(strict, path, body)
     assert about == param and says in message
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2, 3]], [[1], [2]], ["a", 3]])
+def test_one_prompt_is_asked_for_at_a_time(strict: Served, prompt):
+    assert refusal(strict, V1, {"prompt": prompt}) == ("prompt", "prompt: is not one prompt: a text, or its token ids")
+    assert strict.ask(V1, {"prompt": ["a"], "max_tokens": 2}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (V1, {"prompt": [5] * 61}, "prompt: has 61 tokens; this server takes 60"),
+        (V1, {"prompt": "a" * 60}, "prompt: has 61 tokens"),
+        (V1, {"prompt": "a" * 3000}, "prompt: has 3000 characters"),
+        (CHATS, {"messages": [{"role": "user", "content": "a" * 60}]}, "messages: has "),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_as_openai_does(strict: Served, path, body, says):
+    answer = strict.ask(path, body)
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["type"]) == (400, "context_length_exceeded", "invalid_request_error")
+    assert error["message"].startswith(says)
 
 
 def test_a_row_has_an_end(served: Served):
@@ -186,11 +215,10 @@ def test_bodies_that_are_no_json(strict: Served, path, data):
 def test_a_chat_template_that_refuses(chat_checkpoint, served: Served, monkeypatch):
     from models.checkpoints.chat_template import _compiled
 
-    template = served.server.service._template
+    prompts = served.server.service.prompts
+    template = prompts.template
     raising = _compiled("{{ raise_exception('roles must alternate') }}")
-    monkeypatch.setattr(
-        served.server.service, "_template", type(template)(template.path, raising, {}, template.tokenizer)
-    )
+    monkeypatch.setattr(prompts, "template", type(template)(template.path, raising, {}, template.tokenizer))
     assert "chat template refuses" in refusal(served, CHATS, CHAT)[1]
 
 

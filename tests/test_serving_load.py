@@ -3,39 +3,24 @@
 import gc
 import json
 import random
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import psutil
 import pytest
-from serving_cases import Alone, Served, serving
+from serving_cases import Alone, Served, serving, slow
 
 from engine.sampling import SamplingParams
+from serving.jobs import Job
+from serving.scheduler import Update
 
 LONG = {"max_new_tokens": 200}
 STREAM, TGI, V1, CHATS = "/generate_stream", "/generate", "/v1/completions", "/v1/chat/completions"
-
-
-@contextmanager
-def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
-    """Rounds that take so much longer."""
-    pacing = served.server.service.scheduler._decoder._pacing
-    choose = pacing.choose
-
-    def late(n_busy: int, n_joining: int) -> Any:
-        time.sleep(seconds)
-        return choose(n_busy, n_joining)
-
-    pacing.choose = late
-    try:
-        yield
-    finally:
-        pacing.choose = choose
 
 
 def n_rows(served: Served) -> int:
@@ -184,8 +169,55 @@ def test_a_full_queue_is_told(chat_checkpoint):
         assert refused.status == 429 and refused.json["error"]["type"] == "rate_limit_error"
         assert [connection.getresponse().status for connection in taken] == [200] * 5
         assert one.ask(TGI, {"inputs": "b", "parameters": {"max_new_tokens": 2}}).status == 200
-        failures = {name: value for name, value in one.metrics().items() if name.startswith("tgi_request_failure{")}
-        assert sum(failures.values()) == 2
+        assert failures(one) == {"overloaded": 2}
+
+
+def failures(served: Served, **headers: str) -> dict[str, float]:
+    """How many of each kind the metrics tell."""
+    lines = served.get("/metrics", **headers).body.decode()
+    return {kind: float(n) for kind, n in re.findall(r'^tgi_request_failure{err="(\w+)"} (\S+)$', lines, re.MULTILINE)}
+
+
+def test_failures_are_counted_by_their_kinds(chat_checkpoint):
+    with serving(chat_checkpoint, "--api_key k --request_seconds 1 --max_body_bytes 900") as one, slow(one, 0.03):
+        key, body = {"Authorization": "Bearer k"}, {"inputs": "a", "parameters": LONG}
+        assert one.ask(TGI, body).status == 401
+        assert one.ask(TGI, {"inputs": 3}, key).status == one.ask(TGI, {"inputs": ""}, key).status == 422
+        assert one.ask(TGI, {"inputs": "a" * 1000}, key).status == 413
+        assert one.ask(V1, {"prompt": [3] * 320}, key).status == 413
+        assert one.ask(TGI, {"inputs": "a" * 400}, key).status == 422
+        assert one.ask(TGI, body, key).status == 504 and one.ask(STREAM, body, key).status == 200
+        with closing(one.connect()) as gone:
+            gone.request("POST", TGI, json.dumps(body), {"Content-Type": "application/json", **key})
+            one.until(lambda: bool(one.server.service.jobs), "a request")
+        one.until(lambda: not one.server.service.jobs, "its end")
+        assert failures(one, **key) == {
+            "unauthorized": 1,
+            "validation": 2,
+            "too_large": 2,
+            "context_length_exceeded": 1,
+            "timeout": 2,
+            "cancelled": 1,
+        }
+
+
+def test_a_request_that_cannot_be_told_is_nobody_elses_loss(served: Served, alone: Alone, monkeypatch, capsys):
+    take = Job.take
+
+    def failing(self: Job, update: Update) -> None:
+        if len(self.request.prompt) == 6:
+            raise IndexError("no such token")
+        take(self, update)
+
+    monkeypatch.setattr(Job, "take", failing)
+    with slow(served), ThreadPoolExecutor(3) as pool:
+        bodies = [{"inputs": text, "parameters": {"max_new_tokens": 30}} for text in ("abc", "12345", "abcd")]
+        answers = [*pool.map(lambda body: served.ask(TGI, body), bodies)]
+    assert [answer.status for answer in answers] == [200, 500, 200]
+    assert answers[1].json == {"error": "the server has failed (IndexError)", "error_type": "internal"}
+    assert [answers[i].json["generated_text"] for i in (0, 2)] == [alone.text(text, 30) for text in ("abc", "abcd")]
+    assert "no such token" in capsys.readouterr().err
+    served.until_idle()
 
 
 def test_requests_take_no_longer_than_they_may(chat_checkpoint):

@@ -168,7 +168,9 @@ def test_side_by_side_of_the_same_tokens(fake, page):
     page.fill("#temperature", "1")
     page.click("#send")
     expect(page, "#verdict").to_contain_text("The same 6 tokens, 1.31 times as fast: 5.20 s instead of 6.80 s.")
-    expect(page, "#verdict").to_contain_text("Prefilling is left out: the second pass found 3 tokens of its prompt in")
+    expect(page, "#verdict").to_contain_text(
+        "server's clock, one run each. Prefilling is left out: the second pass found 3 tokens of its prompt in"
+    )
     before, after = (body["parameters"] for body in fake.bodies)
     assert before == after | {"speculate": False} and after["speculate"]
     assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")

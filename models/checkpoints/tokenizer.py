@@ -13,11 +13,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 class JsonTokenizer:
     """A Hugging Face tokenizer.json; its post-processor is what adds BOS.
 
-    `encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves control
-    tokens out. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an id without a token.
-    `places`: token ids, each with where the characters that it stands for begin and end in the text; of several tokens
-    that are one character, each has its place. `encode_chat`: without BOS; with `control` the text of a control token
-    is that token, without it plain text.
+    `encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves out control
+    tokens, and ids without a token. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an
+    id without a token. `places`: token ids, each with where the characters that it stands for begin and end in the
+    text; of several tokens that are one character, each has its place. `encode_chat`: without BOS; with `control` the
+    text of a control token is that token, without it plain text.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,8 @@ class SentencePieceTokenizer:
         return begun + [(id_, *place) for id_, place in zip(found["ids"], found["offsets"], strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(ids)))
+        n_tokens = self._backend.vocab_size()
+        return str(self._backend.decode([index for index in ids if index < n_tokens]))
 
     def pieces(self) -> list[str | None]:
         return [self._backend.id_to_piece(index) for index in range(self._backend.vocab_size())]

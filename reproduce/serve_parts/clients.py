@@ -19,7 +19,7 @@ from common.errors import ConfigError, DataError, flag
 
 ROUTE, QUESTION, TIMEOUT_SECONDS = "/v1/completions", "\n\nAnd what was said of it afterwards?\n\n", 600
 # Of the server's metrics, how much these grow: tokens, rounds, seconds in rounds, and seconds between them.
-COUNTED = "foretoken_decode_tokens_total", "foretoken_rounds", "foretoken_round_seconds", "foretoken_between_seconds"
+COUNTED = tuple(f"foretoken_{name}_total" for name in ("decode_tokens", "rounds", "round_seconds", "between_seconds"))
 
 
 class Answer(NamedTuple):
