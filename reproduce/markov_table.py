@@ -1,7 +1,9 @@
 """Counts what follows what in a text, for --draft markov.
 
-python reproduce/markov_table.py --skip 60000 --markov_table table.json
-python tests/selfspec_benchmark.py --draft markov --markov_table table.json
+    python reproduce/markov_table.py --skip 60000
+    python tests/selfspec_benchmark.py --draft markov --markov_table reproduction/markov_table.json
+
+Where prompts are cut from the text as well, those and what follows them should be skipped.
 """
 
 import sys
@@ -13,24 +15,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
+from common.checkout import ROOT
 from common.errors import flag, require_at_least
-from common.jsonl import require_appendable
 from engine.bench.config import RunConfig, Target, Text
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
-    markov_table: str  # the file to write
+    markov_table: Path = ROOT / "reproduction" / "markov_table.json"  # the file to write
     max_ngram: int = 3  # longest context
-    skip: int = 0  # tokens at the beginning of every book that are left out: where prompts are cut
+    skip: int = 0  # tokens at the beginning of every book that are left out
 
 
 def main(flags: Flags) -> None:
     require_at_least("max_ngram", flags.max_ngram, 1)
     require_at_least("skip", flags.skip, 0)
-    require_appendable(flags.markov_table, "markov_table")
 
     from engine.bench.data import load_books
     from engine.bench.text import resolve_dataset
@@ -42,7 +43,7 @@ def main(flags: Flags) -> None:
     table, tokenizer = NGramTable(flags.max_ngram), source.tokenizer()
     for book in load_books(str(resolve_dataset(RunConfig(target=stored, text=flags.text), source))):
         table.learn(tokenizer.encode(book, add_bos=False)[flags.skip :])
-    table.save(Path(flags.markov_table), source.config.vocab_size)
+    table.save(flags.markov_table, source.config.vocab_size)
 
 
 if __name__ == "__main__":
