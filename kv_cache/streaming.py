@@ -87,7 +87,7 @@ class Streaming(BudgetedPolicy):
     n_sink: int = 4
     """attention sinks in the budget"""
     draft_positions: Literal["auto", "absolute", "cache"] = "auto"
-    """of a standalone draft: rotary positions of the text (absolute) or of the slots (cache), which never pass the
+    """of a draft model or head: rotary positions of the text (absolute) or of the slots (cache), which never pass the
     budget; auto: cache where the run is longer than the draft's trained context"""
 
     @property

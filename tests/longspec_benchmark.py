@@ -1,4 +1,4 @@
-"""A smaller model drafts over a cache of its own, and the target verifies."""
+"""A smaller model or a trained head drafts over a cache of its own, and the target verifies."""
 
 import sys
 from pathlib import Path

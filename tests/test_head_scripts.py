@@ -1,14 +1,21 @@
 """Programs whose drafts are Medusa or EAGLE heads, on one process and on two ranks that share the target."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from programs import Ended, benchmark, run
 from published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
 from rank_jobs import N_PROMPTS, SIZES, Models, on_two_ranks, results
 
+from engine.bench.config import RunConfig, Sizes, Target
+from engine.bench.memory import memory_plan
+from engine.bench.plan import resolve
+from engine.drafters import EagleConfig, MedusaConfig
 from models import ModelConfig
+from models.heads.loading import find_head
 
 EAGLE = "--draft eagle --draft_dtype same --draft_budget 24"
 COUPLED = "--verification coupled --temperature 2.5 --seed 3"
@@ -62,6 +69,17 @@ def test_heads_draft_for_a_target_on_two_ranks(models, heads, head, flags, tmp_p
     assert ended.code == 0, ended.err
     assert results(ended.record) == results(alone.record)
     assert ended.record["identical_sequences"] == N_PROMPTS and ended.record["drafted"] > 0
+
+
+@pytest.mark.parametrize("draft", [EagleConfig, MedusaConfig])
+def test_the_memory_plan_counts_the_head(models, heads, draft):
+    path = heads / ("eagle-3" if draft is EagleConfig else "medusa")
+    given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
+    config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
+    plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
+    own = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
+    without = memory_plan(replace(plan, draft=None)).fixed["weights"]
+    assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in own.parameters())
 
 
 def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):

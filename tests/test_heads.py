@@ -160,6 +160,9 @@ BAD = {
     "NaN": (3, DEEP, put("norm.weight", lambda t: t["norm.weight"] * float("nan")), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, lambda t: t, {}, "[2, 2, 1]"),
     "layers that there are not": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
+    "layers that are no numbers": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": "all"}, "seen:     all"),
+    "layers of nothing": (3, DEEP, lambda t: t, {"transformer_layer_config": 5}, "config.json"),
+    "no tensors": (3, DEEP, lambda t: {}, {}, "another layout"),
     "a bad size": (3, DEEP, lambda t: t, {"draft_vocab_size": 0}, "draft_vocab_size"),
     "no map": (
         3,
@@ -173,6 +176,7 @@ MAPPED = {
     "ids beyond the vocabulary": put("d2t", lambda t: t["d2t"] + DEEP.vocab_size),
     "ids below it": put("d2t", lambda t: t["d2t"] - DEEP.vocab_size),
     "one id twice": lambda t: drop("t2d")(put("d2t", torch.zeros(20).long() - torch.arange(20))(t)),
+    "a map of fractions": put("d2t", lambda t: t["d2t"].double()),
     "another mask": put("t2d", lambda t: ~t["t2d"]),
     "a longer map": put("d2t", torch.zeros(21).long()),
 }

@@ -61,7 +61,8 @@ class HeadSource(ModelSource):
         head.load_state_dict(weights, assign=True)
         if isinstance(head, EagleHead):
             if "d2t" in tensors:
-                head.target_ids = _target_ids(Path(self.path), tensors, self.config.vocab_size).to(device)
+                n_draft = head.shape.draft_vocab_size or 0
+                head.target_ids = _target_ids(Path(self.path), tensors, self.config.vocab_size, n_draft).to(device)
             if how.get("quantize"):
                 quantize_linears(head.body.layers, how["quantize"])
         if how.get("prepack", True):
@@ -78,7 +79,7 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     folder = weights if weights.is_dir() else weights.parent
     values = read_config(folder / CONFIG)
     names = tensors.keys()
-    is_medusa = all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
+    is_medusa = bool(names) and all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
     layout = "medusa" if is_medusa else "eagle" if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names else None
     if layout != kind:
         seen = f"{LAYOUTS[layout]} layout" if layout else ", ".join(sorted(names)[:4])
@@ -151,6 +152,8 @@ def _eagle_shape(
     where: Path, values: Mapping[str, Any], tensors: Mapping[str, SourceTensor], target: ModelConfig
 ) -> EagleShape:
     own = values.get("transformer_layer_config") or values
+    if not isinstance(own, dict):
+        raise CheckpointError("the head's layers are not described", where, repr(own)[:80], "a JSON object", FIX)
     given = {**own, "architectures": ["LlamaForCausalLM"], "attention_bias": False, "eos_token_id": None}
     config = ModelConfig.from_hf(given, where=str(where))
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
@@ -177,25 +180,25 @@ def _eagle_shape(
 
 def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
-    given = values.get(key) or (values.get("eagle_config") or {}).get(key) or [2, n_layer // 2, n_layer - 3]
-    if len({*given}) < len(given) or not all(isinstance(i, int) and 0 <= i <= n_layer for i in given):
+    nested = values.get("eagle_config")
+    given = values.get(key) or (nested.get(key) if isinstance(nested, dict) else None) or [2, n_layer // 2, n_layer - 3]
+    layers = given if isinstance(given, list) else [given]
+    if not all(isinstance(i, int) and 0 <= i <= n_layer for i in layers) or len({*layers}) < len(layers):
         required = f"different layers of the target, 0 to {n_layer}"
         raise CheckpointError("the head reads layers that the target has not", f"{where}: {key}", given, required, FIX)
-    return tuple(sorted(given))
+    return tuple(sorted(layers))
 
 
-def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None = None) -> Tensor:
+def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int) -> Tensor:
     """The target's id of each of the head's, `[draft_vocab_size]` int64."""
-    offsets = tensors["d2t"].read()
-    ids = offsets + torch.arange(len(offsets))
-    chosen = torch.zeros(vocab_size, dtype=torch.bool)
-    fits = len(ids) == (n_draft or len(ids)) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
-    if fits:
+    offsets, chosen = tensors["d2t"].read(), torch.zeros(vocab_size, dtype=torch.bool)
+    ids = offsets + torch.arange(n_draft) if offsets.shape == (n_draft,) else torch.tensor([-1])
+    if fits := ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all()):
         chosen[ids] = True
-    whole = tensors["t2d"].read() if "t2d" in tensors else chosen
-    if not fits or int(chosen.sum()) < len(ids) or not torch.equal(whole.bool(), chosen):
-        seen, required = f"{len(ids)} ids, {int(ids.min())} to {int(ids.max())}", f"{n_draft} ids below {vocab_size}"
-        required += ", no two the same, and those that t2d marks"
+    marked = tensors["t2d"].read() if "t2d" in tensors else chosen
+    if not fits or int(chosen.sum()) < n_draft or not torch.equal(marked, chosen):
+        seen = f"d2t {tuple(offsets.shape)}, {offsets.dtype}, of {int(chosen.sum())} ids"
+        required = f"{n_draft} ids below {vocab_size}, no two the same, and those that t2d marks"
         raise CheckpointError("the head's vocabulary is no part of the target's", path, seen, required, FIX)
     return ids
 
