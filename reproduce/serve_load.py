@@ -168,6 +168,9 @@ def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], i
     }
     found = in_turns(turns, 1 + flags.in_process)
     # The first one prefills, and its streams may not overlap.
+    if not all(seconds for each in found.values() for seconds in each[1:]):
+        where, required = flag("gen_len"), "answers so long that all streams decode at once"
+        raise DataError("the streams are never all there", where, flags.gen_len, required, f"raise {where}")
     http, alone = ([1e3 * median(seconds) for seconds in each[1:]] for each in found.values())
     steps = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
     return steps | {"http_over_in_process": median_ratio(http, alone)}

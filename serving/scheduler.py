@@ -59,7 +59,7 @@ class Orders(NamedTuple):
     """What every rank does before a step."""
 
     submit: list[Asked]
-    cancel: list[int]
+    cancel: set[int]
     stop: bool
 
 
@@ -132,18 +132,18 @@ class Scheduler:
 
     def _orders(self) -> Orders:
         """What came in meanwhile; while there is nothing to decode, this waits for it."""
-        cancel, waits = list[int](), not self._running and not self._waiting
+        cancel, waits = set[int](), not self._running and not self._waiting
         timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
         with suppress(Empty):
             while True:
                 event = self._inbox.get(waits, timeout)
                 waits = False
                 if event is None:
-                    return Orders([], [], True)
+                    return Orders([], set(), True)
                 if isinstance(event, Asked):
                     self._waiting.append(event)
                 elif event in self._running:
-                    cancel.append(event)
+                    cancel |= {event}
                 else:
                     self._waiting = deque(one for one in self._waiting if one.index != event)
         n_free = self._rows - len(self._running) + len(cancel)
@@ -151,7 +151,7 @@ class Scheduler:
         return Orders(submit, cancel, False)
 
     def _obey(self, orders: Orders) -> None:
-        for number in orders.cancel:
+        for number in sorted(orders.cancel):  # on every rank alike
             self._decoder.cancel(self._running.pop(number))
         for one in orders.submit:
             one.started = time.perf_counter()

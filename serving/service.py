@@ -149,6 +149,7 @@ class Service:
             except Exception as error:
                 traceback.print_exc()
                 self.end(job, "error", internal(error))
+                continue
             if job.finish is not None:
                 self.jobs.pop(update.number, None)
                 if update.finish is None:  # a stop string

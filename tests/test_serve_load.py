@@ -145,7 +145,7 @@ def measured(chat_checkpoint: Path, tmp_path: Path):
 def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_path: Path):
     """Exact arithmetic: speculation answers as plain rounds do, and as another server with the same model."""
     out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --peer_name other --in_process 1"
-    ended = measured(f"--clients 1 5 --requests 3 --repeats 1 --gen_len 9 {peer} --output {out}")
+    ended = measured(f"--clients 1 5 --requests 3 --repeats 1 --gen_len 30 {peer} --output {out}")
     record = ended.record
     assert json.loads(out.read_text()) == record and "git_commit" in record
     rows = {(row["clients"], row["mode"]): row for row in record["rows"]}

@@ -37,7 +37,7 @@ class FakeModel:
     def look(self, tokens: Tensor, positions: Tensor, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Write a block; the tokens and positions that slots hold `[B, 1, S]`, and what queries see `[B, T, S]`."""
         cache.write(0, cache.begin(positions), pack(tokens[..., None, None], positions[..., None, None]))
-        held, at = (entries[:, None, :, 0, 0].long() for entries in cache.read(0).dequantized(torch.float64))
+        held, at = (entries[:, None, :, 0, 0].long() for entries in cache.read(0, tokens).dequantized(torch.float64))
         slots = cache.positions[:, None]
         return held, at, (slots >= 0) & (slots <= positions[..., None])
 

@@ -98,13 +98,17 @@ class Confidence(Schedule):
         self._seen = torch.zeros(n_rows, 2, N_STEPS, device=device)
         self._sure: list[Tensor] = []
 
+    def bounds(self, batch: Batch, gamma: int) -> Tensor:
+        self._sure = []  # there may be no draft of a model
+        return super().bounds(batch, gamma)
+
     def shorten(self, bounds: Tensor, i: int, logits: Tensor, token: Tensor, batch: Batch) -> Tensor:
         temperature = batch.distribution.temperature
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scaled = scaled / (temperature + (temperature == 0)).to(scaled.dtype)[:, None]
         mass = scaled.logsumexp(dim=-1)
         sure, most = (scaled.gather(1, token[:, None]).squeeze(1) - mass).exp(), (scaled.amax(dim=-1) - mass).exp()
-        self._sure = [*self._sure[:i], sure]
+        self._sure.append(sure)
         bounds = torch.where(most < self._p_min, bounds.clamp(max=i), bounds)
         return torch.where(sure < self._thresholds[batch.rows], bounds.clamp(max=i + 1), bounds)
 

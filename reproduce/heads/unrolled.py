@@ -27,7 +27,7 @@ class Unrolled(BlockAlone, TorchAttention):
     def write(self, layer: int, slots: None, new: Tensor) -> None:
         self._written.append(new)
 
-    def read(self, layer: int) -> KV:
+    def read(self, layer: int, queries: Tensor) -> KV:
         return KV(*torch.cat(self._written, dim=1).unbind(2))
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor:
