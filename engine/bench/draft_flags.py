@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, make_dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from docstring_parser import parse_from_object
@@ -161,8 +162,13 @@ def _without_full_budget(given: dict[str, Any]) -> dict[str, Any]:
 def _documented(kind: type, name: str) -> str:
     """The text below a field's definition, in the class or one that it is derived from."""
     owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
-    said = {one.arg_name: one.description or "" for one in parse_from_object(owner).params}
-    return " ".join(said.get(name, "").split())
+    return _said_below(owner).get(name, "")
+
+
+@cache
+def _said_below(kind: type) -> dict[str, str]:
+    """The same of all fields that the class itself defines. Kept: reading a class's source takes a while."""
+    return {one.arg_name: " ".join((one.description or "").split()) for one in parse_from_object(kind).params}
 
 
 def _listed(kinds: Mapping[str, type]) -> str:
