@@ -10,6 +10,7 @@ from tiny import TINY, batch_at, full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, NGram, SelfSpeculation, generate
 from engine.batch import Batch
+from engine.bench.draft_flags import draft_flags
 from engine.drafters import Drafter
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts, Greedy
@@ -244,3 +245,10 @@ def test_flags_choose_the_schedule_and_the_record_says_it(call, flags, said):
 def test_a_schedule_of_auto_is_a_gamma_of_auto(call):
     record = call("tests/selfspec_benchmark.py", f"{SIZES} --gamma_schedule auto").record
     assert (record["gamma"], record["gamma_schedule"], record["identical_sequences"]) == ("auto", "auto", 2)
+
+
+def test_a_schedule_is_of_the_model_beside_which_texts_guess():
+    kind = draft_flags()
+    config = kind(text_drafts=("suffix",), gamma=5, gamma_schedule="confidence", p_min=0.2).config()
+    assert config.gamma_schedule == "confidence" and config.p_min == 0.2
+    assert [(text.gamma, text.gamma_schedule) for text in config.texts] == [(5, None)]

@@ -119,7 +119,8 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
     if not issubclass(kind, ModelDrafterConfig):
         return kind(**own(kind))
     policy = policies()[given.get("draft_policy", DEFAULT_POLICY)]
-    texts = tuple(TEXTS[name](**own(TEXTS[name])) for name in given.get("text_drafts", ()))
+    # How far rows draft is told of the model.
+    texts = tuple(TEXTS[name](**own(TEXTS[name]) | {"gamma_schedule": None}) for name in given.get("text_drafts", ()))
     return kind(**own(kind), policy=policy(**own(policy)), texts=texts)
 
 
