@@ -77,11 +77,12 @@ def apply(mutant: Mutant, root: Path) -> None:
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
-def run_tests(tests: Sequence[str], root: Path) -> Result:
-    """Run test files in `root` up to the first failure."""
+def run_tests(tests: Sequence[str], root: Path, jobs: int) -> Result:
+    """Run test files in `root` up to the first failure, in so many processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WITNESS_SCENARIOS": "200", "LLAMA_SCENARIOS": "20"}
     environment.pop("PYTHONPATH", None)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command += ["-n", f"{jobs}", "--dist", "worksteal"] if jobs > 1 else []
     started = time.perf_counter()
     try:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS)
@@ -93,13 +94,13 @@ def run_tests(tests: Sequence[str], root: Path) -> Result:
     return Result(failed[0] if failed else None, said, time.perf_counter() - started)
 
 
-def try_mutant(mutant: Mutant | None, tests: Sequence[str]) -> Result:
+def try_mutant(mutant: Mutant | None, tests: Sequence[str], jobs: int = 1) -> Result:
     """Run test files on a copy with that bug. With none they have to pass, or no kill would mean anything."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = copy_sources(Path(folder))
         if mutant is not None:
             apply(mutant, root)
-        return run_tests([f"tests/{name}" for name in tests], root)
+        return run_tests([f"tests/{name}" for name in tests], root, jobs)
 
 
 def main(flags: Flags) -> None:
@@ -109,7 +110,7 @@ def main(flags: Flags) -> None:
     if not mutants:
         required, fix = "a word of a description in tests/mutant_table", f"leave out {flag('only')}"
         raise ConfigError("no bug is described like that", flag("only"), flags.only, required, fix)
-    without = try_mutant(None, sorted({name for mutant in mutants for name in mutant.tests}))
+    without = try_mutant(None, sorted({name for mutant in mutants for name in mutant.tests}), flags.jobs)
     if without.killed_by or without.broken:
         print(f"the tests fail without any bug: {without.killed_by or without.broken}")
         sys.exit(1)
