@@ -83,7 +83,7 @@ class DrafterConfig(ABC):
             fix = f"leave out {flag('gamma')}" if own == "auto" else f"name a number: {flag('gamma')} 3"
             raise ConfigError(what, where, f"{self.gamma} and {own}", "auto for both, or for neither", fix)
         if own == "confidence" and not isinstance(self, ModelDrafterConfig):
-            what, where = "a draft without probabilities is never more or less sure", flag("gamma_schedule")
+            what, where = "rows of this draft cannot stop by its confidence", flag("gamma_schedule")
             seen, required = f"{own} with draft {self.name}", "constant, heuristic or auto"
             raise ConfigError(what, where, seen, required, f"use {where} heuristic")
 
