@@ -20,7 +20,7 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
         return decode(session, name, *rest, **more)
 
     monkeypatch.setattr(passes, "decode", noted)
-    drafters = ["oracle", "cache", "suffix+cache+self", "ngram"]
+    drafters = ["oracle", "cache", "suffix+cache+self", "ngram", "ngram@heuristic"]
     flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
     ended = call("reproduce/drafters.py", f"{flags} --drafters {' '.join(drafters)}")
     assert names == ["plain", "plain", *drafters, *drafters[::-1], "plain"]
@@ -30,6 +30,7 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
         assert row["identical_rows"] == row["sequences"] == 2 and len(row["speedups"]) == 2
         assert row["drafting_ms"] > 0 and row["gamma"] == 2
     assert rows["oracle"]["acceptance_rate"] == 1.0 > rows["cache"]["acceptance_rate"], "it knows nothing of the last"
+    assert rows["ngram@heuristic"]["acceptance_rate"] > rows["ngram"]["acceptance_rate"], "it drafts less of what fails"
     text = page(tmp_path)
     shown = text[text.index("## Drafters by text") : text.index("## Serving")]
     assert all(f"| {name} |" in shown for name in drafters) and "2 of 2" in shown
