@@ -50,7 +50,7 @@ BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
 Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 ALONE = draft_flags().KINDS
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
-SCHEDULES = ("@heuristic", "@confidence")
+SCHEDULES = ("constant", "heuristic", "confidence")
 # The bytes of a character that was cut off are read again as three tokens each.
 READ_AGAIN = 3
 # What says nothing of how a conversation is decoded; what rows that are summed share; what is summed.
@@ -77,7 +77,7 @@ class Drafters:
     draft: Draft = field(default_factory=Draft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
     """what drafts: names, or KIND:CHECKPOINT (standalone, eagle, medusa); before one, text drafters (suffix+self);
-    behind one, its schedule (self@heuristic); each has the draft flags that it takes"""
+    behind one, its schedule or gamma (self@heuristic, self@5); each has the draft flags that it takes"""
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
@@ -123,13 +123,14 @@ class Flags(Drafters):
 
 
 def _chosen(name: str) -> dict[str, Any]:
-    what, _, schedule = name.rpartition("@") if name.endswith(SCHEDULES) else (name, "", None)
-    head, _, path = what.partition(":")
+    what, at, length = name.rpartition("@")
+    own = {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
+    head, _, path = (what if at and own else name).partition(":")
     *texts, kind = head.split("+")
     is_known = bool(path) if kind in WITH_MODEL else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
     if is_known and set(texts) <= TEXTS.keys():
-        given = {"draft": kind, "draft_model": path, "text_drafts": tuple(texts), "gamma_schedule": schedule}
-        return {name: value for name, value in given.items() if value}
+        given = {"draft": kind, "draft_model": path, "text_drafts": tuple(texts)}
+        return {name: value for name, value in given.items() if value} | own
     near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
     required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"
     fix = f"perhaps you meant {near[0]}{':CHECKPOINT' if near[0] == STANDALONE else ''}" if near else fix
