@@ -94,9 +94,10 @@ class Drafters:
         if auto := [name for name, value in given.items() if value == AUTO]:
             fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
             raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, auto)), AUTO, "a number", fix)
-        if len(models := [name for name in chosen if "draft_model" in chosen[name]]) > 1:
+        models = {one["draft_model"]: name for name, one in chosen.items() if "draft_model" in one}
+        if len(models) > 1:
             fix, what = "run the other one by itself, into the same file", "a session holds one draft model"
-            raise ConfigError(what, flag("drafters"), " ".join(models), f"one {STANDALONE}:CHECKPOINT", fix)
+            raise ConfigError(what, flag("drafters"), " ".join(models.values()), f"one {STANDALONE}:CHECKPOINT", fix)
         configs = self.draft.variants(*chosen.values())
         require_at_least("gamma", min(int(config.gamma) for config in configs), 1)
         return dict(zip(chosen, configs, strict=True))
