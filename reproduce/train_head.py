@@ -5,7 +5,8 @@
 The target goes on with parts of a book's first half; its hidden states there are stored once in the folder, from which
 both heads are trained. Ended at any time, the same command goes on. The heads are saved as they are published, for
 --draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa, and draft behind prompts of the
-book's second half, beside n-gram and self-drafts. The record is the last line of standard output.
+book's second half, beside n-gram and self-drafts. FOLDER/held_back.txt has that half, as a --dataset of other commands.
+The record is the last line of standard output.
 """
 
 import json
@@ -78,7 +79,7 @@ def main(flags: Flags) -> None:
     from engine.bench.plan import resolve
     from engine.bench.record import record_of, rounded
     from engine.terminal.texts import with_text
-    from models.checkpoints.manifest import CONFIG
+    from models.checkpoints.manifest import CONFIG, write_text
     from models.config import read_config
     from reproduce.heads import examples, training
 
@@ -93,6 +94,7 @@ def main(flags: Flags) -> None:
         make_prompts([half], session.tokenizer, n_prompts=n, prefix_len=session.prefix_len) for half, n in halves
     )
     keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
+    write_text(folder / "held_back.txt", book[len(book) // 2 :])
     layers = training.inputs_of(target.config.n_layer)
     written = examples.write_examples(
         runner, prompts, session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run
 from tiny import TINY, full_cache, tiny_model
 from torch import Tensor
 
@@ -153,7 +154,7 @@ def test_heads_are_saved_as_they_are_published(model, windows, tmp_path):
 SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --held_back 2 --measured_len 8 --window 40 --windows 2"
 
 
-def test_heads_are_trained_and_measured(call, tmp_path):
+def test_heads_are_trained_and_measured(call, checkpoint, tmp_path):
     """The whole of it on a tiny model; run again, it only measures. Another run's folder is refused."""
     flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --draft_budget 24 --out {tmp_path / 'out'}"
     record = call("reproduce/train_head.py", flags).record
@@ -163,6 +164,11 @@ def test_heads_are_trained_and_measured(call, tmp_path):
     assert record["steps"] == 4 and [line["step"] for line in record["curve"]] == [1, 2, 3, 4]
     again = call("reproduce/train_head.py", flags).record
     assert again["curve"] == record["curve"] and again["rows"][:4] == record["rows"][:4]
+    trained, half = tmp_path / "out/eagle", tmp_path / "out/held_back.txt"
+    own = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
+    sizes = "--draft eagle --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
+    drafted = run("tests/longspec_benchmark.py", f"{own} {sizes}".split()).record
+    assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     refusal = call("reproduce/train_head.py", flags + " --lr 0.5").refusal
     assert "another run's" in refusal and "lr" in refusal
 
