@@ -1,5 +1,7 @@
 """model.pth: what it holds, how it is written, and how it becomes a Transformer."""
 
+import ctypes
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,8 @@ from torch import Tensor
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
 from models.checkpoints.convert import DTYPES, is_finite, source_parts
-from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files, read_manifest
+from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files
 from models.checkpoints.tokenizer import TOKENIZER_FILES
-from models.checkpoints.torch_files import check_archive, copy_out
 from models.config import ModelConfig
 from models.llama import Transformer, attention_spec
 from models.packed_linear import pack_linears, pack_model
@@ -71,7 +72,7 @@ def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Map a model.pth (or the one in a folder) into memory and check it against its config (None: the config.json
-    beside it) and its manifest (`check_files` has `verify`), or else the check sums in the file itself.
+    beside it) and its manifest (`check_files` has `verify`).
 
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Errors: CheckpointError, ConfigError.
     """
@@ -83,8 +84,6 @@ def read_checkpoint(
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
     try:
-        if path.name not in read_manifest(path.parent)["files"]:
-            check_archive(path)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
     except Exception as error:  # a damaged zip or pickle raises almost anything
@@ -164,7 +163,7 @@ def load_model(
             name = f"{module}.{own_name}"
             tensor = state_dict.pop(name)
             if load_format == "pth":
-                tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
+                tensor = _copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
                 if not is_finite(tensor):
                     seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
                     raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
@@ -182,6 +181,24 @@ def load_model(
         parallelise(model, config, exchange)
     use_pointwise(model, pointwise_beside(backend))
     return model
+
+
+def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back.
+
+    Without that, the resident set grows by the whole file, of which a shard may need a fraction.
+    """
+    # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
+    storage = mapped.untyped_storage()
+    is_view = part.untyped_storage().data_ptr() == storage.data_ptr()
+    copied = part.to(device=device, dtype=dtype, copy=is_view, memory_format=torch.contiguous_format)
+    if copied.is_cuda:
+        torch.cuda.synchronize(copied.device)
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first and hasattr(mmap, "MADV_DONTNEED"):  # a system without it keeps them until the file is unmapped
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+    return copied
 
 
 def _dummy_config(path: Path) -> ModelConfig:
