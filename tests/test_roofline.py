@@ -217,7 +217,6 @@ def test_given_acceptance_covers_every_draft_and_storage_counts(tmp_path, monkey
         ("--machine 8xTPU", "no numbers are stored of this machine"),
         ("--machine 16xA100", "fewer KV heads"),
         ("--load_format dummy --dataset pg19 --temperature 0.6", "where costs are predicted"),
-        ("--alpha 0.8 --gen_len 8", "where costs are predicted"),
         ("--output missing/out.jsonl", "a file cannot be written"),
         ("--draft_layers 0-32", "are not all layers of the model"),
         ("--alpha 1.5", "an acceptance rate is a probability"),
