@@ -114,7 +114,7 @@ def test_ranks_emit_what_one_process_emits(
     if n_ranks == 2:
         assert all(ended.err.count(once) == said.count(once) for once in ("loading ", "note: ")), ended.err
     else:
-        assert "on 2 replicas of 2 ranks, " in ended.out and "2 rows at a time in each" in ended.out
+        assert ", 2 x 2 ranks, " in ended.out and ": 2 rows at a time" in ended.out
 
 
 def test_a_prompt_that_fails_on_another_replica_ends_the_run_with_its_number(models: Models, tmp_path: Path) -> None:
