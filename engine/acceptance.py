@@ -28,8 +28,3 @@ class AcceptanceRate:
             return 0.0
         share = (self.value * self.n + 1) / (self.n + 2)
         return math.sqrt(share * (1 - share) / (self.n + 2))
-
-    def tokens_error(self, gamma: int) -> float:
-        """How far one standard error moves `tokens_per_round`, to first order."""
-        slope = sum(position * self.value ** (position - 1) for position in range(1, gamma + 1))
-        return self.standard_error * slope

@@ -139,21 +139,23 @@ def test_machines_are_named_or_given():
 
 
 @pytest.mark.parametrize(
-    "text,says",
+    "text",
     [
-        ("8xV100", "no numbers are stored of this machine"),
-        ("0xA100", "no numbers are stored of this machine"),
-        ("", "no numbers are stored of this machine"),
-        ("bandwidth=2e12", "incomplete"),
-        ("bandwidth=2e12,ops=fast", "cannot be read"),
-        ("bandwidth=2e12,ops=0", "cannot be read"),
-        ("bandwidth=2e12,ops=1e999", "cannot be read"),
-        ("bandwidth=2e12,ops=3e14,colour=3", "cannot be read"),
-        ("2xbandwidth=2e12,ops=3e14", "need a link"),
+        *(
+            "8xV100",
+            "0xA100",
+            "",
+            "bandwidth=2e12",
+            "bandwidth=2e12,ops=fast",
+            "bandwidth=2e12,ops=0",
+            "=,=",
+            "ops=3=3",
+        ),
+        *("bandwidth=2e12,ops=1e999", "bandwidth=2e12,ops=3e14,colour=3", "2xbandwidth=2e12,ops=3e14"),
     ],
 )
-def test_a_machine_that_is_not_known_is_refused(text, says):
-    with pytest.raises(ConfigError, match=says) as refused:
+def test_a_machine_that_is_not_known_is_refused(text):
+    with pytest.raises(ConfigError, match="nothing is known of this machine") as refused:
         find_machine(text)
     assert all(f"{part}:" in str(refused.value) for part in ("where", "seen", "required", "fix"))
 
@@ -214,10 +216,9 @@ def test_given_acceptance_covers_every_draft_and_storage_counts(tmp_path, monkey
         ("--dtype float64", "no machine's rate of float64"),
         ("--B 128 --context 100000", "do not fit into the machine"),
         ("--machine 8xA100-40 --B 128", "do not fit into the machine"),
-        ("--machine 8xTPU", "no numbers are stored of this machine"),
+        ("--machine 8xTPU", "nothing is known of this machine"),
         ("--machine 16xA100", "fewer KV heads"),
         ("--load_format dummy --dataset pg19 --temperature 0.6", "where costs are predicted"),
-        ("--alpha 0.8 --gen_len 8", "where costs are predicted"),
         ("--output missing/out.jsonl", "a file cannot be written"),
         ("--draft_layers 0-32", "are not all layers of the model"),
         ("--alpha 1.5", "an acceptance rate is a probability"),

@@ -264,8 +264,3 @@ def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, colo
     record, shown = re.search(r'\{"benchmark": "compare".*\}$', sent, re.MULTILINE), sent.rindex("plain decoding:")
     assert record and json.loads(record[0])["sequences"] == 3 and record.end() < shown
     assert "baseline    :" not in sent
-
-
-def test_a_terminal_that_is_too_small_is_refused(checkpoint: Path) -> None:
-    code, sent = in_terminal(["compare", str(checkpoint)], 50, 30)
-    assert code == 2 and "error: the terminal is too small" in sent and "50 x 30" in sent and "loading" not in sent

@@ -13,7 +13,7 @@ from common.say import say
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import AUTO, RunConfig, Sizes, Target
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import Acceptances, acceptance_table, best_of, best_table, cost_table, heat_map
+from engine.bench.cost_tables import Acceptances, best_of, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import check_layers, resolve_several
@@ -31,21 +31,16 @@ from models.config import ModelConfig
 
 # New tokens that the caches have room for where costs are measured.
 ROOM = 48
+# What acceptance is measured on: rows of text, tokens of each, and the gamma, if no smaller one is the largest.
+ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
 # Sizes and settings that a grid has several of.
 SIZES = ("B", "prefix_len", "gen_len")
 OF_POLICIES = ("draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "refresh", "score_queries")
 VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
 
 
-def report(flags: CostFlags) -> None:
-    """Measure costs, or predict those of another machine; print and record what follows. Errors: UserError."""
-    if flags.machine is None:
-        report_measured(flags)
-    else:
-        report_predicted(flags)
-
-
 def report_measured(flags: CostFlags) -> None:
+    """Measure costs and, unless it is given, acceptance; print and record what follows. Errors: UserError."""
     session, contexts, is_measured = open_largest(flags), flags.sorted("contexts"), flags.alpha is None
     acceptances: Acceptances
     if flags.alpha is None:
@@ -62,12 +57,11 @@ def report_measured(flags: CostFlags) -> None:
         "best": best_of_each(grid, acceptances),
     }
     record = record_of("cost_model", session, found, without=VARIED)
-    first = f"\n{cost_table(grid)}", *([acceptance_table(acceptances)] if is_measured else ())
-    publish_tables(flags, record, grid, acceptances, *first)
+    publish_tables(flags, record, grid, acceptances, f"\n{cost_table(grid)}")
 
 
 def report_predicted(flags: CostFlags) -> None:
-    """Nothing is loaded or measured: costs are those of the roofline, acceptance is given or published."""
+    """The same of another machine: costs are those of the roofline, acceptance is given or published."""
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
     source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
@@ -109,18 +103,18 @@ def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, obj
 
 
 def publish_tables(
-    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, *first: str
+    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, costs: str
 ) -> None:
-    """Those tables, what is predicted of each draft, and what pays best; then the record."""
-    tables = *first, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
+    """That table, what is predicted of each draft, and what pays best; then the record."""
+    tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def open_largest(flags: CostFlags) -> Session:
     """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
     caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError."""
-    rows = flags.batches if flags.alpha is not None else (*flags.batches, flags.n_acceptance_rows)
-    sizes = Sizes(max(rows), max(flags.contexts), max(ROOM, flags.n_acceptance_tokens))
+    rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
+    sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
     return Session.of_plan(resolve_several(config, list(flags.configs().values()), at_once="one of each budget"))
 
@@ -147,7 +141,7 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
 def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, AcceptanceRate]:
     """The acceptance of each draft on the data set's own text behind `context` tokens."""
     assert session.tokenizer is not None
-    n_row, n_token, gamma = flags.n_acceptance_rows, flags.n_acceptance_tokens, flags.acceptance_gamma
+    n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
     narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling
     stretches = make_prompts(session.books(), session.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
     say(f"measuring the acceptance of {len(flags.configs())} drafts on {n_row} rows of text, {context} tokens each")

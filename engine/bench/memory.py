@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from common.errors import ConfigError, OutOfMemoryError, flag
+from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.bench.plan import Plan
 from engine.noise import blocks_per_pass
@@ -33,8 +33,6 @@ PASS_BYTES = 16 * 8
 CUDA_BYTES = GIB
 # Buffers of one NCCL communicator (NVIDIA/nccl issue 864 reports 1.6 GB); symmetric memory's 8 MiB drown in them.
 NCCL_BYTES = 1600 * 10**6
-# Prompts are lists of Python's numbers, some 40 bytes each.
-MOST_PROMPT_TOKENS = 2**31
 # Tokens a row that a draft runs at once, at most: a standalone draft starts its rounds with two.
 DRAFT_BLOCK = 2
 
@@ -210,20 +208,9 @@ def available_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
-def used_bytes(device: str) -> int:
-    """Bytes that this process holds: its resident set on a CPU, what it has allocated on a GPU."""
-    if device == "cpu":
-        return psutil.Process().memory_info().rss
-    return torch.cuda.memory_allocated(torch.device(device))
-
-
 def require_room(plan: Plan) -> None:
-    """Raise OutOfMemoryError if the largest shard does not fit, or ConfigError for the prompts."""
+    """Raise OutOfMemoryError if the largest shard does not fit."""
     require_memory(memory_plan(plan), plan.n_rows, available_bytes(plan.device), plan.device)
-    if plan.n_prompts * plan.prefix_len > MOST_PROMPT_TOKENS:
-        where = f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}"
-        seen, required = f"{plan.n_prompts} x {plan.prefix_len}", f"<= {MOST_PROMPT_TOKENS} tokens"
-        raise ConfigError("there are too many prompt tokens to hold", where, seen, required, "ask for fewer prompts")
 
 
 def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:

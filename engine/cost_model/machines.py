@@ -62,34 +62,29 @@ MACHINES = {
 }
 MACHINES["A100"] = MACHINES["A100-80"]
 NUMBERS = ("bandwidth", "ops", "ops_32", "memory", "launch", "link", "latency")
-EXAMPLE = f"{flag('machine')} 8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
+EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 
 def find_machine(text: str) -> Machine:
     """Of "A100-80" or "8xA100-80", or of NUMBERS in SI units: "2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5", where
     `ops_32` is `ops` unless it is given, and what else is not given takes no time. Errors: ConfigError."""
     count, name = re.fullmatch(r"(?:(\d{1,4})x)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    machine, devices = _given(text, name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
-    if machine is None or devices < 1:
-        what, required = "no numbers are stored of this machine", f"one of {', '.join(MACHINES)}"
-        fix = f"use {flag('machine')} 8xA100, or your machine's numbers: {EXAMPLE}"
-        raise ConfigError(what, flag("machine"), text, f"{required}, behind 8x for eight of them; or numbers", fix)
-    if devices > 1 and not machine.protocols:
-        what, required = "several devices need a link between them", "link=, in bytes per second"
-        raise ConfigError(what, flag("machine"), text, required, "add link=3e11, or name one device")
+    machine, devices = _given(name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
+    if machine is None or devices < 1 or (devices > 1 and not machine.protocols):
+        required = f"one of {', '.join(MACHINES)}, behind 8x for eight of them; or numbers above 0 "
+        required += f"({', '.join(NUMBERS)}), of which it takes bandwidth, ops, and between several devices link"
+        fix = f"use {flag('machine')} 8xA100, or {flag('machine')} {EXAMPLE}"
+        raise ConfigError("nothing is known of this machine", flag("machine"), text, required, fix)
     return replace(machine, devices=devices)
 
 
-def _given(text: str, numbers: str) -> Machine:
-    found: dict[str, Any] = {}
-    for part in numbers.split(","):
-        key, _, value = part.partition("=")
-        found[key] = float(value) if re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d{1,3})?", value) else 0.0
-        if key not in NUMBERS or not 0 < found[key] < math.inf:
-            what, required = "a machine's number cannot be read", f"one of {', '.join(NUMBERS)}, and a number > 0"
-            raise ConfigError(what, flag("machine"), part, required, f"write it like {EXAMPLE}")
-    if not {"bandwidth", "ops"} <= found.keys():
-        what, required = "a machine's numbers are incomplete", "bandwidth= and ops= at least"
-        raise ConfigError(what, flag("machine"), text, required, f"write them like {EXAMPLE}")
+def _given(numbers: str) -> Machine | None:
+    """None where they cannot be read, or are not enough."""
+    try:
+        found: dict[str, Any] = {key: float(value) for key, value in (one.split("=") for one in numbers.split(","))}
+    except ValueError:
+        return None
+    if not {"bandwidth", "ops"} <= found.keys() <= {*NUMBERS} or not all(0 < one < math.inf for one in found.values()):
+        return None
     latency, link = found.pop("latency", 0.0), found.pop("link", None)
     return Machine(**{"ops_32": found["ops"]} | found, protocols=(Protocol(latency, 0.0, link),) if link else ())
