@@ -32,6 +32,7 @@ from engine.bench.draft_flags import draft_flags
 
 SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
 Layers = tuple[int, ...]
+N_TRIED = 3  # how many of the best are run
 NUMBERS = ["expected_acceptance", "early_exit", "draft_ms", "predicted_speedup", "acceptance_rate", "speedup"]
 COLUMNS = [Column("layers", "layers"), Column("gamma", "gamma")]
 COLUMNS += [Column(name, name.replace("_", " "), ".3f") for name in NUMBERS]
@@ -46,7 +47,6 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     output: Output = field(default_factory=Output)
     fewest: int = 10  # layers at which the search ends
-    tried: int = 3  # how many of the best are run
 
 
 def main(flags: Flags) -> None:
@@ -67,7 +67,7 @@ def main(flags: Flags) -> None:
     config = RunConfig(*own, sampling=flags.sampling, output=flags.output, draft=flags.draft.config())
     plan = resolve(config)
     with_text(plan.target)
-    for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1), ("tried", flags.tried, 1)):
+    for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
     session = engine.Session.of_plan(plan, n_continued=plan.gen_len)
@@ -111,7 +111,7 @@ def main(flags: Flags) -> None:
         rows.append({"draft_layers": ",".join(map(str, layers)), "layers": len(layers), "expected_acceptance": alpha})
         rows[-1] |= {"early_exit": early, "draft_ms": one.draft_ms}
         rows[-1]["predicted_speedup"], rows[-1]["gamma"] = paying(alpha, one)
-    ranked = sorted(range(len(rows)), key=lambda place: rows[place]["predicted_speedup"], reverse=True)[: flags.tried]
+    ranked = sorted(range(len(rows)), key=lambda place: rows[place]["predicted_speedup"], reverse=True)[:N_TRIED]
     for place in ranked:
         forced = session.prompts, session.continuations, sampling.params, sampling.mode
         seen = total(forced_acceptance(runner, drafters[place], *forced))

@@ -16,7 +16,7 @@ import common.startup
 
 from common import cli
 from common.checkout import ROOT
-from common.tables import Column, markdown
+from common.tables import Column
 from reproduce import drafters, serve_load, spec_bench
 from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, table
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of, section
@@ -81,14 +81,12 @@ def tables(folder: Path) -> dict[str, str]:
     compiled, sets = read(folder, kernels, "kernel_report")[-1:], read(folder, SETS, spec_bench.BENCHMARK)
     loads = read(folder, LOADS, serve_load.BENCHMARK)
     served, texts = rows_of(loads), read(folder, DRAFTERS, drafters.BENCHMARK)
-    steps_served = [record["overhead"] for record in loads if record["overhead"]]
     return {
         "cpu_pairs": table("Speculation on a CPU", medians, PAIRS, pairs),
         "cpu_peers": table("A plain step beside other libraries", plain, of("prefix_len", "B", *times, "dtype"), peers),
         "prompt_sets": table("Prompt sets", sets, CATEGORIES, SETS, spec_bench.table_rows(sets)),
         "drafters": table("Drafters by text", texts, drafters.COLUMNS, DRAFTERS, rows_of(texts)),
         "serving": table("Serving", loads, SERVED, LOADS, served),
-        "serving_steps": markdown(steps_served, serve_load.OVER_HTTP) if steps_served else NONE,
         "gpu_selfspec": table("Speculation on a GPU", done("gpu_selfspec"), SELFSPEC, GPU),
         "acceptance_sources": "; ".join(sources) or "none",
         "gpu_costs": table("Costs of 8B and 7B shapes", costs, COSTS, GPU),
