@@ -1,7 +1,6 @@
-"""docs/performance.md, generated from pages/performance.md and the records in reproduce/results/.
+"""Writes docs/performance.md from pages/performance.md and the records in reproduce/results/.
 
-    python reproduce/performance_page.py            # write the page
-    python reproduce/performance_page.py --check    # exit code 1 if the committed page is another one
+    python reproduce/performance_page.py
 
 No number on the page comes from anywhere but a record; what has no record is "not measured".
 """
@@ -18,7 +17,7 @@ from common import cli
 from common.checkout import ROOT
 from common.tables import Column
 from reproduce import drafters, serve_load, spec_bench
-from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, table
+from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, read, table, write
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of, section
 from reproduce.paper.published import Record, grouped
 
@@ -130,4 +129,4 @@ def page(folder: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)
+    cli.run_alone(lambda flags: write(PAGE, page()), NoFlags)

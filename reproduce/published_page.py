@@ -1,17 +1,16 @@
-"""reproduce/README.md, generated from pages/published.md, the published facts and the records in reproduce/results/.
+"""Writes reproduce/README.md from pages/published.md, the published facts and the records in reproduce/results/.
 
-    python reproduce/published_page.py            # write the page
-    python reproduce/published_page.py --check    # exit code 1 if the committed page is another one
+    python reproduce/published_page.py
 
-What was measured on a published model, what was measured on the built-in one, and what is only predicted from
-measured costs stand in columns of their own; what has no record is "not measured".
+What was measured and what is only predicted stand in columns of their own; what has no record is "not measured".
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,12 +23,13 @@ from common.checkout import ROOT
 from common.tables import Column, markdown
 from engine.bench.config import AUTO
 from engine.bench.cost_tables import cost_columns
+from models.checkpoints.default_model import DEFAULT_NAME
 from reproduce import cost_model_error, roofline_error
-from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, source, table
-from reproduce.pages.published_tables import Records, measured_speedup, published_tables
+from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, link, read, source, table, write
 from reproduce.paper import auto_against_fixed, columns, cpu_roofline
-from reproduce.paper.columns import FLOW, NONE, SETTING, STEPS, by_size, machine_name, of
-from reproduce.paper.published import Record, published
+from reproduce.paper.columns import FLOW, NONE, SETTING, STEPS, by_size, machine_name, of, over, speedup_text
+from reproduce.paper.predicted import is_acceptance_known, predict
+from reproduce.paper.published import Record, is_of, is_setting_of, pairs_of, published
 from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, MAKE_DRAFT, SPEEDUPS
 from reproduce.sweeping.runner import OK, read_rows
 
@@ -43,15 +43,19 @@ ERROR = Column(lambda row: row["predicted_ms"] / row["measured_ms"] - 1, "error"
 ON_CPU = of("B", "prefix_len", "cost", "predicted_ms", "measured_ms", ERROR)
 
 
+MEASURED = "measured on the same model"
+TARGET, DRAFT, CONTEXT, ROWS = of("target", "draft", "prefix_len", "B")
+VALUE = Column("value", "published", columns.published_text)
+
+
 def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
     gpu = [record for record in read(folder, GPU, "gpu_costs") if record.get("status") == "done"]
     runs = [*swept(folder, SPEEDUPS), *gpu]
     runs = [run for run in runs if isinstance(run.get("gamma"), int) and run.get("draft_budget") != AUTO]
     speculation = [run for run in runs if run.get("load_format") != "dummy"]
-    costs = [run for run in runs if run.get("load_format") == "dummy"]
-    records = Records(speculation, costs, columns.rows_of(swept(folder, ACCEPTANCE)))
-    machines = dict.fromkeys(map(machine_name, [*runs, *records.acceptance]))
-    is_published = any(measured_speedup(records, fact) != NONE for fact in published().speedups)
+    acceptance = columns.rows_of(swept(folder, ACCEPTANCE))
+    machines = dict.fromkeys(map(machine_name, [*runs, *acceptance]))
+    is_published = any(is_of(fact, run) for fact in published().speedups for run in speculation)
     drawn = {file.stem: f"![{file.stem.replace('_', ' ')}](figures/{file.name})\n\n" for file in figures.glob("*.svg")}
     values = {
         "machines": ", ".join(machines) or NONE,
@@ -60,14 +64,88 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
         "make_draft": MAKE_DRAFT,
         "figures": defaultdict(str, drawn),
     }
-    values |= published_tables(records) | roofline_tables(read(folder, roofline_error.ROOFLINE, "cpu_roofline"))
-    return filled("published.md", values | measured_tables(records) | cost_model_tables(swept(folder, COST_MODEL)))
+    values |= published_tables(speculation, runs, acceptance)
+    values |= roofline_tables(read(folder, roofline_error.ROOFLINE, "cpu_roofline"))
+    values |= measured_tables(speculation, [run for run in runs if run["file"] == SPEEDUPS], acceptance)
+    return filled("published.md", values | cost_model_tables(swept(folder, COST_MODEL)))
 
 
 def swept(folder: Path, name: str) -> list[Record]:
     """What was measured: rows of cells that went well. Each record says in `file` where it is."""
     rows = read_rows(folder / name).values()
     return [row["record"] | {"file": name} for row in rows if row["status"] == OK]
+
+
+def published_tables(
+    speculation: Sequence[Record], runs: Sequence[Record], acceptance: Sequence[Record]
+) -> dict[str, Any]:
+    """All published numbers, and beside each what is predicted and what was measured of the same. runs: also those
+    with random weights, which measure costs.
+    """
+    facts, built_in = published(), [row for row in acceptance if row["model"] == DEFAULT_NAME]
+    gamma = Column("gamma", "gamma", missing="not shown")
+    value = Column("value", "published", columns.published_speedup_text)
+    speedup = beside(MEASURED, speculation, itemgetter("speedup"), speedup_text)
+    speedups = [TARGET, DRAFT, CONTEXT, ROWS, gamma, value, BY_ROOFLINE, speedup]
+    rate, shown = itemgetter("acceptance_rate"), "{:.3f}".format
+    near = beside("same context on the built-in model", built_in, rate, shown, is_setting_of)
+    accepted = [TARGET, DRAFT, CONTEXT, VALUE, beside(MEASURED, acceptance, rate, shown), near]
+    kind = Column("kind", "ratio", columns.KINDS.get, align="<")
+    of_draft = [run for run in runs if has_plain_draft(run)]
+    ratios = {
+        "verify": beside("measured on the same shape", runs, over("verify_step_ms"), "{:.2f}".format),
+        "draft": beside("measured on the same shape", of_draft, over("draft_step_ms"), "{:.2f}".format),
+    }
+    measured = Column(lambda fact: ratios[fact["kind"]].cell(fact), "measured on the same shape", align="<")
+    return {
+        "by_machine": {machine: markdown(own, speedups) for machine, own in facts.by_machine.items()},
+        "by_pair": {", ".join(pair): markdown(own, speedups) for pair, own in pairs_of(facts.figure_6).items()},
+        "acceptance_by_context": markdown(facts.acceptance, accepted),
+        "ratios": markdown(facts.ratios, [kind, TARGET, AT, CONTEXT, ROWS, VALUE, BY_ROOFLINE, measured]),
+    }
+
+
+def beside(
+    head: str,
+    records: Sequence[Record],
+    value: Callable[[Record], Any],
+    show: Callable[[Any], str],
+    counts: Callable[[Record, Record], bool] = is_of,
+) -> Column:
+    """What was measured of each published number: values, each linked to its record, and its setting."""
+
+    def listed(fact: Record) -> str:
+        found = [record for record in records if counts(fact, record) and value(record) is not None]
+        return "; ".join(f"{link(show(value(one)), one)} ({details(one)})" for one in found) or NONE
+
+    return Column(listed, head, align="<")
+
+
+def details(record: Record) -> str:
+    if "text" in record:
+        return f"{record['text']} text, {machine_name(record)}"
+    weights = "random weights, " if record.get("load_format") == "dummy" else ""
+    kv = record.get("kv_dtype")
+    own = f", {kv} KV" if kv and kv != record.get("dtype") else ""
+    return f"{weights}{machine_name(record)}, gamma {record['gamma']}, {record['prefix_len']} tokens{own}"
+
+
+def has_plain_draft(record: Record) -> bool:
+    """Whether the draft's weights are stored as the target's, as in what was published."""
+    return record.get("draft_weights") in (None, "same") and record.get("draft_dtype") == record.get("dtype")
+
+
+def by_roofline(fact: Record) -> str:
+    """What data sheets predict, and how far that is off; marked where the acceptance is assumed."""
+    value, is_ratio = predict(fact), "kind" in fact
+    mark = "" if is_ratio or is_acceptance_known(fact) else "?"
+    return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
+
+
+BY_ROOFLINE = Column(by_roofline, "predicted by the roofline (error)", align="<")
+AT = Column(
+    lambda fact: f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}", "at", align="<"
+)
 
 
 def roofline_tables(cpu: Sequence[Record]) -> dict[str, str]:
@@ -77,20 +155,20 @@ def roofline_tables(cpu: Sequence[Record]) -> dict[str, str]:
         "roofline_summary": roofline_error.summary(),
         "cpu_summary": cpu_roofline.summary(cpu) if cpu else f"{NONE} where both could be compared",
         "roofline_errors": markdown(roofline_error.errors(), roofline_error.ERRORS),
-        "roofline_constants": markdown(roofline_error.constants(), roofline_error.LEFT),
         "roofline_on_cpu": table("The roofline on a CPU", cpu[-1:], ON_CPU, roofline_error.ROOFLINE, rows),
     }
 
 
-def measured_tables(records: Records) -> dict[str, str]:
-    speculation = sorted(records.speculation, key=by_size)
-    costs = sorted([*speculation, *(run for run in records.costs if run["file"] == SPEEDUPS)], key=by_size)
+def measured_tables(
+    speculation: Sequence[Record], runs: Sequence[Record], acceptance: Sequence[Record]
+) -> dict[str, str]:
+    own, costs = sorted(speculation, key=by_size), sorted(runs, key=by_size)
     order = itemgetter("text", "draft_policy")
-    rows = sorted(records.acceptance, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
+    rows = sorted(acceptance, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
     return {
-        "speedups": table("Speedup", speculation, SPEEDUP, SPEEDUPS),
+        "speedups": table("Speedup", own, SPEEDUP, SPEEDUPS),
         "costs": table("Costs", costs, of(*RUN, *STEPS, "verify / plain", "draft / plain"), SPEEDUPS),
-        "flow": table("Throughput against latency", speculation, [*RUN, *FLOW], SPEEDUPS),
+        "flow": table("Throughput against latency", own, [*RUN, *FLOW], SPEEDUPS),
         "acceptance": table("Acceptance", rows, ACCEPTED, ACCEPTANCE),
     }
 
@@ -109,4 +187,4 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)
+    cli.run_alone(lambda flags: write(PAGE, page()), NoFlags)
