@@ -46,8 +46,7 @@ def test_a_search_on_a_tiny_model(call, more):
     assert rows[0]["expected_acceptance"] == rows[0]["early_exit"] == 1.0
     assert 0 < rows[-1]["expected_acceptance"] < 1
     assert len({*record["order"]}) == n_layer - 1
-    tried = [row for row in rows if "acceptance_rate" in row]
-    assert len(tried) == min(3, n_layer) and record["best"] in [row["draft_layers"] for row in tried]
+    assert record["best"] == max(rows, key=lambda row: row["predicted_speedup"])["draft_layers"]
     assert all(row["predicted_speedup"] > 0 and row["gamma"] in (1, 2) for row in rows)
     assert f"--draft_layers {record['best']} --gamma" in ended.out
 

@@ -46,13 +46,9 @@ def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
     return list(kept.values())
 
 
-def link(text: str, record: Record) -> str:
-    return f"[{text}](results/{record['file']})"
-
-
 def source(records: Sequence[Record]) -> str:
     """Which files, commits and machines a table comes from."""
-    files = dict.fromkeys(link(record["file"], record) for record in records)
+    files = dict.fromkeys(f"[{record['file']}](results/{record['file']})" for record in records)
     commits = dict.fromkeys(f"`{(record.get('git_commit') or 'unknown')[:12]}`" for record in records)
     machines = {}
     for record in records:
