@@ -96,21 +96,11 @@ def test_launch_gaps(tmp_path):
     assert r"| 10.50 | 9.25 | 11.9% | `a\|kernel` | 3.25 |" in text
 
 
-def test_kernels_are_grouped_over_kinds_of_slots(tmp_path):
-    def kernel(variant: str, registers: int, spills: int = 0) -> dict[str, Any]:
-        sizes = {"shared": 4096, "spill_stores": spills, "spill_loads": 0, "threads": 128, "arch": 90}
-        return {"variant": variant, "registers": registers} | sizes
-
-    kernels = [
-        kernel("bfloat16, int8 KV, 128 x 16 rows, in order", 96),
-        kernel("bfloat16, int8 KV, 128 x 16 rows, in order, window", 104, spills=8),
-        kernel("bfloat16, 128, merge", 40),
-    ]
-    reports = [{"benchmark": "kernel_report", "kernels": of} for of in ([kernel("float16, 64, merge", 11)], kernels)]
+def test_of_kernels_the_last_report_counts(tmp_path):
+    report = {"benchmark": "kernel_report", "variants": 3, "max_registers": 104, "problems": ["one spills"]}
+    reports = [report | {"variants": 4}, report | {"max_shared_bytes": {"sm_80": 4096, "sm_90": 8192}}]
     text = page_of(tmp_path, *reports, file="kernel_report.jsonl")
-    assert "| sm_90 | bfloat16, int8 KV, 128 x 16 rows | 2 | 96 to 104 | 4096 | 8 | 128 |" in text
-    assert "| sm_90 | bfloat16, 128, merge | 1 | 40 | 4096 | 0 | 128 |" in text
-    assert "| float16, 64" not in text
+    assert "| 3 | 104 | 4096 on sm_80 and 8192 on sm_90 | 1 |" in text and "| 4 |" not in text
 
 
 def test_cpu_summaries_and_peers(tmp_path):

@@ -118,7 +118,7 @@ def test_failures_are_recorded_and_run_again_only_on_request(script, output):
     assert raised["error"].splitlines()[-2] == "ValueError: a bug"
     assert died["error"].startswith("ended by signal 9; see ")
     assert "no line of its stdout is a JSON object" in silent["error"]
-    assert "a table" in (output.parent / f"rows.jsonl.logs/{cells[3].key}.log").read_text()
+    assert "a table" in (output.parent / f"rows.jsonl.logs/{cells[3].key}.out").read_text()
     assert run_cells(cells, output) == rows and len(runs_of(script)) == 6
     Path(f"{script}.repaired").touch()
     again = cells[4:] + cells[:1]

@@ -5,10 +5,9 @@ it), whichever has the larger median speedup. That is a little too strict: what 
 is partly the luckier one, less so the more repeats there are.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from operator import itemgetter
 from statistics import fmean, median
 
@@ -29,8 +28,6 @@ LEAST_GEN_LEN = 2
 # The aim: what an automatic mode keeps, at least, of the better of gamma 3 and plain decoding.
 LEAST_RATIO = 0.95
 USUAL_GAMMA = 3
-# How sure the interval of a median is, at least.
-CONFIDENCE = 0.9
 SPEEDUP = itemgetter("speedup")
 
 
@@ -56,20 +53,8 @@ def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
         rates = auto["tokens_per_second"], max(plain, usual, key=SPEEDUP)["tokens_per_second"]
         ratios = [own / better for own, better in zip(*rates, strict=True)]
         compared = {"auto": auto, "usual": usual, "best": max([plain, *fixed], key=SPEEDUP), "ratios": ratios}
-        found.append(run | compared | {"index": index, "ratio": median(ratios), "interval": interval(ratios)})
+        found.append(run | compared | {"index": index, "ratio": median(ratios)})
     return found
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Two of the repeats' ratios between which the median of such repeats lies with CONFIDENCE, if they are
-    independent: the n-th lowest and highest, n by the binomial distribution (e.g. Conover 1999, section 3.2). None
-    of so few repeats that even the lowest and the highest are not enough. Text and prompts are the same in all
-    repeats: this is about the machine.
-    """
-    ordered, n_repeats = sorted(ratios), len(ratios)
-    below = accumulate(math.comb(n_repeats, n) / 2**n_repeats for n in range(n_repeats))
-    outside = sum(1 - 2 * share >= CONFIDENCE for share in below)
-    return (ordered[outside - 1], ordered[-outside]) if outside else None
 
 
 def _fixed(row: Record) -> str:
@@ -91,19 +76,15 @@ COLUMNS = section(
     mean_gamma=lambda run: fmean(chain(*run["auto"]["gammas"])),
     shares=_shares,
     repeats=lambda run: len(run["ratios"]),
-    interval=lambda run: run["interval"] and "{:.2f} to {:.2f}".format(*run["interval"]),
     lowest=lambda run: min(run["ratios"]),
 )
 
 
 def summary(rows: Sequence[Record]) -> str:
-    """How many runs fall short of the aim, and how many surely do or do not; of at least one."""
-    ratios, intervals = [row["ratio"] for row in rows], [row["interval"] for row in rows if row["interval"]]
+    """How many runs fall short of the aim; of at least one."""
+    ratios = [row["ratio"] for row in rows]
     n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
     verdict = "no median lies below" if not n_below else f"{n_below} of {len(rows)} medians below"
-    if intervals:
-        above, below = sum(low >= LEAST_RATIO for low, _ in intervals), sum(high < LEAST_RATIO for _, high in intervals)
-        verdict += f"; of {len(intervals)} intervals, {above} as a whole above and {below} below"
     return f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest median is {min(ratios):.4f}"
 
 

@@ -20,8 +20,8 @@ from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from reproduce.sweeping.cells import Cell, labels, select
-from reproduce.sweeping.child import run_child
+from reproduce.sweeping.cells import Cell, labels
+from reproduce.sweeping.child import last_object, run_child
 
 OK, FAILED = "ok", "failed"
 # How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
@@ -41,20 +41,14 @@ def read_rows(output: str | Path) -> dict[str, dict]:
 
 
 def run_cells(
-    cells: Sequence[Cell],
-    output: str | Path,
-    *,
-    retry_failed: bool = False,
-    timeout_s: float | None = None,
-    only: Sequence[str] = (),
+    cells: Sequence[Cell], output: str | Path, *, retry_failed: bool = False, timeout_s: float | None = None
 ) -> list[dict]:
     """Run every cell that has no row in `output`, append its row, and return the cells' rows, in their order.
 
     A cell that fails, or takes longer than `timeout_s`, is a row with its error, and is not run again unless
-    `retry_failed`. only: as in `select`; rows of other cells are returned, too, if they are there. What a cell
-    says goes to `<output>.logs/<key>.log`. Errors: ConfigError, also if another runner writes to `output`.
+    `retry_failed`. What a cell says goes to `<output>.logs/<key>.log`, what it prints to `<key>.out`. Errors:
+    ConfigError, also if another runner writes to `output`.
     """
-    selected = select(cells, only) if cells else []
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
         fix = "leave it out to let cells take their time"
         raise ConfigError("no cell can end in this time", flag("timeout"), timeout_s, "> 0 seconds", fix)
@@ -62,17 +56,17 @@ def run_cells(
     path, final = Path(output).resolve(), (OK,) if retry_failed else (OK, FAILED)
     with _only_runner(path) as lock:
         rows = read_rows(path)
-        states = {cell.key: rows.get(cell.key, {}).get("status") for cell in selected}
-        n_done, seconds = sum(state in final for state in states.values()), list[float]()
-        say(f"{n_done} of {len(selected)} cells have a row in {path}, {len(selected) - n_done} to run")
-        for cell, label in zip(selected, labels(selected), strict=True):
-            if states[cell.key] in final:
-                continue
-            say(f"[{n_done + 1} of {len(selected)}]  {label}")
+        waiting = [cell for cell in cells if rows.get(cell.key, {}).get("status") not in final]
+        n_done, seconds = len(cells) - len(waiting), list[float]()
+        say(f"{n_done} of {len(cells)} cells have a row in {path}, {len(waiting)} to run")
+        named = dict(zip((cell.key for cell in cells), labels(cells), strict=True))
+        for cell in waiting:
+            label = named[cell.key]
+            say(f"[{n_done + 1} of {len(cells)}]  {label}")
             try:
                 row = _run(cell, path, timeout_s, lock)
             except KeyboardInterrupt:
-                say(f"\ninterrupted: {n_done} of {len(selected)} cells have a row in {path}; {label} was cut off")
+                say(f"\ninterrupted: {n_done} of {len(cells)} cells have a row in {path}; {label} was cut off")
                 say("run the same command again to go on")
                 raise
             try:
@@ -81,17 +75,21 @@ def run_cells(
                 print(json.dumps(row), flush=True)
                 raise
             rows[cell.key], n_done, seconds = row, n_done + 1, [*seconds, row["seconds"]]
-            left = f"about {mean(seconds) * (len(selected) - n_done) / 60:.0f} min left"
+            left = f"about {mean(seconds) * (len(cells) - n_done) / 60:.0f} min left"
             said = f"{row['status']} in {row['seconds']:.1f} s, {left}\n{row['error'] or ''}".rstrip()
             say("    " + said.replace("\n", "\n    "))
-    return [rows[cell.key] for cell in cells if cell.key in rows]
+    return [rows[cell.key] for cell in cells]
 
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
     origin = {"git_commit": git_commit(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
-    outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, keep_open=[lock])
-    row = {"key": cell.key, "script": cell.script, "flags": cell.given, "status": FAILED if outcome.error else OK}
-    return row | {"error": outcome.error, "seconds": outcome.seconds, "record": outcome.record} | origin
+    log, printed = (logs_of(output) / f"{cell.key}.{kind}" for kind in ("log", "out"))
+    outcome = run_child(cell.argv(), log, timeout_s, printed=printed, keep_open=[lock])
+    record, error = last_object(printed.read_bytes()), outcome.error
+    if error is None and record is None:
+        error = f"exit code 0, but no line of its stdout is a JSON object; see {printed.parent.name}/{printed.name}"
+    row = {"key": cell.key, "script": cell.script, "flags": cell.given, "status": FAILED if error else OK}
+    return row | {"error": error, "seconds": outcome.seconds, "record": record} | origin
 
 
 def logs_of(output: str | Path) -> Path:
