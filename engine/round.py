@@ -146,36 +146,33 @@ class Round:
 
 
 class Rounds:
-    """A decoder's rounds, each made once: of every choice and number of rows, mode and set of filters."""
+    """Makes a decoder's rounds, none of which it keeps: each holds its logits."""
 
     def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         self._runner, self._drafters = runner, drafters
-        self._batches: dict[tuple[str, Filters], tuple[Batch, Captured | None]] = {}
-        self._rounds: dict[tuple[str, Filters, Choice, int], Round] = {}
+        self._kind: tuple[str, Filters] | None = None
 
     def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
         """The mode of a round of those rows, and a batch of all rows with their filters; where rounds are captured, so
         that few are, the mode and filters given, of all requests so far. What others need changes nothing for a row."""
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
-        if (mode, filters) not in self._batches:
-            self._batches[mode, filters] = batch_and_parts(self._runner, self._drafters, mode, filters)
-        return mode, self._batches[mode, filters][0]
+        if self._kind != (mode, filters):
+            if self._kind is not None:
+                self._runner.drop_graphs()  # those of fewer filters, which never come again
+            self._kind = mode, filters
+            self._batch, self._captured = batch_and_parts(self._runner, self._drafters, mode, filters)
+        return mode, self._batch
 
     def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
         gamma."""
-        filters = batch.distribution.filters
-        kind = mode, filters, choice, len(batch.rows)
-        if kind not in self._rounds:
-            drafter = None if choice.drafter is None else self._drafters[choice.drafter]
-            most = 0 if drafter is None else drafter.gamma
-            if not 0 <= choice.gamma <= most:
-                required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
-                raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
-            captured = self._batches[mode, filters][1]
-            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, mode, captured)
-        return self._rounds[kind]
+        drafter = None if choice.drafter is None else self._drafters[choice.drafter]
+        most = 0 if drafter is None else drafter.gamma
+        if not 0 <= choice.gamma <= most:
+            required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
+            raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
+        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured)
 
 
 def first_token(

@@ -92,7 +92,7 @@ class Limits:
 class ServeFlags:
     """Those of the server."""
 
-    FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft"}
+    FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft", "B": "--max_batch", "prefix_len": "--max_length"}
 
     target: Target = field(default_factory=Target)
     draft: ServedDraft = field(default_factory=ServedDraft)

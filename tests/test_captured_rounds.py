@@ -11,10 +11,10 @@ from fake_cuda_graphs import FakeCuda, Garbage, collecting
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.graphs import CudaGraphs
 from kv_cache import StreamingKVCache, VerifyTopKCache
@@ -95,6 +95,21 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
     n_rounds = sum(len(one.stats.rounds) for one in replayed)
     assert sum(graph.replays for graph in graphs) == n_parts * (n_rounds - len(sizes))
     assert len(sizes) == 2 or (kind, mode) == ("combined", "rejection"), "rows end apart"
+
+
+def test_what_is_captured_for_fewer_filters_goes_when_a_request_brings_another():
+    """It would never be replayed again, and requests bring filters as long as a server runs."""
+    graphs: list[RecordedGraph] = []
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
+    decoder = Decoder(runner, drafter=DRAFTERS["streaming"](runner), verification="coupled")
+    for i, sampling in enumerate([SamplingParams(), *(SamplingParams(0.8, top_k=1 << i, seed=i) for i in range(5))]):
+        decoder.submit(request := Request([1, 2, 3], 20, sampling=sampling))
+        while not decoder.idle:
+            decoder.step()
+        assert request.tokens == continue_by_recomputing(model, [1, 2, 3], 20, sampling)
+        assert sum(not graph.is_destroyed for graph in graphs) == 4
+        assert len(graphs) == 4 * (i + 1)
 
 
 CPU = torch.device("cpu")

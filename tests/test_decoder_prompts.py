@@ -1,6 +1,7 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -292,6 +293,20 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
     assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
     assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)
+
+
+def test_no_round_is_kept_for_the_next_request():
+    """Each holds its logits, and clients sample in hundreds of ways."""
+    target, rounds = counting(2), []
+    decoder = Decoder(target, verification="coupled")
+    of = decoder._rounds.of
+    decoder._rounds.of = lambda *given: rounds.append(weakref.ref(made := of(*given))) or made
+    for i in range(8):
+        decoder.submit(Request([1, 2, 3], 3, sampling=SamplingParams(0.9, top_k=1 << i, seed=i)))
+        decoder.step()
+    while not decoder.idle:
+        decoder.step()
+    assert len(rounds) > 8 and not any(round_() for round_ in rounds)
 
 
 def test_a_row_that_idles_makes_no_round_longer():

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from programs import ROOT
@@ -187,9 +187,45 @@ def test_connections_are_bounded(chat_checkpoint, monkeypatch):
         one.until(lambda: not connections, "no connection")
         with raw(one), raw(one), raw(one):
             one.until(lambda: len(connections) == 3, "three connections")
-            assert one.get("/health").status == 503
+            refused = one.get("/health")
+            assert (refused.status, refused.headers["connection"]) == (503, "close")
+            assert refused.json == {"error": "too many connections: try again later", "error_type": "overloaded"}
             time.sleep(connection.SILENT_SECONDS)
             assert [one.get("/health").status for _ in range(3)] == [200] * 3  # whoever says nothing makes room
+
+
+@pytest.mark.parametrize("head", [b"", b"Upgrade: h2c\r\nConnection: Upgrade\r\n"])
+@pytest.mark.parametrize("path", [TGI, STREAM])
+def test_what_lies_behind_a_request_hides_nobody_who_leaves(served: Served, path, head):
+    body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 200}}).encode()
+    asked = GENERATE.replace(b"/generate", path.encode()) + head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with slow(served, 0.05):
+        with raw(served, asked) as one:
+            served.until(lambda: served.server.service.scheduler.n_running == 1, "a row in use")
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(0.1)
+        served.until(lambda: served.server.service.scheduler.n_running == 0, "a free row", seconds=1)
+        with raw(served, asked) as one:  # who sends as much as this is not waited for
+            served.until(lambda: served.server.service.scheduler.n_running == 1, "a row in use")
+            with suppress(OSError):
+                one.sendall(b"x" * 500_000)
+            served.until(lambda: served.server.service.scheduler.n_running == 0, "a free row", seconds=1)
+    served.until_idle()
+
+
+def test_requests_in_one_piece_are_answered_in_turn(served: Served, alone: Alone):
+    body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 9}}).encode()
+    one_of_two = GENERATE + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with raw(served, one_of_two + one_of_two.replace(b"Host:", b"Connection: close\r\nHost:")) as both:
+        said = rest(both)
+    assert said.count(b"HTTP/1.1 200") == said.count(json.dumps(alone.text("a", 9), ensure_ascii=False).encode()) == 2
+
+
+def test_what_is_no_http_is_told_as_json(served: Served):
+    with raw(served, b"GARBAGE\r\n\r\n") as one:
+        head, _, body = rest(one).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body) == {"error": "Invalid HTTP request received.", "error_type": "validation"}
 
 
 @pytest.mark.parametrize("path", [TGI, V1])
