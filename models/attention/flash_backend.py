@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kv_cache.entries import KV
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
+from models.attention.torch_backend import TorchAttention, note
 
 LARGEST_HEAD_DIM = 256
 # Head dims that are no multiple of it are padded by the kernels: they would copy the whole cache in every call.
@@ -117,10 +118,11 @@ class Plan(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """One forward's block: its plan, if it has one, and what the fallback derives once some layer needs it."""
+    """One forward's block: its plan, if it has one, and what the fallback, or noting, derives once a layer needs it."""
 
     plan: Plan | None
     for_fallback: Callable[[], Any]
+    bias: Callable[[], Any]
 
 
 class FlashAttention:
@@ -153,12 +155,15 @@ class FlashAttention:
                 plan = self._plan_causal(spec, queries, slots)
             else:
                 plan = _plan_packed(spec, queries, slots)
-        return Prepared(plan, cache(lambda: self.fallback.prepare(spec, queries, slots)))
+        of_others = (partial(one.prepare, spec, queries, slots) for one in (self.fallback, TorchAttention()))
+        return Prepared(plan, *map(cache, of_others))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         plan = prepared.plan
         if plan is None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
+        if kv.noted is not None:  # by a product of its own, so that the output's bits stay what they are
+            note(q, kv.dequantized(q.dtype)[0].transpose(1, 2), prepared.bias(), kv)
         if plan.tail is None:
             return self.flavour.kernel(q, kv.keys, kv.values, **plan.options)
         rows = pack(q, kv.keys.shape[2])
