@@ -18,6 +18,7 @@ from engine.modes import GREEDY, Drafts, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters, SamplingParams
+from kv_cache import KVCache, WriteThroughKVCache
 
 
 class Outcome(NamedTuple):
@@ -28,13 +29,15 @@ class Outcome(NamedTuple):
     finite: list[int]
 
 
-def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
-    """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name."""
+def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
+    """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name.
+    verifies: where attention is noted it is captured apart."""
 
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows))
+            noted = verifies and getattr(self.verification_cache, "noted", None) is not None
+            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), noted)
             outputs = self._captured(method.__name__, of, part) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
@@ -92,7 +95,13 @@ class Round:
         self._verification = self._new_verification()
         return self.drafter.propose(self.batch, self._verification, self.gamma)
 
-    @_part("logits")
+    @property
+    def verification_cache(self) -> KVCache | WriteThroughKVCache:
+        """What the target verifies through."""
+        own = None if self.drafter is None else self.drafter.verification_cache
+        return own or self.runner.cache
+
+    @_part("logits", verifies=True)
     def verify(self) -> Tensor:
         """One forward of the target over each row's current token and its drafts."""
         return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
@@ -100,15 +109,15 @@ class Round:
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
         positions = self.batch.lengths[:, None] + torch.arange(block.shape[1], device=block.device)
-        cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
-        own, observer = self.batch.of(cache, self.gamma), self.drafter.observer if self.drafter else None
+        own = self.batch.of(self.verification_cache, self.gamma)
+        observer = self.drafter.observer if self.drafter else None
         if observer is None:
             return self.runner.step(block, positions, own)
         hidden, states = self.runner.model.hidden_states(block, positions, own, observer.layers)
         observer.observe(self.batch, block, states)
         return self.runner.model.logits(hidden)
 
-    @_part("decided")
+    @_part("decided", verifies=True)
     def accept(self) -> Tensor:
         """How many drafts of each row stand, and the token behind them, on every rank."""
         return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)

@@ -48,6 +48,22 @@ class BlockQueries:
         self.starts[row] = torch.iinfo(torch.int64).max
 
 
+class Observed:
+    """The attention that the last noted block of each row gave, in tensors that stay where they are.
+
+    starts: as of `BlockQueries`; shares: `[n_layer, max_batch, n_token, n_kv_head, capacity]` float32, what each entry
+    got of a token's attention, averaged over the heads that share the KV head; a shorter block fills the first tokens.
+    """
+
+    def __init__(self, shape: Sequence[int], device: Device) -> None:
+        self.shares = torch.zeros(*shape, device=device)
+        self.starts = torch.empty(shape[1], device=device, dtype=torch.int64)
+        self.forget()
+
+    def forget(self, row: int | slice = slice(None)) -> None:
+        self.starts[row] = torch.iinfo(torch.int64).max
+
+
 class BlockAlone:
     """No cache: the forward's own tokens are all that it sees, and gradients flow through them."""
 
@@ -71,7 +87,7 @@ class BlockAlone:
 
 class WriteThroughKVCache:
     """Reads from `target`; writes to `target` and, of the `layers` that it has, to `draft` (None: all of them), whose
-    queries it notes in `observed`.
+    queries it notes in `observed`, and the attention that they give in `noted`.
 
     Verifying through it replaces the approximate KV that a self-drafting model left behind by what
     the target has just computed for the same tokens, at the cost of one small extra write a layer.
@@ -83,8 +99,9 @@ class WriteThroughKVCache:
         draft: KVCache,
         layers: Sequence[int] | None = None,
         observed: BlockQueries | None = None,
+        noted: Observed | None = None,
     ) -> None:
-        self.target, self.draft, self.layers, self.observed = target, draft, layers, observed
+        self.target, self.draft, self.layers, self.observed, self.noted = target, draft, layers, observed, noted
         self.in_order, self.block_ends_view, self.rows = target.in_order, target.block_ends_view, target.rows
         self.rotary_positions = target.rotary_positions
         own = range(len(draft.entries))
@@ -97,6 +114,8 @@ class WriteThroughKVCache:
     def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.observed is not None:
             self.observed.starts[self.draft.row_indices] = positions[:, 0]
+        if self.noted is not None:
+            self.noted.starts[self.draft.row_indices] = positions[:, 0]
         return self.target.begin(positions), self.draft.begin(positions)
 
     def write(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
@@ -108,11 +127,14 @@ class WriteThroughKVCache:
         if self.observed is not None and queries is not None and layer in self._draft_layer:
             kept = self.observed.queries[self._draft_layer[layer]]
             kept[self.draft.row_indices, : queries.shape[1]] = queries
-        return self.target.read(layer)
+        kv = self.target.read(layer)
+        if self.noted is None or layer not in self._draft_layer:
+            return kv
+        return kv._replace(noted=self.noted.shares[self._draft_layer[layer]])
 
     def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> WriteThroughKVCache:
         views = self.target.view(rows, extent), self.draft.view(rows, extent)
-        return WriteThroughKVCache(*views, self.layers, self.observed)
+        return WriteThroughKVCache(*views, self.layers, self.observed, self.noted)
 
 
 # What a forward claims slots in once, then writes and reads in every layer.

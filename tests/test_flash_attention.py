@@ -57,7 +57,9 @@ def assert_runs_on_flash(case, package):
         out = case.run(backend)
     assert_equals_reference(case, out)
     assert torch.equal(case.among_other_rows().run(backend), case.run(backend))
-    assert len(calls) == 3 and fallback.method_calls == []
+    if case.q.shape[1] <= MAX_BLOCK:
+        case.among_other_rows().assert_notes(backend)
+    assert len(calls) == 3 + 2 * (case.q.shape[1] <= MAX_BLOCK) and fallback.method_calls == []
 
 
 @with_each_package

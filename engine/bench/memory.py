@@ -150,11 +150,11 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += capacity * draft.kv_per_token
     # Target and draft never attend at once.
-    dequantized, queries = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
-    if draft and draft.chooses:  # one layer's keys, and scores as above; the queries of all layers
+    dequantized, noted = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
+    if draft and draft.chooses:  # one layer's keys, and scores as above; what is noted of all layers
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-        queries = draft.config.n_layer * block * config.n_head * config.head_dim * itemsize
+        noted = draft.config.n_layer * block * config.n_kv_head * capacity * 4
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
@@ -167,7 +167,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": sum(draft.capacities) * draft.kv_per_token + queries if draft else 0,
+        "draft KV": sum(draft.capacities) * draft.kv_per_token + noted if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
@@ -184,6 +184,8 @@ def captured_rows(plan: Plan) -> int:
     gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.capacities))] if draft else [0]
     twice = 2 if plan.sampling.mode == "rejection" else 1
     longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
+    if draft and draft.policy and draft.policy.of_self_drafts:  # what is noted is captured apart
+        each += [1 + gamma for gamma in draft.gammas * len(draft.capacities)]
     return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
 
 

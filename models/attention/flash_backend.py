@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kv_cache.entries import KV
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
+from models.attention.torch_backend import TorchAttention, note
 
 LARGEST_HEAD_DIM = 256
 # Head dims that are no multiple of it are padded by the kernels: they would copy the whole cache in every call.
@@ -88,10 +89,11 @@ def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
 
 
 class Prepared(NamedTuple):
-    """The kernel's arguments for a block that it takes, and what the fallback derives once some layer needs it."""
+    """The kernel's arguments for a block that it takes, and what fallback or noting derive once a layer needs it."""
 
     options: dict[str, Any] | None
     for_fallback: Callable[[], Any]
+    bias: Callable[[], Any]
 
 
 class FlashAttention:
@@ -123,11 +125,14 @@ class FlashAttention:
         reads_once = self.flavour.package.packs_groups or spec.group_size == 1 or not 1 < n_token <= MAX_BLOCK
         runs = in_view and reads_once and self.flavour.unsupported(spec) is None
         options = self._options(spec, queries, slots) if runs else None
-        return Prepared(options, cache(lambda: self.fallback.prepare(spec, queries, slots)))
+        of_others = (partial(one.prepare, spec, queries, slots) for one in (self.fallback, TorchAttention()))
+        return Prepared(options, *map(cache, of_others))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         if prepared.options is None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
+        if kv.noted is not None:  # by a product of its own, so that the output's bits stay what they are
+            note(q, kv.dequantized(q.dtype)[0].transpose(1, 2), prepared.bias(), kv)
         return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)
 
     def _options(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> dict[str, Any]:
