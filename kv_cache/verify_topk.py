@@ -72,7 +72,6 @@ class VerifyTopKCache(SnapKVCache):
         if source.keys.shape[3] <= self.capacity:
             return
         rows, n_chosen = self.row_indices, self.n_sink
-        own_rows = slice(None) if self.rows is None else rows
         starts = block.starts[rows]
         n_standing = (lengths - starts)[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
@@ -87,12 +86,20 @@ class VerifyTopKCache(SnapKVCache):
             share = receive(queries, kv, starts[:, None] + which)
             share[..., : self.n_first].fill_(float("inf"))
             chosen = share.masked_fill_(is_recent, -1).topk(n_chosen, sorted=False).indices
-            found = stored_as(*source.gather(from_layer, chosen), self.entries.dtype)
-            for own, new in zip((self.entries, self.scales), found, strict=True):
-                if own is not None and new is not None:
-                    is_written = is_new.view(-1, *[1] * (new.dim() - 2))
-                    held = own[to_layer][:, own_rows, :, :n_chosen]
-                    own[to_layer][:, own_rows, :, :n_chosen] = torch.where(is_written, new, held)
+            self.replace_chosen(to_layer, source, from_layer, chosen, is_new)
+
+    def replace_chosen(
+        self, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
+    ) -> None:
+        """Put one layer's entries of `source` at positions `chosen [B, n_kv_head, n_sink]` in place of those chosen
+        before, in the rows that `is_new [B]` says."""
+        own_rows = slice(None) if self.rows is None else self.rows
+        found = stored_as(*source.gather(from_layer, chosen), self.entries.dtype)
+        for own, new in zip((self.entries, self.scales), found, strict=True):
+            if own is not None and new is not None:
+                is_written = is_new.view(-1, *[1] * (new.dim() - 2))
+                held = own[to_layer][:, own_rows, :, : self.n_sink]
+                own[to_layer][:, own_rows, :, : self.n_sink] = torch.where(is_written, new, held)
 
 
 def check_topk(budget: int, window: int, n_first: int, refresh: int) -> None:
