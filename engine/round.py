@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.graphs import Captured
-from engine.modes import GREEDY, Drafts, verification_in
+from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters, SamplingParams
@@ -31,13 +31,13 @@ class Outcome(NamedTuple):
 
 def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
     """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name.
-    verifies: where attention is noted it is captured apart."""
+    verifies: where the forward is observed it is captured apart."""
 
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            noted = verifies and getattr(self.verification_cache, "noted", None) is not None
-            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), noted)
+            observed = verifies and getattr(self.verification_cache, "observed", None) is not None
+            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), observed)
             outputs = self._captured(method.__name__, of, part) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
@@ -54,12 +54,13 @@ class Round:
     decoder has set `batch.lengths` to what the round left of each row. Each fills a buffer, which keeps its place where
     parts are captured. Captured parts outlive this object: they may read nothing else of its own.
 
-    drafts: what was proposed, in `n_drafts` columns: `gamma`, or fewer by a schedule. logits: the target's, `[B,
-    n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 + n_drafts + n_drafts + 1]` int64:
-    numbers of drafts and of accepted ones, the next token, the drafts, and whether logits at each position are finite.
+    proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and what verifies them, which has drawn
+    them. logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
+    n_drafts + n_drafts + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and whether
+    logits at each position are finite.
     """
 
-    drafts: Drafts
+    proposed: tuple[Drafts, Verification]
     logits: Tensor
     decided: Tensor
 
@@ -74,8 +75,7 @@ class Round:
     ) -> None:
         self.runner, self.batch, self.drafter, self.gamma, self._captured = runner, batch, drafter, gamma, captured
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
-        self._verification = self._new_verification()
-        self.drafts = Drafts(batch.current.new_empty(len(batch.current), 0))
+        self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
     def propose(self) -> None:
         """The drafter's tokens, now and then by what it has chosen anew; nothing to call without a drafter."""
@@ -89,11 +89,15 @@ class Round:
         assert self.drafter is not None
         self.drafter.refresh(self.batch, self.gamma)
 
-    @_part("drafts")
-    def draft(self) -> Drafts:
+    @_part("proposed")
+    def draft(self) -> tuple[Drafts, Verification]:
         assert self.drafter is not None
-        self._verification = self._new_verification()
-        return self.drafter.propose(self.batch, self._verification, self.gamma)
+        verification = self._new_verification()
+        return self.drafter.propose(self.batch, verification, self.gamma), verification
+
+    @property
+    def drafts(self) -> Drafts:
+        return self.proposed[0]
 
     @property
     def verification_cache(self) -> KVCache | WriteThroughKVCache:
@@ -127,8 +131,8 @@ class Round:
         return self.drafts.tokens.shape[1]
 
     def _decide(self) -> Tensor:
-        verdict = self._verification.verify(self.drafts, self.logits)
-        lengths = self.drafts.lengths
+        drafts, verification = self.proposed
+        verdict, lengths = verification.verify(drafts, self.logits), drafts.lengths
         drafted = torch.full_like(verdict.num_accepted, self.n_drafts) if lengths is None else lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, self.drafts.tokens, finite_rows(self.logits)], dim=1)

@@ -34,6 +34,10 @@ class Policy(ABC):
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         """An empty cache for rows of up to `length` tokens."""
 
+    def keys_beside(self, length: int) -> int:
+        """Keys that a row takes room for beside its entries."""
+        return 0
+
     @property
     def room(self) -> int:
         """Tokens of a round that fit beside what must stay."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache, VerifyTopKCache
+from kv_cache import FullKVCache, KVCache, RetrievalKVCache, SnapKVCache, StreamingKVCache, VerifyTopKCache
 from kv_cache.base import KVShape
 
 
@@ -53,6 +53,13 @@ POLICIES = {
     "verify_topk": Policy(
         lambda config, size: VerifyTopKCache(
             config, size.n_rows, size.budget + 1, size.window, dtype=size.dtype, n_first=0, refresh=2
+        ),
+        by_attention=True,
+    ),
+    "retrieval": Policy(
+        lambda config, size: RetrievalKVCache(
+            *(config, size.n_rows, size.budget + 1, size.longest, size.window),
+            **{"dtype": size.dtype, "n_first": 0, "refresh": 2, "chunk": min(3, size.window)},
         ),
         by_attention=True,
     ),

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.graphs import CudaGraphs
-from kv_cache import StreamingKVCache, VerifyTopKCache
+from kv_cache import RetrievalKVCache, StreamingKVCache, VerifyTopKCache
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -56,6 +56,12 @@ DRAFTERS = {
     "verify_topk": lambda runner: SelfSpeculation(
         runner, VerifyTopKCache(TINY, 2, 12, 5, dtype=torch.float64, n_first=1, refresh=1), gamma=3
     ),
+    "verify_topk, every other round": lambda runner: SelfSpeculation(
+        runner, VerifyTopKCache(TINY, 2, 12, 5, dtype=torch.float64, n_first=1, refresh=2), gamma=3
+    ),
+    "retrieval": lambda runner: SelfSpeculation(
+        runner, RetrievalKVCache(TINY, 2, 12, 128, 5, dtype=torch.float64, n_first=1, refresh=1, chunk=2), gamma=3
+    ),
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
     "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
@@ -89,7 +95,7 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
         assert one.tokens == called.tokens or (kind, mode) == ("combined", "rejection")
         assert one.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
-    n_parts = {"none": 3, "verify_topk": 5}.get(kind, 4)
+    n_parts = {"none": 3, "verify_topk": 5, "retrieval": 5}.get(kind, 4)
     sizes = {round_.busy for one in replayed for round_ in one.stats.rounds}
     assert len(graphs) == len(sizes) * n_parts, "the second run captures nothing"
     n_rounds = sum(len(one.stats.rounds) for one in replayed)

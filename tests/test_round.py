@@ -10,7 +10,7 @@ from engine.batch import Batch
 from engine.drafters import Shown
 from engine.round import Round
 from engine.sampling import Distribution, Filters
-from kv_cache import StreamingKVCache, VerifyTopKCache
+from kv_cache import RetrievalKVCache, StreamingKVCache, VerifyTopKCache
 
 LENGTHS = [7, 4, 19]
 SAMPLINGS = [SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(1.0, top_p=0.9)]
@@ -26,6 +26,9 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
     for drafter in (
         SelfSpeculation(runner, streaming, 3),
         SelfSpeculation(runner, VerifyTopKCache(TINY, 3, 6, 4, dtype=torch.float64, n_first=1, refresh=1), 3),
+        SelfSpeculation(
+            runner, RetrievalKVCache(TINY, 3, 6, 64, 4, dtype=torch.float64, n_first=1, refresh=1, chunk=2), 3
+        ),
         StandaloneDraft(own, 3),
         NGram(runner, 3),
         SavedText(runner, {0: [1, 2, 3], 1: [4]}, 3),

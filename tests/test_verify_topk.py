@@ -27,7 +27,9 @@ def draft_cache(config=TINY, n_rows: int = len(LENGTHS), dtype=torch.float64, **
 
 
 class Rows:
-    """Ragged rows of a self-draft, and rounds over some of them."""
+    """Ragged rows of a self-draft, and rounds over some of them, behind which entries are chosen anew."""
+
+    choosing = True
 
     def __init__(self, cache: VerifyTopKCache, model=None, kv_dtype=None, draft=(None, None)) -> None:
         self.model, self.texts = model or tiny_model(), random_prompts(LENGTHS)
@@ -57,7 +59,8 @@ class Rows:
         batch.set_state([len(self.texts[row]) for row in rows], [0] * len(rows), [1] * len(rows))
         self.runner.cache.rollback(torch.tensor([len(text) for text in self.texts]))
         self.drafter.rollback(batch)
-        self.drafter.refresh(batch, gamma)
+        if self.choosing:
+            self.drafter.refresh(batch, gamma)
 
 
 def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:

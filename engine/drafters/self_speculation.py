@@ -10,7 +10,7 @@ from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, Shown, check_target
 from engine.drafters.config import ModelDrafterConfig, Parts
-from kv_cache import KVCache, Observed, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
+from kv_cache import KVCache, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
 from kv_cache.verify_topk import copy_chosen
 from models.names import parse_layers
 
@@ -47,13 +47,12 @@ class SelfSpeculation(ModelDrafter):
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self._layers = runner, cache, layers
-        self._n_rounds, self._noted = 0, None
+        self._n_rounds, self._observed = 0, None
         self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
-        if cache.refresh:
-            n_layer, max_batch, n_kv_head = cache.keys.shape[:3]
-            shape = n_layer, max_batch, gamma + 1, n_kv_head, runner.cache.capacity
-            self._noted = Observed(shape, cache.device)
-            self._note()
+        if isinstance(cache, VerifyTopKCache):
+            sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
+            self._observed = cache.observer(gamma + 1, *sizes)
+            self._observe()
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target(self, self._target.cache, target.cache)
@@ -65,26 +64,26 @@ class SelfSpeculation(ModelDrafter):
             if self.cache.n_observed and len(text) > self.cache.capacity:
                 queries = self._target.last_queries(row, text, self.cache.n_observed)
             self.cache.fill_row(row, self._target.cache, len(text), self._layers, queries)
-            if self._noted is not None:
-                self._noted.forget(row)
+            if self._observed is not None:
+                self._observed.forget(row)
 
     def is_due(self) -> bool:
-        if self._noted is None:
+        if self._observed is None:
             return False
         self._n_rounds += 1
-        self._note()
+        self._observe()
         return self._n_rounds % self.cache.refresh == 0
 
-    def _note(self) -> None:
-        """Have attention noted by the verification before entries are chosen anew, and by no other."""
+    def _observe(self) -> None:
+        """Observe the verification before entries are chosen anew, and no other."""
         is_last = (self._n_rounds + 1) % self.cache.refresh == 0
-        self._through.noted = self._noted if is_last else None
+        self._through.observed = self._observed if is_last else None
 
     def refresh(self, batch: Batch, gamma: int) -> None:
-        assert isinstance(self.cache, VerifyTopKCache) and self._noted is not None
+        assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
         copy = getattr(self._target.model.backend, "copy_chosen", copy_chosen)
-        own.choose(source, batch.lengths, self._noted, self._layers, copy)
+        own.choose(source, batch.lengths, self._observed, self._layers, copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)

@@ -1,0 +1,168 @@
+"""RetrievalKVCache: the chunks of a text whose mean keys the newest query attends to most (TriForce)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from common.errors import ConfigError, flag
+from kv_cache.base import Device, KVCache, KVShape, NewTensor
+from kv_cache.entries import dequantize, largest
+from kv_cache.over import BlockQueries, Observed
+from kv_cache.snapkv import SnapKV, attention_received
+from kv_cache.verify_topk import Copy, VerifyTopKCache, check_topk, copy_chosen
+
+
+class RetrievalKVCache(VerifyTopKCache):
+    """Each layer and KV head keeps the text's last `window` tokens, and of the others, which lie in chunks of `chunk`
+    tokens, the first `n_first` and those chunks whose mean keys the newest query attends to most (TriForce, arXiv
+    2404.11912, section 4.1): the prompt's last, then every `refresh` rounds that of the last token that stands.
+
+    means: those keys `[n_layer, max_batch, n_kv_head, longest // chunk, head_dim]` of the chunks that a row's text
+    fills, kept up as it grows. Errors: ConfigError as of VerifyTopKCache, or if a chunk is longer than the window.
+    """
+
+    n_observed = 1
+
+    def __init__(
+        self,
+        config: KVShape,
+        max_batch: int,
+        budget: int,
+        longest: int,
+        window: int = 32,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        n_first: int = 4,
+        refresh: int = 4,
+        chunk: int = 8,
+    ) -> None:
+        check_chunk(chunk, window)
+        super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
+        self.chunk, self._longest = chunk, longest
+        shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
+        dtype = torch.float32 if self.entries.dtype in largest() else self.entries.dtype
+        self.means = torch.zeros(shape, device=device, dtype=dtype)
+
+    @property
+    def max_length(self) -> int:
+        return self._longest
+
+    @property
+    def n_bytes(self) -> int:
+        return super().n_bytes + self.means.numel() * self.means.element_size()
+
+    def fill_row(
+        self,
+        row: int,
+        source: KVCache,
+        length: int,
+        layers: Sequence[int] | None = None,
+        queries: Sequence[torch.Tensor] | None = None,
+        source_row: int | None = None,
+    ) -> None:
+        super().fill_row(row, source, length, layers, queries, source_row)
+        from_row = row if source_row is None else source_row
+        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
+            means = self._means(source.keys_in_order(from_layer, from_row, length))
+            self.means[to_layer, row, :, : means.shape[1]] = means
+
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
+        if length <= self.capacity:
+            return kept
+        assert queries is not None, "a prompt's chunks are chosen by its last query"
+        means, lengths = self._means(keys()), torch.tensor([length], device=kept.device)
+        chosen = self._chosen(queries()[None], means[None], lengths)[0].sort(dim=1).values
+        return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
+
+    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
+        shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
+        return BlockQueries(shape, self.device, dtype)
+
+    def choose(
+        self,
+        source: KVCache,
+        lengths: torch.Tensor,
+        observed: Observed,
+        layers: Sequence[int] | None = None,
+        copy: Copy = copy_chosen,
+    ) -> None:
+        assert isinstance(observed, BlockQueries)
+        rows, extent = self.row_indices, source.keys.shape[3]
+        own_rows = slice(None) if self.rows is None else rows
+        n_standing, most = lengths - observed.starts[rows], observed.queries.shape[2]
+        newest = (n_standing - 1).clamp(min=0, max=most - 1)
+        is_new = (n_standing > 0) & (lengths > self.capacity)
+        # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
+        ahead = torch.arange(2 + self.refresh * most // self.chunk, device=self.device)
+        filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
+        slots = self._entries_of(filled).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
+        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
+            (keys, _), scales = source.gather(from_layer, slots)
+            means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
+            self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
+            if extent > self.capacity:
+                queries = observed.queries[to_layer][rows, newest][:, :, None]
+                means = self.means[to_layer][own_rows, :, : extent // self.chunk]
+                copy(self, to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
+
+    def _means(self, keys: torch.Tensor) -> torch.Tensor:
+        """Of `keys [..., n, D]`, those of whole chunks `[..., n // chunk, D]`."""
+        n_whole = keys.shape[-2] // self.chunk * self.chunk
+        return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
+
+    def _entries_of(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The positions in `chunks [..., n]`: `[..., n * chunk]`."""
+        return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=self.device)).flatten(-2)
+
+    def _chosen(self, queries: torch.Tensor, means: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The positions `[B, n_kv_head, n_sink]` before the window that `queries [B, n_head, 1, D]` choose, by `means
+        [B, n_kv_head, n_chunk, D]` of texts of `lengths [B]` tokens; of one within the capacity they mean nothing."""
+        n_before = (lengths - self.window)[:, None, None]
+        last = ((n_before - 1) // self.chunk).clamp(min=0)
+        share = attention_received(queries, means, last[:, 0])
+        share[..., : -(-self.n_first // self.chunk)].fill_(float("inf"))
+        share.masked_fill_(torch.arange(means.shape[2], device=self.device) > last, -1)
+        # Of one chunk, which the window cuts, there are fewer.
+        best = share.topk(min(means.shape[2], -(-self.n_sink // self.chunk) + 1)).indices
+        entries = self._entries_of(best)
+        # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
+        in_order = (entries >= n_before).byte().sort(dim=-1, stable=True).indices
+        return entries.gather(-1, in_order[..., : self.n_sink])
+
+
+def check_chunk(chunk: int, window: int) -> None:
+    """Raise ConfigError unless whatever lies before the window lies in a chunk that the text fills."""
+    if not 1 <= chunk <= window:
+        what, where = "a chunk has no place in the draft's recent tokens", f"{flag('chunk')}, {flag('snapkv_window')}"
+        seen, fix = f"chunk {chunk}, window {window}", f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
+        raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
+
+
+@dataclass(frozen=True)
+class Retrieval(SnapKV):
+    """Sinks, recent tokens, and the chunks whose mean keys the newest query attends to most, of a self-draft."""
+
+    name: ClassVar[str] = "retrieval"
+    of_self_drafts: ClassVar[bool] = True
+    n_sink: int = 4
+    """attention sinks in the budget"""
+    refresh: int = 4
+    """rounds after which entries are chosen anew"""
+    chunk: int = 8
+    """tokens of a chunk, which is read whole or not at all"""
+
+    def check(self) -> None:
+        super().check()
+        check_topk(self.budget, self.snapkv_window, self.n_sink, self.refresh)
+        check_chunk(self.chunk, self.snapkv_window)
+
+    def keys_beside(self, length: int) -> int:
+        return length // self.chunk
+
+    def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
+        own = self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.chunk
+        return RetrievalKVCache(config, max_batch, self.budget, length, *own)
