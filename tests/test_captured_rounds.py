@@ -124,15 +124,13 @@ def test_what_is_noted_is_captured_apart():
     def accepted(new_graphs):
         model = tiny_model()
         runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
-        cache = VerifyTopKCache(TINY, 2, 12, 5, dtype=torch.float64, n_first=1, refresh=2)
+        cache = VerifyTopKCache(TINY, 2, 28, 5, dtype=torch.float64, n_first=1, refresh=2)
         drafter = SelfSpeculation(runner, cache, gamma=3)
         out = generate(runner, random_prompts([40, 31]), max_new_tokens=60, drafter=drafter)
-        chosen = cache.entries[..., :7, :].sum(dim=-1).sort(dim=-1).values
-        return out.tokens, out.stats.counts, chosen
+        return out.tokens, out.stats.counts
 
-    (*called, chosen), (*replayed, chosen_again) = accepted(None), accepted(RecordedGraphs)
-    assert called == replayed
-    torch.testing.assert_close(chosen, chosen_again)
+    called, replayed = accepted(None), accepted(RecordedGraphs)
+    assert called == replayed and sum(called[1].accepted_at) > 10
 
 
 CPU = torch.device("cpu")
