@@ -140,13 +140,13 @@ class Decoder:
         if choice is not None and not all(request.speculate for request in busy):
             choice = PLAIN
         choice_seconds = time.perf_counter() - choosing
+        self._last_choice = choice or self._last_choice
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
             choice = choice if self._introduce(choice.drafter) else PLAIN
         self.prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             return None
-        self._last_choice = choice
         return self._run_round(choice, time.perf_counter() - choice_seconds)  # choosing is part of the round
 
     def _prefill(self) -> None:
