@@ -24,11 +24,6 @@ PAGE = ROOT / "docs" / "performance.md"
 CHECKS = "gpu_attention_error", "gpu_quantised_error", "gpu_noise", "gpu_identity"
 
 
-def _predicted(record: Record) -> str | None:
-    alpha, speedup = record.get("predicted_with_alpha"), record.get("predicted_speedup")
-    return None if alpha is None or speedup is None else f"{speedup:.2f} if acceptance is {alpha}"
-
-
 SETS, LOADS, DRAFTERS = "spec_bench.jsonl", "serve_load.jsonl", "drafters.jsonl"
 PROMPTS = Column(lambda record: f"{record['shortest']} to {record['longest']}", "prompt tokens")
 SERVED = [*of("model"), Column("turns", "turns"), PROMPTS, Column("temperature", "temperature"), *serve_load.COLUMNS]
@@ -37,7 +32,7 @@ PAIRS = of("prefix_len", "B", "verification", *DRAFT, "pointwise", *SPECULATION,
 SELFSPEC = of("prefix_len", "B", "verification", "temperature", *DRAFT, *SPECULATION, "decode_tokens_per_second")
 SELFSPEC += of("identical", "distinct_4gram_fraction", "prompt_overlap")
 COSTS = of("model", "prefix_len", "B", "kv_dtype", *DRAFT, "baseline_step_ms", "baseline_share_of_copy")
-COSTS += of("draft_step_ms", "verify_step_ms", "round_ms", Column(_predicted, "predicted speedup"))
+COSTS += of("draft_step_ms", "verify_step_ms", "round_ms")
 GAPS = of("model", "prefix_len", "B", "gamma", "round_ms", "kernel_ms_per_round", "gap_percent")
 GAPS += [
     Column(lambda record: f"`{record['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
@@ -68,10 +63,9 @@ def tables(folder: Path) -> dict[str, str]:
     medians = [record | record["median"] for record in read(folder, pairs, "cpu_selfspec_summary")]
     cells = [record | {"pairs": record["repeats"]} for record in read(folder, pairs, "gamma_cell")]
     medians += [row for row in rows_of(cells) if row["way"] != "plain"]
-    plain, costs = read(folder, peers, "cpu_peers"), done("gpu_costs")
+    plain = read(folder, peers, "cpu_peers")
     steps = dict.fromkeys(key for record in plain for key in record if key.startswith("step_ms: "))
     times = [measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in steps]
-    sources = dict.fromkeys(cell["alpha_source"] for cell in costs if cell.get("alpha_source"))
     compiled, sets = read(folder, kernels, "kernel_report")[-1:], read(folder, SETS, spec_bench.BENCHMARK)
     loads = read(folder, LOADS, serve_load.BENCHMARK)
     served, texts = rows_of(loads), read(folder, DRAFTERS, drafters.BENCHMARK)
@@ -82,8 +76,7 @@ def tables(folder: Path) -> dict[str, str]:
         "drafters": table("Drafters by text", texts, drafters.COLUMNS, DRAFTERS, rows_of(texts)),
         "serving": table("Serving", loads, SERVED, LOADS, served),
         "gpu_selfspec": table("Speculation on a GPU", done("gpu_selfspec"), SELFSPEC, GPU),
-        "acceptance_sources": "; ".join(sources) or "none",
-        "gpu_costs": table("Costs of 8B and 7B shapes", costs, COSTS, GPU),
+        "gpu_costs": table("Costs of 8B and 7B shapes", done("gpu_costs"), COSTS, GPU),
         "gpu_attention_bandwidth": bandwidth(done("gpu_copy_bandwidth")[-1:], done("gpu_attention_bandwidth")),
         "gpu_launch_gaps": table("Host and launch gaps of a round", done("gpu_launch_gaps"), GAPS, GPU),
         "gpu_correctness": table("Correctness on a GPU", read(folder, GPU, *CHECKS), OUTCOMES, GPU),
