@@ -16,7 +16,7 @@ from common import cli
 from common.checkout import ROOT
 from common.tables import Column
 from reproduce import drafters, serve_load, spec_bench
-from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, read, table, write
+from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, filled, read, table, write
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
 from reproduce.paper.published import Record
 
@@ -41,7 +41,8 @@ GAPS += [
 OUTCOME = Column("status", "outcome", lambda status: "passed" if status == "done" else "FAILED", align="<")
 OUTCOMES = of("cell", OUTCOME, "worst_error", "tolerance")
 KV_BYTES = Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV")
-BLOCKS = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
+READING = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
+READING += [Column("backend", "backend", align="<"), Column("share_of_copy", "share of the copy", ".0%")]
 KERNELS = [
     *(Column("variants", "variants"), Column("max_registers", "registers of a thread, at most")),
     Column(
@@ -63,7 +64,7 @@ def tables(folder: Path) -> dict[str, str]:
     medians = [record | record["median"] for record in read(folder, pairs, "cpu_selfspec_summary")]
     cells = [record | {"pairs": record["repeats"]} for record in read(folder, pairs, "gamma_cell")]
     medians += [row for row in rows_of(cells) if row["way"] != "plain"]
-    plain = read(folder, peers, "cpu_peers")
+    plain, copies = read(folder, peers, "cpu_peers"), done("gpu_copy_bandwidth")
     steps = dict.fromkeys(key for record in plain for key in record if key.startswith("step_ms: "))
     times = [measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in steps]
     compiled, sets = read(folder, kernels, "kernel_report")[-1:], read(folder, SETS, spec_bench.BENCHMARK)
@@ -77,27 +78,12 @@ def tables(folder: Path) -> dict[str, str]:
         "serving": table("Serving", loads, SERVED, LOADS, served),
         "gpu_selfspec": table("Speculation on a GPU", done("gpu_selfspec"), SELFSPEC, GPU),
         "gpu_costs": table("Costs of 8B and 7B shapes", done("gpu_costs"), COSTS, GPU),
-        "gpu_attention_bandwidth": bandwidth(done("gpu_copy_bandwidth")[-1:], done("gpu_attention_bandwidth")),
+        "gpu_copy": "".join(f"{copy['bytes_per_second'] * 1e-12:.2f} TB/s" for copy in copies[-1:]) or NONE,
+        "gpu_attention_bandwidth": table("Bandwidth of attention", done("gpu_attention_bandwidth"), READING, GPU),
         "gpu_launch_gaps": table("Host and launch gaps of a round", done("gpu_launch_gaps"), GAPS, GPU),
         "gpu_correctness": table("Correctness on a GPU", read(folder, GPU, *CHECKS), OUTCOMES, GPU),
         "kernel_report": table("Triton kernels", compiled, KERNELS, kernels),
     }
-
-
-def bandwidth(copies: list[Record], cells: list[Record]) -> str:
-    """A row for each thing that was measured, with every backend's share of the copy's bandwidth."""
-    rows: dict[tuple, Record] = {}
-    for cell in cells:
-        key = tuple(cell[name] for name in ("model", "B", "S", "T", "kv_dtype"))
-        rows.setdefault(key, dict(cell))[cell["backend"]] = cell.get("share_of_copy")
-    columns = [*BLOCKS, *(measured(name, name, ".0%") for name in dict.fromkeys(cell["backend"] for cell in cells))]
-    copied = "".join(f"{copy['bytes_per_second'] * 1e-12:.2f} TB/s" for copy in copies) or NONE
-    about = (
-        f"KV bytes of one layer by time, as a share of what a copy reads and writes ({copied}). Buffers are "
-        "rotated, so nothing is found in the second-level cache. `*`: at least 250 MB.\n\n"
-    )
-    what = "Bandwidth of attention"
-    return about + table(what, copies + cells, columns, GPU, rows.values()) if cells else absent(what, GPU)
 
 
 def page(folder: Path = RESULTS) -> str:

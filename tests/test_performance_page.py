@@ -50,8 +50,12 @@ def test_bandwidth_names_backends_record_commit_and_machine(tmp_path):
     copy = {"benchmark": "gpu_copy_bandwidth", "cell": "copy", "bytes_per_second": 4.31e12}
     cells = bandwidth("triton", 0.913), bandwidth("flash: FA", 0.704), bandwidth("triton", 0.5, T=4, cell="T 4")
     text = section(page_of(tmp_path, copy, *cells), "Attention bandwidth on a GPU")
-    assert "| M | 4 | 8000 | 2 | int8 | 300 * | 91% | 70% |" in text
-    assert f"| M | 4 | 8000 | 4 | int8 | 300 * | 50% | {NONE} |" in text
+    for row in (
+        "2 | int8 | 300 * | triton | 91% |",
+        "2 | int8 | 300 * | flash: FA | 70% |",
+        "4 | int8 | 300 * | triton | 50%",
+    ):
+        assert f"| M | 4 | 8000 | {row}" in text
     assert all(shown in text for shown in ("4.31 TB/s", "gpu.jsonl", "`0123456789ab`", "NVIDIA X"))
 
 

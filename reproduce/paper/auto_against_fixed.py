@@ -5,7 +5,6 @@ it), whichever has the larger median speedup. That is a little too strict: what 
 is partly the luckier one, less so the more repeats there are.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -13,7 +12,6 @@ from statistics import fmean, median
 
 from common.tables import markdown
 from reproduce.paper.columns import NONE, section
-from reproduce.paper.figures import POINTS, Panel, lines
 from reproduce.paper.published import Record
 
 # What gamma_cell.py calls the modes that choose from round to round, and what they are called in Markdown. The first is
@@ -61,20 +59,12 @@ def _fixed(row: Record) -> str:
     return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
 
 
-def _shares(run: Record) -> str | None:
-    """In percent, which share of the rounds of all repeats drafted with which budget; None if it was not chosen."""
-    counts = Counter(budget or 0 for budget in chain(*(run["auto"]["budgets"] or ())))
-    shares = (f"{budget or 'plain'}: {100 * n / counts.total():.0f}" for budget, n in sorted(counts.items()))
-    return " ".join(shares) or None
-
-
 COLUMNS = section(
     "automatic",
     **{f"{kind}_speedup": lambda run, kind=kind: run[kind]["speedup"] for kind in ("usual", "best", "auto")},
     usual=lambda run: _fixed(run["usual"]),
     best=lambda run: _fixed(run["best"]),
     mean_gamma=lambda run: fmean(chain(*run["auto"]["gammas"])),
-    shares=_shares,
     repeats=lambda run: len(run["ratios"]),
     lowest=lambda run: min(run["ratios"]),
 )
@@ -94,15 +84,3 @@ def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] 
     if not compared:
         return f"{title}: {NONE}."
     return f"{title}:\n\n{render(compared, COLUMNS)}\n\n{summary(compared).capitalize()}."
-
-
-def panel(records: Sequence[Record]) -> Panel:
-    """Speedups of the runs, in the order of the table; what is fixed has the best of the measured budgets."""
-    auto, both = (against_fixed(mode, records) for mode in MODES)
-    shown = {"best fixed": (both, "best"), "gamma 3 or nearest": (both, "usual")}
-    shown |= {"gamma auto, largest budget": (auto, "auto"), "gamma and budget auto": (both, "auto")}
-    points = [run[what] | {"label": label, "at": run["index"]} for label, (runs, what) in shown.items() for run in runs]
-    series = lines(points, "label", "at", "speedup", style=POINTS)
-    names = [f"{run['B']} x {run['prefix_len']}" for run in runs_of(records)]
-    axes = "rows x context (tokens)", "speedup"
-    return Panel("choosing from round to round", *axes, series, is_log_x=False, is_speedup=True, x_names=names)
