@@ -35,11 +35,10 @@ def runs_of(records: Sequence[Record]) -> list[Record]:
 
 def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
     """Each run that has this mode, with the row of the mode (`auto`), and of the fixed choices that it is held against:
-    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat. index: the place among
-    all runs.
+    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat.
     """
     found = []
-    for index, run in enumerate(runs_of(records)):
+    for run in runs_of(records):
         rows = {row["way"]: row for row in run["rows"]}
         if mode not in rows:
             continue
@@ -51,7 +50,7 @@ def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
         rates = auto["tokens_per_second"], max(plain, usual, key=SPEEDUP)["tokens_per_second"]
         ratios = [own / better for own, better in zip(*rates, strict=True)]
         compared = {"auto": auto, "usual": usual, "best": max([plain, *fixed], key=SPEEDUP), "ratios": ratios}
-        found.append(run | compared | {"index": index, "ratio": median(ratios)})
+        found.append(run | compared | {"ratio": median(ratios)})
     return found
 
 
