@@ -8,6 +8,7 @@ What was measured and what is only predicted stand in columns of their own; what
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,7 +26,7 @@ from reproduce import cost_model_error, roofline_error
 from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, read, source, table, write
 from reproduce.paper import auto_against_fixed, columns, cpu_roofline, tables
 from reproduce.paper.columns import NONE, machine_name, of
-from reproduce.paper.published import Record, is_of, pairs_of, published
+from reproduce.paper.published import Record, grouped, is_of, pairs_of, published
 from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, MAKE_DRAFT, SPEEDUPS
 from reproduce.paper.tables import Table, published_speedups
 from reproduce.sweeping.runner import OK, read_rows
@@ -51,9 +52,10 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
         "make_draft": MAKE_DRAFT,
         "figures": defaultdict(str, drawn),
     }
-    facts, own = published(), [run for run in runs if run["file"] == SPEEDUPS]
+    facts, by_machine = published(), grouped(published().speedup_tables, itemgetter("origin"))
+    own = [run for run in runs if run["file"] == SPEEDUPS]
     values |= {
-        "by_machine": {name: markdown(*published_speedups(of, speculation)) for name, of in facts.by_machine.items()},
+        "by_machine": {name: markdown(*published_speedups(of, speculation)) for name, of in by_machine.items()},
         "by_pair": {
             ", ".join(pair): markdown(*published_speedups(of, speculation))
             for pair, of in pairs_of(facts.figure_6).items()

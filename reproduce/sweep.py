@@ -62,18 +62,19 @@ class Flags:
 
 def value_of(text: str) -> Any:
     """A value as TOML reads it (0.5, true, [64, 128], "in quotes"), and what TOML does not read as it is."""
-    values = values_of(text)
-    return values[0] if len(values) == 1 and text.strip(", ") == text else text
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, VALUES) else text
 
 
 def values_of(text: str) -> Sequence[Any]:
     """Values between commas; lists in brackets are one value each."""
     try:
-        values = tomllib.loads(f"values = [{text}]")["values"]
-        return values if all(isinstance(value, VALUES) for value in values) else text.split(",")
+        return tomllib.loads(f"values = [{text}]")["values"]
     except tomllib.TOMLDecodeError:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        return [value_of(part) for part in parts] if len(parts) > 1 else parts
+        return [value_of(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def assigned(field: str, texts: Sequence[str]) -> dict[str, str]:

@@ -50,8 +50,12 @@ def test_bandwidth_names_backends_record_commit_and_machine(tmp_path):
     copy = {"benchmark": "gpu_copy_bandwidth", "cell": "copy", "bytes_per_second": 4.31e12}
     cells = bandwidth("triton", 0.913), bandwidth("flash: FA", 0.704), bandwidth("triton", 0.5, T=4, cell="T 4")
     text = section(page_of(tmp_path, copy, *cells), "Attention bandwidth on a GPU")
-    assert "| M | 4 | 8000 | 2 | int8 | 300 * | 91% | 70% |" in text
-    assert f"| M | 4 | 8000 | 4 | int8 | 300 * | 50% | {NONE} |" in text
+    for row in (
+        "2 | int8 | 300 * | triton | 91% |",
+        "2 | int8 | 300 * | flash: FA | 70% |",
+        "4 | int8 | 300 * | triton | 50%",
+    ):
+        assert f"| M | 4 | 8000 | {row}" in text
     assert all(shown in text for shown in ("4.31 TB/s", "gpu.jsonl", "`0123456789ab`", "NVIDIA X"))
 
 
@@ -73,13 +77,12 @@ def test_speculation_and_its_missing_figures(tmp_path):
     assert "| 0.812 |" in text and "63 of 64" in text
 
 
-def test_predictions_are_marked_and_name_their_acceptance(tmp_path):
-    alpha = {"predicted_speedup": 1.555, "predicted_with_alpha": 0.82, "alpha_source": "a paper"}
-    unknown = gpu_costs(predicted_speedup=None, predicted_with_alpha=None, draft_step_ms=None, verify_step_ms=None)
-    text = page_of(tmp_path, gpu_costs(baseline_share_of_copy=0.876, **alpha), unknown)
+def test_costs_of_shapes_and_their_missing_figures(tmp_path):
+    text = page_of(
+        tmp_path, gpu_costs(baseline_share_of_copy=0.876), gpu_costs(draft_step_ms=None, verify_step_ms=None)
+    )
     text = section(text, "Costs of 8B and 7B shapes on a GPU")
-    assert f"| 40.00 | {1.555:.2f} if acceptance is 0.82 |" in text and "a paper" in text and "88%" in text
-    assert f"| {NONE} | {NONE} | 40.00 | - |" in text
+    assert "| 88% |" in text and f"| {NONE} | {NONE} | 40.00 |" in text
 
 
 def test_failed_checks_are_shown_as_failed(tmp_path):

@@ -43,7 +43,8 @@ class Cell:
     @property
     def key(self) -> str:
         """16 hexadecimal digits of what is run, whatever the order of the flags."""
-        return hashlib.sha256(_canonical([self.script, self.given]).encode()).hexdigest()[:16]
+        said = json.dumps([self.script, self.given], sort_keys=True, separators=(",", ":"), default=str)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def label(self, without: Sequence[str] = (), show_script: bool = True) -> str:
         """The script and its flags, for people."""
@@ -64,10 +65,6 @@ class Cell:
     def text_of(self, name: str) -> str:
         """A flag's value as a text, false where the cell goes without it."""
         return value_text(self.given.get(name, False))
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def value_text(value: object) -> str:

@@ -8,7 +8,6 @@ runner's last child keeps until it is gone, too, lets one runner at a time write
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -24,8 +23,6 @@ from reproduce.sweeping.cells import Cell, labels
 from reproduce.sweeping.child import last_object, run_child
 
 OK, FAILED = "ok", "failed"
-# How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
-LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
@@ -47,7 +44,7 @@ def run_cells(
 
     A cell that fails, or takes longer than `timeout_s`, is a row with its error, and is not run again unless
     `retry_failed`. What a cell says goes to `<output>.logs/<key>.log`, what it prints to `<key>.out`. Errors:
-    ConfigError, also if another runner writes to `output`.
+    ConfigError.
     """
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
         fix = "leave it out to let cells take their time"
@@ -111,22 +108,17 @@ def make_logs(output: str | Path) -> Path:
 
 @contextmanager
 def _only_runner(output: Path) -> Iterator[int]:
-    """Hold the lock of `output`; yields its file descriptor, which keeps it as long as any process has it open."""
-    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-    with (make_logs(output) / "lock").open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    seen = f"{output}, locked by process {file.read().strip() or 'unknown'} or its child"
-                    what, required = "another runner writes to the same file", "one runner at a time"
-                    fix = "wait until it is done, end it, or choose another --output"
-                    raise ConfigError(what, flag("output"), seen, required, fix) from None
-                time.sleep(LOCK_POLL_SECONDS)
-        file.truncate(0)
+    """Wait for the lock of `output` and hold it; yields its file descriptor, which keeps it as long as any process has
+    it open: also a killed runner's last child.
+    """
+    with (make_logs(output) / "lock").open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another runner of {output}, process {file.read().strip() or 'unknown'}, or its child")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate()
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield file.fileno()
