@@ -54,7 +54,7 @@ def convert(
     import torch
     from tqdm import tqdm
 
-    from models.checkpoints.convert import match_tensors, read_stacked
+    from models.checkpoints.convert import match_parts, read_stacked, source_parts
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
@@ -68,7 +68,8 @@ def convert(
     if not force:
         files.check_source(checkpoint_dir)
     source = open_source(checkpoint_dir)
-    matched = match_tensors(checkpoint_dir, source.tensors, source.config)
+    tied_head = ["lm_head.weight"] if source.config.tie_embeddings else []
+    matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), tied_head)
     matched, config = drop_layers(matched, source.config, layers_to_drop)
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)

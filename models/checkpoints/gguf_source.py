@@ -36,7 +36,7 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     described = path.with_name(CONFIG) if has_config else path
     hf_config = read_config(described) if has_config else _hf_config(path, metadata, stored, architecture)
     config = ModelConfig.from_hf(hf_config, where=str(described))
-    tensors, names = {}, _hf_names(config, min(config.n_layer, len(stored)))  # not of a billion layers
+    tensors, names = {}, _hf_names(config)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
@@ -124,10 +124,10 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _hf_names(config: ModelConfig, n_layer: int) -> dict[str, str]:
-    """By GGUF name, the Hugging Face name of each tensor that a model of so many layers may have."""
-    table = get_tensor_name_map(MODEL_ARCH.LLAMA, n_layer)
-    parts = chain(*source_parts(replace(config, n_layer=n_layer, tie_embeddings=False, qkv_bias=True)).values())
+def _hf_names(config: ModelConfig) -> dict[str, str]:
+    """By GGUF name, the Hugging Face name of each tensor that a model of that size may have."""
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, config.n_layer)
+    parts = chain(*source_parts(replace(config, tie_embeddings=False, qkv_bias=True)).values())
     return {str(table.get_name(name, (".weight", ".bias"))): name for name, _ in parts}
 
 

@@ -99,7 +99,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
 
     Models without text are compared by size. Errors: ConfigError naming the first id that differs.
     """
-    pieces = None
     if target.has_text and draft.has_text:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
@@ -108,15 +107,8 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
                 seen, required = f"{its!r} and {mine!r}", "the same token for every id"
                 fix = f"use a draft of the target's family, or make one: {CONVERT} --drop_layers"
                 raise ConfigError("the draft has another vocabulary than the target", where, seen, required, fix)
-        pieces = len(ours), len(theirs)
-    for sizes, have, so in (
-        ((target.config.vocab_size, draft.config.vocab_size), "has the token ids", "which are never drafted"),
-        (pieces, "has tokens for the ids", "which are padding to the other"),
-    ):
-        if sizes and sizes[0] != sizes[1]:
-            owner = target.name if sizes[0] > sizes[1] else draft.name
-            return f"only {owner} {have} {min(sizes)} to {max(sizes) - 1}, {so}"
-    return None
+    (fewer, _), (more, owner) = sorted((source.config.vocab_size, source.name) for source in (target, draft))
+    return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted" if fewer < more else None
 
 
 def _folder(path: str) -> Path:

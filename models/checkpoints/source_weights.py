@@ -70,15 +70,10 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
-        files = tuple(folder / name for name in names)
+        return tuple(folder / name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         required = '{"weight_map": {tensor: shard}}'
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
-    for file in files:
-        if not file.is_file():
-            required = f"every shard that {index.name} names"
-            raise CheckpointError("a shard is missing", file, "no such file", required, DOWNLOAD_AGAIN)
-    return files
 
 
 def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
@@ -87,7 +82,7 @@ def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
-        raise CheckpointError("a shard is truncated or garbled", path, seen, required, DOWNLOAD_AGAIN) from None
+        raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
     tensors = {}
     for name, (shape, dtype, read) in stored.items():
         if name.endswith(IGNORED_SUFFIXES):
