@@ -77,18 +77,18 @@ def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
             for draft, alpha, costs in zip(DRAFTS, alphas, each, strict=True)
             for gamma in (1, 3)
         }
-        best = cost_tables.best_of(grid, 1, 100, given({100: alphas}))
+        [best] = cost_tables.best_of_each(grid, given({100: alphas}))
         chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
         assert chosen == max(by_hand, key=by_hand.__getitem__)
         assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
-    nothing = cost_tables.best_of(grid, 1, 100, given({100: (0.0, 0.0)}))
+    [nothing] = cost_tables.best_of_each(grid, given({100: (0.0, 0.0)}))
     assert nothing["gamma"] == 0 and nothing["draft_policy"] is None and nothing["predicted_speedup"] == 1
 
 
 def test_each_context_is_predicted_from_its_own_acceptance():
     grid = CostGrid.of(DRAFTS, {(1, context): [CHEAP, CHEAP] for context in (100, 200)})
     acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
-    best = [cost_tables.best_of(grid, 1, context, acceptances) for context in (100, 200)]
+    best = cost_tables.best_of_each(grid, acceptances)
     assert [row["draft_policy"] for row in best] == ["streaming", "snapkv"]
     wanted = [tokens_per_round(alpha, 3) * 100 / CHEAP.round_ms(3) for alpha in (0.9, 0.8, 0.3)]
     assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted[:2], abs=1e-4)

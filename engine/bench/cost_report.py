@@ -6,14 +6,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.errors import ConfigError, OutOfMemoryError, flag
+from common.errors import ConfigError, flag
 from common.jsonl import publish, require_appendable
 from common.provenance import git_commit
 from common.say import say
 from engine.acceptance import AcceptanceRate
 from engine.bench.config import AUTO, RunConfig, Sizes, Target
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import Acceptances, best_of, best_table, cost_table, heat_map
+from engine.bench.cost_tables import Acceptances, best_of_each, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import check_layers, resolve_several
@@ -23,7 +23,7 @@ from engine.cost_model.costs import CostGrid, Costs
 from engine.cost_model.machines import find_machine
 from engine.cost_model.measure import measure_costs
 from engine.cost_model.published import published_acceptance
-from engine.cost_model.roofline import Stored, device_bytes, predict_costs
+from engine.cost_model.roofline import Stored, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
 from models.checkpoints.model_source import find_model
@@ -66,11 +66,6 @@ def report_predicted(flags: CostFlags) -> None:
     require_appendable(flags.output.output)
     source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
     target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
-    if (needed := device_bytes(target, machine, max(flags.batches), contexts[-1])) > machine.memory:
-        what, required = "weights and KV cache do not fit into the machine", f"<= {machine.memory / 1e9:.0f} GB"
-        seen = f"{needed / 1e9:.0f} GB a device for {max(flags.batches)} rows of {contexts[-1]} tokens"
-        fix = f"use fewer {flag('batches')}, shorter {flag('contexts')} or more devices"
-        raise OutOfMemoryError(what, f"{flag('machine')} {flags.machine}", seen, required, fix)
     acceptances = acceptances_of(source.name, flags)
     drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
 
@@ -95,11 +90,6 @@ def report_predicted(flags: CostFlags) -> None:
     }
     title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
     publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}")
-
-
-def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, object]]:
-    """What pays best at each batch and context."""
-    return [best_of(grid, *size, acceptances) for size in itertools.product(grid.batches, grid.contexts)]
 
 
 def publish_tables(

@@ -24,15 +24,18 @@ def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, 
     return grid.at(batch, context, draft).speedup(tokens, gamma)
 
 
-def best_of(grid: CostGrid, batch: int, context: int, acceptances: Acceptances) -> dict[str, Any]:
-    """The draft and gamma with the largest predicted speedup there; gamma 0 and no draft where plain decoding is
-    faster."""
-    choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
-    for draft, gamma in itertools.product(grid.drafts, grid.gammas):
-        choices[*draft, gamma] = predict(grid, draft, gamma, acceptances, batch, context)
-    best = max(choices, key=choices.__getitem__)
-    chosen = dict(zip(("draft_policy", "draft_budget", "gamma"), best, strict=True))
-    return {"B": batch, "prefix_len": context, **chosen, "predicted_speedup": round(choices[best], 4)}
+def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any]]:
+    """The draft and gamma with the largest predicted speedup at each batch and context; gamma 0 and no draft where
+    plain decoding is faster."""
+    found = []
+    for size in itertools.product(grid.batches, grid.contexts):
+        choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
+        for draft, gamma in itertools.product(grid.drafts, grid.gammas):
+            choices[*draft, gamma] = predict(grid, draft, gamma, acceptances, *size)
+        best = max(choices, key=choices.__getitem__)
+        names = "B", "prefix_len", "draft_policy", "draft_budget", "gamma", "predicted_speedup"
+        found.append(dict(zip(names, (*size, *best, round(choices[best], 4)), strict=True)))
+    return found
 
 
 def cost_columns(grid: CostGrid) -> list[Column]:
