@@ -10,7 +10,6 @@ from common.errors import ConfigError, flag
 from common.jsonl import publish, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from engine.acceptance import AcceptanceRate
 from engine.bench.config import AUTO, RunConfig, Sizes, Target
 from engine.bench.cost_flags import CostFlags, Draft
 from engine.bench.cost_tables import Acceptances, best_of_each, best_table, cost_table, heat_map
@@ -46,13 +45,13 @@ def report_measured(flags: CostFlags) -> None:
     if flags.alpha is None:
         acceptances = {context: measure_acceptance(session, flags, context) for context in contexts}
     else:
-        acceptances = dict.fromkeys(contexts, dict.fromkeys(flags.configs(), AcceptanceRate(flags.alpha)))
+        acceptances = dict.fromkeys(contexts, dict.fromkeys(flags.configs(), flags.alpha))
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,
         "dataset": session.dataset if is_measured else None,
         **grid.record(),
-        **acceptance_record(acceptances),
+        "acceptance_rates_by_context": rates_of(grid, acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
         "best": best_of_each(grid, acceptances),
     }
@@ -84,7 +83,7 @@ def report_predicted(flags: CostFlags) -> None:
         "git_commit": git_commit(),
         **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
         **grid.record("predicted_", ("plain", "verify", "draft")),
-        "acceptance_rates_by_context": [[acceptances[s][one].value for s in contexts] for one in drafts],
+        "acceptance_rates_by_context": rates_of(grid, acceptances),
         "acceptance_of": said,
         "best": best_of_each(grid, acceptances),
     }
@@ -128,7 +127,7 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
     return CostGrid.of(list(drafts), {size: measure(*size) for size in tqdm(sizes, desc="costs", unit="cell")})
 
 
-def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, AcceptanceRate]:
+def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, float]:
     """The acceptance of each draft on the data set's own text behind `context` tokens."""
     assert session.tokenizer is not None
     n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
@@ -140,18 +139,13 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
     for draft, config in flags.configs().items():
         drafter = narrow.drafter(replace(config, gamma=gamma))
         summed = total(forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode))
-        rates[draft] = AcceptanceRate(summed.accepted / summed.verified, summed.verified)
+        rates[draft] = summed.accepted / summed.verified
     return rates
 
 
-def acceptance_record(acceptances: Acceptances) -> dict[str, object]:
-    """For a JSON record: rates and verified positions `[D][S]`, by draft and context; of given rates no counts."""
-    rows = list(zip(*(at_context.values() for at_context in acceptances.values()), strict=True))
-    verified = [[acceptance.n for acceptance in row] for row in rows]
-    return {
-        "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
-        "acceptance_judged_by_context": None if None in verified[0] else verified,
-    }
+def rates_of(grid: CostGrid, acceptances: Acceptances) -> list[list[float]]:
+    """For a JSON record: rates `[D][S]`, by draft and context."""
+    return [[round(acceptances[context][draft], 4) for context in grid.contexts] for draft in grid.drafts]
 
 
 def stored_target(config: ModelConfig, target: Target) -> Stored:
@@ -186,4 +180,4 @@ def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
         seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
         required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
         raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
-    return {s: {draft: AcceptanceRate(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}
+    return {s: {draft: found[i] for draft, found in known.items()} for i, s in enumerate(contexts)}

@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 
 from common.tables import Column, console
-from engine.acceptance import AcceptanceRate
 from engine.bench.cost_flags import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
 
 SHADES = " .:-=+*#%@"
 
-# The acceptance of every draft, by context (tokens).
-Acceptances = Mapping[int, Mapping[Draft, AcceptanceRate]]
+# The acceptance rate of every draft, by context (tokens).
+Acceptances = Mapping[int, Mapping[Draft, float]]
 
 
 def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> float:
     """The speedup, from the draft's acceptance at that context, which is one of those that it was measured at."""
-    tokens = tokens_per_round(acceptances[context][draft].value, gamma)
+    tokens = tokens_per_round(acceptances[context][draft], gamma)
     return grid.at(batch, context, draft).speedup(tokens, gamma)
 
 
@@ -73,7 +72,7 @@ def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
     columns = [
         Column(itemgetter(0), "B"),
         Column(itemgetter(1), "context"),
-        Column(lambda size: acceptances[size[1]][draft].value, "acceptance", ".3f"),
+        Column(lambda size: acceptances[size[1]][draft], "acceptance", ".3f"),
         *map(predicted, grid.gammas),
     ]
     policy, budget = draft

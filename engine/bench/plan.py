@@ -217,7 +217,8 @@ def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
         what, where = "an oracle drafts what plain decoding emitted", f"{flag('draft')} {config.draft.name}"
         seen = f"{sampling.mode} verification" + f", {flag('no_baseline')}" * config.passes.no_baseline
         required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"
-        raise ConfigError(what, where, seen, required, f"use {flag('verification')} coupled and a baseline")
+        fix = f"leave out {flag('no_baseline')}" if sampling.reproducible else f"use {flag('verification')} coupled"
+        raise ConfigError(what, where, seen, required, fix)
 
 
 def _check_context(plan: Plan) -> None:
