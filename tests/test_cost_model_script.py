@@ -33,21 +33,14 @@ def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
     given = call(COST_MODEL, f"{GRID} --alpha 0.9")
     record = given.record
     assert record["acceptance_rates_by_context"] == [[0.9, 0.9]] * 4 and record["acceptance_of"] == "given"
-    assert record["acceptance_judged_by_context"] is None
 
 
 def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call):
     both = call(COST_MODEL, GRID).record
     alone = call(COST_MODEL, GRID.replace("--contexts 40 90", "--contexts 90")).record
-    n_rounds, gamma, n_row = len(range(0, N_TOKENS - 3 - 1, 3 + 1)), 3, N_ROWS
-    for rates, judged in zip(both["acceptance_rates_by_context"], both["acceptance_judged_by_context"], strict=True):
-        assert len(rates) == len(judged) == 2 and all(0 <= rate <= 1 for rate in rates)
-        # The first draft of a block is judged, whatever becomes of it.
-        assert all(n_row * n_rounds <= n <= n_row * n_rounds * gamma for n in judged)
-        # What was accepted is a whole number of what was judged.
-        assert all(abs(rate * n - round(rate * n)) < 1e-4 * n for rate, n in zip(rates, judged, strict=True))
+    for rates in both["acceptance_rates_by_context"]:
+        assert len(rates) == 2 and all(0 <= rate <= 1 for rate in rates)
     assert [row[1:] for row in both["acceptance_rates_by_context"]] == alone["acceptance_rates_by_context"]
-    assert [row[1:] for row in both["acceptance_judged_by_context"]] == alone["acceptance_judged_by_context"]
     assert any(short != long for short, long in both["acceptance_rates_by_context"])
 
 
@@ -64,8 +57,7 @@ def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
     sizes = "--batches 1 --contexts 40 --policies streaming --budgets 40 --device cpu"
     assert call(COST_MODEL, f"{sizes} --gammas 1 20 --alpha 0.8").record["gammas"] == [1, 20]
     record = call(COST_MODEL, f"{sizes} --gammas 1 20").record
-    n_rounds = len(range(0, N_TOKENS - 3 - 1, 3 + 1))
-    assert 1 <= record["acceptance_judged_by_context"][0][0] <= 3 * n_rounds * N_ROWS
+    assert 0 <= record["acceptance_rates_by_context"][0][0] <= 1
 
 
 def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp_path):

@@ -19,7 +19,7 @@ AUTO, NARROW = draft_of(6, Streaming()), draft_of(3, Streaming(8))
 
 
 def beside(waiting: float, stolen: float = 0.0, contended: bool | None = False) -> dict[str, Any]:
-    return {"cpu_share": 0.9, "threads_waiting": waiting, "stolen_processors": stolen, "contended": contended}
+    return {"threads_waiting": waiting, "stolen_processors": stolen, "contended": contended}
 
 
 def record(*rounds_by_gamma: tuple[int, int], **changes: Any) -> dict[str, Any]:

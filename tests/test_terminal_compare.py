@@ -145,8 +145,8 @@ def test_rows_without_room_are_counted() -> None:
 
 def test_the_first_difference_is_found() -> None:
     assert first_difference([[1, 2], [3]], [[1, 2], [3]]) is None
-    assert first_difference([[1, 2], [3, 4, 5], [0]], [[1, 2], [3, 4, 6], [1]]) == (1, 2)
-    assert first_difference([[1, 2]], [[1]]) == (0, 1)
+    assert first_difference([[1, 2], [3, 4, 5], [0]], [[1, 2], [3, 4, 6], [1]]) == {"row": 1, "token": 2}
+    assert first_difference([[1, 2]], [[1]]) == {"row": 0, "token": 1}
 
 
 def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:

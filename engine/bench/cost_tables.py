@@ -8,31 +8,33 @@ from typing import Any
 import numpy as np
 
 from common.tables import Column, console
-from engine.acceptance import AcceptanceRate
 from engine.bench.cost_flags import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
 
 SHADES = " .:-=+*#%@"
 
-# The acceptance of every draft, by context (tokens).
-Acceptances = Mapping[int, Mapping[Draft, AcceptanceRate]]
+# The acceptance rate of every draft, by context (tokens).
+Acceptances = Mapping[int, Mapping[Draft, float]]
 
 
 def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> float:
     """The speedup, from the draft's acceptance at that context, which is one of those that it was measured at."""
-    tokens = tokens_per_round(acceptances[context][draft].value, gamma)
+    tokens = tokens_per_round(acceptances[context][draft], gamma)
     return grid.at(batch, context, draft).speedup(tokens, gamma)
 
 
-def best_of(grid: CostGrid, batch: int, context: int, acceptances: Acceptances) -> dict[str, Any]:
-    """The draft and gamma with the largest predicted speedup there; gamma 0 and no draft where plain decoding is
-    faster."""
-    choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
-    for draft, gamma in itertools.product(grid.drafts, grid.gammas):
-        choices[*draft, gamma] = predict(grid, draft, gamma, acceptances, batch, context)
-    best = max(choices, key=choices.__getitem__)
-    chosen = dict(zip(("draft_policy", "draft_budget", "gamma"), best, strict=True))
-    return {"B": batch, "prefix_len": context, **chosen, "predicted_speedup": round(choices[best], 4)}
+def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any]]:
+    """The draft and gamma with the largest predicted speedup at each batch and context; gamma 0 and no draft where
+    plain decoding is faster."""
+    found = []
+    for size in itertools.product(grid.batches, grid.contexts):
+        choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
+        for draft, gamma in itertools.product(grid.drafts, grid.gammas):
+            choices[*draft, gamma] = predict(grid, draft, gamma, acceptances, *size)
+        best = max(choices, key=choices.__getitem__)
+        names = "B", "prefix_len", "draft_policy", "draft_budget", "gamma", "predicted_speedup"
+        found.append(dict(zip(names, (*size, *best, round(choices[best], 4)), strict=True)))
+    return found
 
 
 def cost_columns(grid: CostGrid) -> list[Column]:
@@ -70,7 +72,7 @@ def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
     columns = [
         Column(itemgetter(0), "B"),
         Column(itemgetter(1), "context"),
-        Column(lambda size: acceptances[size[1]][draft].value, "acceptance", ".3f"),
+        Column(lambda size: acceptances[size[1]][draft], "acceptance", ".3f"),
         *map(predicted, grid.gammas),
     ]
     policy, budget = draft

@@ -229,13 +229,9 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
     needed = plan.total(batch)
     if needed <= available:
         return
+    fix = f"use a shorter {flag('prefix_len')}, a narrower {flag('dtype')}, {flag('quantize')} or more ranks"
     if largest := plan.largest_batch(available):
         fix = f"use {flag('B')} {largest}, the largest batch that fits"
-    elif plan.total(0) > available:
-        fix = "use a narrower --dtype, --quantize, more ranks or a smaller model"
-    else:
-        smaller = f", or a smaller draft budget ({flag('draft_budget')})" if plan.per_row["draft KV"] else ""
-        fix = f"use a shorter {flag('prefix_len')}{smaller}"
     listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in plan.items(batch).items() if size)
     what, seen = "the run does not fit into memory", f"{needed / GIB:.2f} GiB for a batch of {batch}"
     raise OutOfMemoryError(what, f"{device}: {listed}", seen, f"<= {available / GIB:.2f} GiB available", fix)

@@ -213,14 +213,12 @@ def _check_files(config: RunConfig) -> None:
 def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
     if config.draft is None or not config.draft.needs_baseline:
         return
-    where = f"{flag('draft')} {config.draft.name}"
-    if config.passes.no_baseline:
-        what, fix = "an oracle drafts the baseline's output, and there is none", f"leave out {flag('no_baseline')}"
-        raise ConfigError(what, where, flag("no_baseline"), "a baseline pass", fix)
-    if not sampling.reproducible:
-        what = "an oracle drafts what the same random numbers emitted, which rejection must not know"
-        seen = f"{flag('verification')} {sampling.mode} at temperature {sampling.params.temperature}"
-        raise ConfigError(what, where, seen, "greedy or coupled verification", f"use {flag('verification')} coupled")
+    if config.passes.no_baseline or not sampling.reproducible:
+        what, where = "an oracle drafts what plain decoding emitted", f"{flag('draft')} {config.draft.name}"
+        seen = f"{sampling.mode} verification" + f", {flag('no_baseline')}" * config.passes.no_baseline
+        required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"
+        fix = f"leave out {flag('no_baseline')}" if sampling.reproducible else f"use {flag('verification')} coupled"
+        raise ConfigError(what, where, seen, required, fix)
 
 
 def _check_context(plan: Plan) -> None:

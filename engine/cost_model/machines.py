@@ -19,14 +19,13 @@ class Protocol(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """Devices of one kind, whose numbers these are: bytes of memory read per second; dense operations per second (a
-    multiplication and an addition are two) with 16 and with 32 bits; bytes of memory; seconds that a kernel takes
-    beside its work; rows of queries that attention multiplies at least; whether heads that share KV are rows of one
-    tile where there are several tokens, too; seconds of a forward that nothing else here explains."""
+    multiplication and an addition are two) with 16 and with 32 bits; seconds that a kernel takes beside its work; rows
+    of queries that attention multiplies at least; whether heads that share KV are rows of one tile where there are
+    several tokens, too; seconds of a forward that nothing else here explains."""
 
     bandwidth: float
     ops: float
     ops_32: float
-    memory: float = math.inf
     launch: float = 0.0
     protocols: tuple[Protocol, ...] = ()
     devices: int = 1
@@ -53,15 +52,15 @@ H100 = Protocol(6.6e-6, 0.6e-6, 141e9), Protocol(14e-6, 1.9e-6, 0.92 * 450e9)
 L40 = Protocol(6.6e-6, 1.0e-6, 32e9 / 2), Protocol(14e-6, 2.5e-6, 0.92 * 32e9)
 # NVIDIA's data sheets (A100 and H100: SXM): dense rates, half of those "with sparsity"; float32 outside tensor cores.
 MACHINES = {
-    "A100-40": Machine(1.555e12, 312e12, 19.5e12, 40e9, LAUNCH, A100),
-    "A100-80": Machine(2.039e12, 312e12, 19.5e12, 80e9, LAUNCH, A100),
-    "H100": Machine(3.35e12, 989.4e12, 67e12, 80e9, LAUNCH, H100),
-    "H200": Machine(4.8e12, 989.4e12, 67e12, 141e9, LAUNCH, H100),
-    "L40": Machine(864e9, 181.05e12, 90.5e12, 48e9, LAUNCH, L40),
-    "L40S": Machine(864e9, 362.05e12, 91.6e12, 48e9, LAUNCH, L40),
+    "A100-40": Machine(1.555e12, 312e12, 19.5e12, LAUNCH, A100),
+    "A100-80": Machine(2.039e12, 312e12, 19.5e12, LAUNCH, A100),
+    "H100": Machine(3.35e12, 989.4e12, 67e12, LAUNCH, H100),
+    "H200": Machine(4.8e12, 989.4e12, 67e12, LAUNCH, H100),
+    "L40": Machine(864e9, 181.05e12, 90.5e12, LAUNCH, L40),
+    "L40S": Machine(864e9, 362.05e12, 91.6e12, LAUNCH, L40),
 }
 MACHINES["A100"] = MACHINES["A100-80"]
-NUMBERS = ("bandwidth", "ops", "ops_32", "memory", "launch", "link", "latency")
+NUMBERS = ("bandwidth", "ops", "ops_32", "launch", "link", "latency")
 EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 

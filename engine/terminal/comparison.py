@@ -43,7 +43,7 @@ def compare(config: RunConfig, save: str | None) -> None:
     assert done.baseline is not None and done.speculative is not None
     record = make_record("compare", session, done) | {"prompts": config.rows.prompts}
     differs = first_difference(done.baseline.tokens, done.speculative.tokens) if session.sampling.reproducible else None
-    record["first_difference"] = differs and dict(zip(("row", "token"), differs, strict=True))
+    record["first_difference"] = differs
     head = headline(session, record, [len(prompt) for prompt in session.prompts])
     said = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.draft))]
     # On a screen that also shows the record, what people read is to stand below it.
@@ -81,12 +81,12 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
     return Session.open(replace(config, rows=rows), prompts), [*map(printable, texts)]
 
 
-def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> dict[str, int] | None:
     """The first row that is not the same in both, and its first token that is not; from 0."""
     for row, pair in enumerate(zip(a, b, strict=True)):
         for place, (mine, its) in enumerate(zip_longest(*pair)):
             if mine != its:
-                return row, place
+                return {"row": row, "token": place}
     return None
 
 
