@@ -25,6 +25,8 @@ class Policy(ABC):
     name: ClassVar[str]
     # Whether it takes verifications through the cache that they choose from.
     of_self_drafts: ClassVar[bool] = False
+    # Whether its cache takes other bytes than so many entries do.
+    has_own_storage: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:

@@ -31,7 +31,13 @@ from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-OF_CACHES = ("self, streaming", "self, snapkv", "self, verify_topk", *(f"standalone, {policy}" for policy in POLICIES))
+OF_CACHES = (
+    "self, streaming",
+    "self, snapkv",
+    "self, verify_topk",
+    "self, quantized",
+    *(f"standalone, {policy}" for policy in POLICIES),
+)
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
 DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")

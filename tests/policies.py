@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_cache import FullKVCache, KVCache, SnapKVCache, StreamingKVCache, VerifyTopKCache
+from kv_cache import FullKVCache, KVCache, QuantizedKVCache, SnapKVCache, StreamingKVCache, VerifyTopKCache
 from kv_cache.base import KVShape
 
 
@@ -30,10 +30,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Policy:
-    """make: an empty cache of that size. by_attention: whether it selects by queries, which a model has to have."""
+    """make: an empty cache of that size. by_attention: whether it selects by queries, which a model has to have.
+    is_exact: whether it holds entries as they are."""
 
     make: Callable[[KVShape, Size], KVCache]
     by_attention: bool = False
+    is_exact: bool = True
 
 
 POLICIES = {
@@ -55,6 +57,12 @@ POLICIES = {
             config, size.n_rows, size.budget + 1, size.window, dtype=size.dtype, n_first=0, refresh=2
         ),
         by_attention=True,
+    ),
+    "quantized": Policy(
+        lambda config, size: QuantizedKVCache(
+            config, size.n_rows, size.longest, group=size.window, window=size.window, dtype=size.dtype
+        ),
+        is_exact=False,
     ),
 }
 # A self-draft copies the target's keys, which are rotated already.

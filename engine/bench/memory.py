@@ -64,7 +64,7 @@ class Footprint:
     capacities: KV entries a row of each cache, one of which is read at a time. kv_dtype: of entries, None for `dtype`.
     dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
     shares_weights: with the target. prefills: whether it runs prompts. observed: queries that select entries (SnapKV);
-    chooses: whether verifications do, too.
+    chooses: whether verifications do, too. row_bytes: of its caches' rows, where they store entries in their own way.
     """
 
     config: ModelConfig
@@ -77,6 +77,7 @@ class Footprint:
     prefills: bool = True
     observed: int = 0
     chooses: bool = False
+    row_bytes: int | None = None
 
     def weights(self, device: str) -> int:
         """Bytes of one copy of the weights; repacking or quantising holds a tied embedding twice."""
@@ -93,6 +94,11 @@ class Footprint:
     def kv_per_token(self) -> int:
         """Bytes of all layers, with the scale that every 8-bit key and value has."""
         return FullKVCache(self.config, 1, 1, "meta", self.kv_dtype or self.dtype).n_bytes
+
+    @property
+    def kv_per_row(self) -> int:
+        """Bytes of a row in all of its caches."""
+        return sum(self.capacities) * self.kv_per_token if self.row_bytes is None else self.row_bytes
 
     @property
     def largest_dequantized_layer(self) -> int:
@@ -126,7 +132,13 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     prefills, stored = draft.source is not None and not is_head, (draft.quantize, draft.kv_dtype, dequantizes)
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
     as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
-    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, chooses=draft.policy.of_self_drafts)
+    row_bytes = None
+    if draft.policy.has_own_storage:  # which it unpacks by way of what dequantising takes
+        kv_dtype, dequantizes = draft.kv_dtype or draft.dtype, lambda n_token: True
+        row_bytes = draft.policy.new_cache(config, 1, draft.capacities[0], "meta", kv_dtype).n_bytes
+        stored = draft.quantize, draft.kv_dtype, dequantizes
+    of_cache = draft.policy.of_self_drafts, row_bytes
+    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, *of_cache)
     return plan_memory(plan, target, own)
 
 
@@ -169,7 +181,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": sum(draft.capacities) * draft.kv_per_token + noted if draft else 0,
+        "draft KV": draft.kv_per_row + noted if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
