@@ -64,7 +64,7 @@ class Footprint:
     capacities: KV entries a row of each cache, one of which is read at a time. kv_dtype: of entries, None for `dtype`.
     dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
     shares_weights: with the target. prefills: whether it runs prompts. observed: queries that select entries (SnapKV);
-    chooses: whether verifications do, too. beside: keys a row that its caches hold beside their entries.
+    chooses: whether verifications do, too. beside: keys a row held beside its caches.
     """
 
     config: ModelConfig
@@ -134,7 +134,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     prefills, stored = draft.source is not None and not is_head, (draft.quantize, draft.kv_dtype, dequantizes)
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
     as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
-    beside = draft.policy.keys_beside(plan.capacity) * len(capacities)
+    beside = (draft.policy.keys_beside(plan.capacity) + 2 * draft.inner_budget) * len(draft.capacities)
     own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, beside)
     return plan_memory(plan, target, own)
 
