@@ -52,6 +52,13 @@ class Batch:
             fewer._view(self._state[:, :n])
         return self._firsts[n]
 
+    def ahead(self, n: torch.Tensor, previous: torch.Tensor, current: torch.Tensor, most: int) -> Batch:
+        """The same rows, each `n [B]` tokens on, at most `most`, of which these are the last two."""
+        further = copy.copy(self)
+        further.lengths, further.previous, further.current = self.lengths + n, previous, current
+        further._longest = self._longest + most
+        return further
+
     def of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
         """A cache's rows of this batch; with gamma, only the slots that a round of so many drafts can take."""
         rows = slice(None) if self._is_whole else self.rows

@@ -41,6 +41,14 @@ class Drafts(NamedTuple):
 class Greedy:
     """Every token is an argmax."""
 
+    verified: Tensor | None = None
+
+    def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Greedy:
+        """The verification of the `i`-th inner round, in which drafts for what drafts follow `ahead [B]` tokens that it
+        has drafted already. Its `verified` are then the distributions `[B, g + 1, V]` that tokens there are drawn
+        from, where the outer verification needs them."""
+        return self
+
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
         return greedy(logits), None
@@ -59,6 +67,10 @@ class Rejection:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
+        self.verified: Tensor | None = None
+
+    def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Rejection:
+        return InnerRejection(self._batch, i)
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
         probs = self._batch.distribution.probs(logits)
@@ -67,22 +79,42 @@ class Rejection:
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         batch, probs = self._batch, self._batch.distribution.probs(logits)
-        n_drafts = drafts.tokens.shape[1]
-        positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=probs.device)
-        seed, request = batch.seeds[:, None], batch.requests[:, None]
-        accept = uniform(seed, request, positions, Stream.ACCEPT, source=batch.source).squeeze(-1)
+        self.verified, accept = probs, self._accept(drafts.tokens.shape[1])
         # A row resamples once a round, at a position not known yet; its rounds start at different positions.
         resample = self._gumbel(batch.lengths + 1, Stream.RESAMPLE, probs)
         return verify_rejection(drafts.tokens, drafts.probs, probs, accept, resample, drafts.lengths)
+
+    def _accept(self, n_drafts: int) -> Tensor:
+        batch = self._batch
+        positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=batch.lengths.device)
+        seed, request = batch.seeds[:, None], batch.requests[:, None]
+        return uniform(seed, request, positions, Stream.ACCEPT, source=batch.source).squeeze(-1)
 
     def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
         batch = self._batch
         return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype, batch.source)
 
 
+class InnerRejection(Rejection):
+    """Its numbers are keyed by where the outer round began, and the inner one of it: by nothing that both may share."""
+
+    def __init__(self, batch: Batch, i: int) -> None:
+        super().__init__(batch)
+        self._purpose = len(Stream) * (1 + i) << 16
+
+    def _accept(self, n_drafts: int) -> Tensor:
+        batch, stream = self._batch, Stream.ACCEPT + self._purpose
+        return uniform(batch.seeds, batch.requests, batch.lengths + 1, stream, n_drafts, batch.source)
+
+    def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
+        return super()._gumbel(positions, stream + self._purpose, like)
+
+
 class Coupled:
     """Draft and target share one Gumbel vector per position, computed once for both: with the first draft, or for
     verifying where nothing was drawn; a rank that does not decide never needs it."""
+
+    verified: Tensor | None = None
 
     def __init__(self, batch: Batch, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
         self._batch, self._gamma, self._vocab_size, self._dtype = batch, gamma, vocab_size, dtype
@@ -95,6 +127,15 @@ class Coupled:
         seed, request = batch.seeds[:, None], batch.requests[:, None]
         return gumbel(seed, request, positions, Stream.COUPLED, self._vocab_size, self._dtype, batch.source)
 
+    def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Coupled:
+        return InnerCoupled(self, ahead, n_drafts)
+
+    def shared(self) -> Tensor:
+        """The noise of the round that is drafted, which all inner rounds share."""
+        if self._drawn_with is None:
+            self._drawn_with = self._noise()
+        return self._drawn_with
+
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
         if i == 0 or self._drawn_with is None:
             self._drawn_with = self._noise()
@@ -104,6 +145,19 @@ class Coupled:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
         logprobs = self._batch.distribution.logprobs(logits)
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
+
+
+class InnerCoupled(Coupled):
+    """The noise of the outer round, from each row's place on; what lies beyond the round is dropped there."""
+
+    def __init__(self, outer: Coupled, ahead: Tensor, n_drafts: int) -> None:
+        self._batch, self._drawn_with, self._outer = outer._batch, None, outer
+        self._places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
+
+    def _noise(self) -> Tensor:
+        noise = self._outer.shared()
+        row = torch.arange(len(noise), device=noise.device)[:, None]
+        return noise[row, self._places.clamp(max=noise.shape[1] - 1)]
 
 
 Verification: TypeAlias = Greedy | Rejection | Coupled

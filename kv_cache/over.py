@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -95,23 +95,26 @@ class BlockAlone:
 
 
 class WriteThroughKVCache:
-    """Reads from `target`; writes to `target` and, of the `layers` that it has, to `draft` (None: all of them), whose
-    attention is `observed`.
+    """Reads from `target`, a cache or another of these; writes to it and, of the `layers` that it has (None: all), to
+    `draft`, whose attention is `observed`.
 
     Verifying through it replaces the approximate KV that a self-drafting model left behind by what
     the target has just computed for the same tokens, at the cost of one small extra write a layer.
     """
 
+    in_order: bool
+    block_ends_view: bool
+    rows: torch.Tensor | None
+
     def __init__(
         self,
-        target: KVCache,
+        target: KVCache | WriteThroughKVCache,
         draft: KVCache,
         layers: Sequence[int] | None = None,
         observed: Observed | None = None,
     ) -> None:
         self.target, self.draft, self.layers, self.observed = target, draft, layers, observed
         self.in_order, self.block_ends_view, self.rows = target.in_order, target.block_ends_view, target.rows
-        self.rotary_positions = target.rotary_positions
         own = range(len(draft.entries))
         self._draft_layer = dict(zip(layers or own, own, strict=True))
 
@@ -119,18 +122,26 @@ class WriteThroughKVCache:
     def positions(self) -> torch.Tensor:
         return self.target.positions
 
-    def begin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def is_observed(self) -> bool:
+        inner = isinstance(self.target, WriteThroughKVCache) and self.target.is_observed
+        return inner or self.observed is not None
+
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.target.rotary_positions(positions)
+
+    def begin(self, positions: torch.Tensor) -> tuple[Any, torch.Tensor]:
         if self.observed is not None:
             self.observed.starts[self.draft.row_indices] = positions[:, 0]
         return self.target.begin(positions), self.draft.begin(positions)
 
-    def write(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
+    def write(self, layer: int, slots: tuple[Any, torch.Tensor], new: torch.Tensor) -> None:
         self.target.write(layer, slots[0], new)
         if layer in self._draft_layer:
             self.draft.write(self._draft_layer[layer], slots[1], new)
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
-        kv = self.target.read(layer)
+        kv = self.target.read(layer, queries)
         if self.observed is None or queries is None or layer not in self._draft_layer:
             return kv
         return self.observed.see(self._draft_layer[layer], self.draft.row_indices, queries, kv)

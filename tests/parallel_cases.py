@@ -19,6 +19,7 @@ from tiny import TINY, tiny_model
 
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, NGramCache, Suffix
+from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
@@ -36,6 +37,7 @@ OF_CACHES = (*(f"self, {policy}" for policy in OF_SELF), *(f"standalone, {policy
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
 DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")
+DRAFTS += ("speculated, ngram", "speculated, streaming")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -134,6 +136,10 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
     if policy == "some layers":
         draft = select_layers(runner.model, [1])
         return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])
+    if kind == "speculated":
+        outer = _drafter(replace(case, draft="self, retrieval"), folder, runner)
+        inner = SelfSpeculation(runner, _cache(runner.model.config, "streaming"), 2)
+        return Speculated(outer, NGram(runner, 2) if policy == "ngram" else inner)
     if kind == "self":
         return SelfSpeculation(runner, _cache(runner.model.config, policy), GAMMA)
     ranks = runner.ranks

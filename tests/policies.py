@@ -69,7 +69,7 @@ POLICIES = {
     "retrieval": Policy(
         lambda config, size: RetrievalKVCache(
             *(config, size.n_rows, size.budget + 1, size.longest, size.window),
-            **{"dtype": size.dtype, "n_first": 0, "refresh": 2, "chunk": min(3, size.window)},
+            **{"dtype": size.dtype, "n_first": 0, "refresh": 1, "chunk": min(3, size.window)},
         ),
         by_attention=True,
     ),

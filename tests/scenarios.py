@@ -20,6 +20,7 @@ from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, Standalo
 from engine.decoding import GenerateOutput
 from engine.drafters import Combined, Eagle, Markov, Medusa, NGramCache, Suffix
 from engine.drafters.ngram_table import NGramTable
+from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
@@ -32,9 +33,10 @@ TEXT_DRAFTERS = {
     "cache": NGramCache,
     "markov": lambda runner, gamma: Markov(runner, gamma, counted(runner.vocab_size)),
 }
+SPECULATED = ("speculated, ngram", "speculated, streaming")
 COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
-DRAFTERS += COMBINED
+DRAFTERS += COMBINED + SPECULATED
 # In rejection mode, what these rounds draw depends on the batch that they are for.
 BY_BATCH = (PACED, "cache", *COMBINED)
 
@@ -145,6 +147,12 @@ class Scenario:
         if kind in COMBINED:
             texts = [make(runner, self.gamma) for make in (Suffix, NGramCache)]
             return Combined(runner, self._drafter(kind.partition(", ")[2], runner, room, futures), texts, 2)
+        if kind in SPECULATED:
+            outer = self._drafter("streaming", runner, room, futures)
+            # Windows that hold a round, less sinks than the outer draft's.
+            own = POLICIES["streaming"].make(config, Size(n_slots, room, self.n_sink // 2, self.gamma + 3, dtype))
+            inner = NGram(runner, 2) if "ngram" in kind else SelfSpeculation(runner, own, 2)
+            return Speculated(outer, inner)
         policy = kind.rpartition(", ")[2]
         if kind == "standalone, streaming" and self.spare_room > 0:
             policy = "streaming, positions in the cache"

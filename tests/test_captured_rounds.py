@@ -16,6 +16,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
+from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
 from kv_cache import RetrievalKVCache, StreamingKVCache, VerifyTopKCache
 
@@ -62,6 +63,11 @@ DRAFTERS = {
     "retrieval": lambda runner: SelfSpeculation(
         runner, RetrievalKVCache(TINY, 2, 12, 128, 5, dtype=torch.float64, n_first=1, refresh=1, chunk=2), gamma=3
     ),
+    "speculated, streaming": lambda runner: Speculated(
+        DRAFTERS["retrieval"](runner),
+        SelfSpeculation(runner, StreamingKVCache(TINY, 2, 8, 2, dtype=torch.float64), gamma=2),
+    ),
+    "speculated, ngram": lambda runner: Speculated(DRAFTERS["streaming"](runner), NGram(runner, gamma=2)),
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
     "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
@@ -96,7 +102,8 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
         assert one.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
     sometimes = "verify_topk, every other round"  # what is observed is captured apart, and one chooses after two
-    n_parts = {"none": 3, "verify_topk": 5, "retrieval": 5, sometimes: 7}.get(kind, 4)
+    more = {"verify_topk": 5, "retrieval": 5, "speculated, streaming": 5, sometimes: 7}
+    n_parts = {"none": 3, **more}.get(kind, 4)
     sizes = {round_.busy for one in replayed for round_ in one.stats.rounds}
     assert len(graphs) == len(sizes) * n_parts, "the second run captures nothing"
     n_rounds = sum(len(one.stats.rounds) for one in replayed)

@@ -18,6 +18,7 @@ from witness import FakeConfig, FakeModel
 
 from engine import ModelRunner, SelfSpeculation, generate
 from engine.drafters import Drafter, Eagle, Medusa, NGram, SavedText
+from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
 from engine.sampling import SamplingParams, logits_to_probs
@@ -65,6 +66,7 @@ class TableModel(FakeModel):
 Group = tuple[int, SamplingParams]  # a prompt's index, and how it is sampled
 TARGET = TableModel(seed=1)
 DRAFT = TableModel(seed=2, near=TARGET)
+INNER = TableModel(seed=3, near=DRAFT)
 
 
 def enumerate_sequences(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
@@ -106,6 +108,10 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
         head = random_eagle(config, 3, VOCAB)
         own = StreamingKVCache(head.body.config, n_slots, gamma + 4, 1, dtype=dtype)
         return Eagle(runner, head, own, gamma)
+    if kind.startswith("speculated"):
+        middle, inner = (StreamingKVCache(config, n_slots, gamma + 1 + n, 1, dtype=dtype) for n in (3, 1))
+        outer, own = SelfSpeculation(runner, middle, gamma, DRAFT), SelfSpeculation(runner, inner, 2, INNER)
+        return Speculated(outer, own if "streaming" in kind else NGram(runner, 2))
     if kind == "full":
         return SelfSpeculation(runner, FullKVCache(config, n_slots, ROOM, dtype=dtype), gamma, DRAFT)
     return SelfSpeculation(runner, StreamingKVCache(config, n_slots, gamma + 2, 1, dtype=dtype), gamma, DRAFT)
@@ -175,6 +181,10 @@ CONFIGURATIONS = [
     ("rejection", "medusa", 3, 3, (PLAIN, FILTERED), 111),
     ("rejection", "eagle", 2, 4, (PLAIN,), 112),
     ("rejection", "eagle", 3, 3, (PLAIN, FILTERED), 113),
+    ("rejection", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 121),
+    ("rejection", "speculated, streaming", 2, 25, (PLAIN,), 122),
+    ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
+    ("coupled", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 124),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("coupled", "full", 2, 3, (PLAIN,), 108),
     ("rejection", "full: heuristic", 3, 3, (PLAIN,), 111),

@@ -8,6 +8,7 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
 from engine.drafters import Shown
+from engine.drafters.speculated import Speculated
 from engine.round import Round
 from engine.sampling import Distribution, Filters
 from kv_cache import RetrievalKVCache, StreamingKVCache, VerifyTopKCache
@@ -29,6 +30,11 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
         SelfSpeculation(
             runner, RetrievalKVCache(TINY, 3, 6, 64, 4, dtype=torch.float64, n_first=1, refresh=1, chunk=2), 3
         ),
+        Speculated(
+            SelfSpeculation(runner, streaming, 3),
+            SelfSpeculation(runner, StreamingKVCache(TINY, 3, 6, 1, dtype=torch.float64), 2),
+        ),
+        Speculated(SelfSpeculation(runner, streaming, 3), NGram(runner, 2)),
         StandaloneDraft(own, 3),
         NGram(runner, 3),
         SavedText(runner, {0: [1, 2, 3], 1: [4]}, 3),

@@ -134,7 +134,7 @@ def _options(config: DrafterConfig) -> list[str]:
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
     texts = config.texts if isinstance(config, ModelDrafterConfig) else ()
-    unused = {"policy", "texts", *(() if texts else ("text_match",))}
+    unused = {"policy", "texts", *config.unused, *(() if texts else ("text_match",))}
     unused |= set() if config.gamma_schedule == "confidence" else {*OF_CONFIDENCE}
     own = [one.name for one in fields(config) if one.name not in unused]
     if not isinstance(config, ModelDrafterConfig):

@@ -62,7 +62,7 @@ class Footprint:
     capacities: KV entries a row of each cache, one of which is read at a time. kv_dtype: of entries, None for `dtype`.
     dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
     shares_weights: with the target. prefills: whether it runs prompts. observed: queries that select entries (SnapKV);
-    chooses: whether verifications do, too. row_bytes: of its caches' rows, where that is not `kv_per_token` of each entry.
+    chooses: whether verifications do, too. row_bytes: of its caches' rows, where not `kv_per_token` of each entry.
     """
 
     config: ModelConfig
@@ -134,8 +134,9 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     stored = draft.quantize, draft.kv_dtype, dequantizes
     each = (draft.of_capacity(entries).policy for entries in capacities)
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
-    of_caches = draft.policy.of_self_drafts, sum(policy.new_cache(*sizes).n_bytes for policy in each if policy)
-    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, *of_caches)
+    row_bytes = sum(policy.new_cache(*sizes).n_bytes for policy in each if policy)
+    row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
+    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, row_bytes)
     return plan_memory(plan, target, own)
 
 

@@ -15,6 +15,7 @@ from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.rehearsal import Rehearsal
+from engine.counts import Counts, total
 from engine.decoding import GenerateOutput, Phase
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
@@ -32,10 +33,12 @@ WARM_UP_ROUNDS = 3
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
     """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: of a
-    `PhaseTimer`, the seconds of each round's, by their name."""
+    `PhaseTimer`, the seconds of each round's, by their name. inner: of drafts for what drafted, all rows as one; None
+    without any."""
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]
+    inner: Counts | None = None
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,16 @@ def decode(
     if any row's logits were not finite.
     """
     session.processes.gathered(None)
+    drafting = pacing.drafters if pacing else [drafter] if drafter else []
+    for one in drafting:
+        one.inner_counts()  # those of what ran before
     before = usage_so_far()
     with watch(session, name) as progress:
         output = session.generate(drafter, pacing=pacing, progress=progress, phase=phase)
     usage = usage_so_far().since(before)
-    own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}
-    each, seconds = zip(*session.of_replicas(own), strict=True)
+    inner = [counts for one in drafting if (counts := one.inner_counts())]
+    own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}, inner
+    each, seconds, inners = zip(*session.of_replicas(own), strict=True)
 
     def joined(lists: Iterable[Sequence[Any]]) -> list[Any]:
         return [*chain.from_iterable(lists)]
@@ -148,6 +155,7 @@ def decode(
         joined(getattr(one, of) for one in each) for of in ("tokens", "finish_reasons", "errors")
     )
     phases = {name: joined(one.get(name, ()) for one in seconds) for name in chain(*seconds)}
-    decoded = Decoded(tokens, reasons, errors, Stats.joined([one.stats for one in each]), usage, phases)
+    stats, inner = Stats.joined([one.stats for one in each]), joined(inners)
+    decoded = Decoded(tokens, reasons, errors, stats, usage, phases, total(inner) if inner else None)
     decoded.require_finite(name)
     return decoded

@@ -96,6 +96,9 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "check_ranks": session.ranks.check,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **{key: getattr(drafted.stats.counts, name) if drafted else None for key, name in COUNTED.items()},
+        "inner": {key: getattr(drafted.inner, name) for key, name in COUNTED.items()}
+        if drafted and drafted.inner
+        else None,
         "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),

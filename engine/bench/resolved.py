@@ -80,6 +80,12 @@ class ResolvedDraft:
         return self.config.layers if isinstance(self.config, SelfConfig) else None
 
     @property
+    def inner_budget(self) -> int:
+        """KV entries a row of what drafts for the draft."""
+        own = self.config
+        return own.inner_budget if isinstance(own, SelfConfig) and own.draft_of_draft == "streaming" else 0
+
+    @property
     def options(self) -> dict[str, Any]:
         """Those of the drafter and of its policy, by name."""
         schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"

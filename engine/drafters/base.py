@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
+from engine.counts import Counts
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
@@ -79,6 +80,10 @@ class Drafter(Protocol):
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
         means as many as its draft length says; fewer columns where no row means more by its schedule, and no round is
         captured. A draft model's are what `verification.draw` gives for its logits."""
+
+    def inner_counts(self) -> Counts | None:
+        """Of the drafts for what drafts, where there are any, since this was asked last; all rows as one."""
+        return None
 
     def rollback(self, batch: Batch) -> None:
         """Forget what was rejected: the round left `batch.lengths [B]` tokens committed to `batch.rows` of the target's

@@ -61,6 +61,11 @@ class DrafterConfig(ABC):
     def build(self, parts: Parts) -> Drafter:
         """The drafter, over an empty cache if it has one."""
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Options that have no effect beside the others."""
+        return ()
+
     def schedule(self, parts: Parts) -> Schedule:
         """How many of a round's tokens each row drafts, by the drafter of those parts."""
         of_rows = parts.runner.max_batch, parts.runner.device

@@ -42,13 +42,14 @@ class NGram(TextDrafter):
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         rows, lengths = batch.rows[:, None], batch.lengths
+        self._text[rows, (lengths[:, None] - 1).clamp(min=0)] = batch.previous[:, None]
         self._text[rows, lengths[:, None]] = batch.current[:, None]
         text = self._text[batch.rows, : batch.extent(gamma)]
         match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.match)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # Kept as text, for the next round to match; what is rejected is written over or never looked at.
-        self._text[rows, lengths[:, None] + ahead] = tokens
+        self._text[rows, (lengths[:, None] + ahead).clamp(max=self._text.shape[1] - 1)] = tokens
         return tokens, n_tokens
 
 

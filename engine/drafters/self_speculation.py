@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, Shown, check_target
+from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma, check_target
 from engine.drafters.config import ModelDrafterConfig, Parts
-from kv_cache import KVCache, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
+from engine.drafters.ngram import NGram
+from engine.drafters.speculated import Speculated, Verifier
+from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
 from kv_cache.verify_topk import copy_chosen
 from models.names import parse_layers
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
 
-class SelfSpeculation(ModelDrafter):
+class SelfSpeculation(ModelDrafter, Verifier):
     """The target drafts for itself over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
     That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
@@ -42,11 +44,12 @@ class SelfSpeculation(ModelDrafter):
         model: Transformer | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(runner.over(cache, model), gamma)
+        self._own = runner.over(cache, model)
+        super().__init__(self._own, gamma)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
-        self._target, self.cache, self._layers = runner, cache, layers
+        self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
         self._n_rounds, self._observed = 0, None
         self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
@@ -63,7 +66,7 @@ class SelfSpeculation(ModelDrafter):
             queries = None
             if self.cache.n_observed and len(text) > self.cache.capacity:
                 queries = self._target.last_queries(row, text, self.cache.n_observed)
-            self.cache.fill_row(row, self._target.cache, len(text), self._layers, queries)
+            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries)
             if self._observed is not None:
                 self._observed.forget(row)
 
@@ -83,10 +86,13 @@ class SelfSpeculation(ModelDrafter):
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
         copy = getattr(self._target.model.backend, "copy_chosen", copy_chosen)
-        own.choose(source, batch.lengths, self._observed, self._layers, copy)
+        own.choose(source, batch.lengths, self._observed, self.layers, copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
+
+    def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
+        return self._own.step(block, positions, cache)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +102,18 @@ class SelfConfig(ModelDrafterConfig):
     name: ClassVar[str] = "self"
     draft_layers: str | None = None
     """layers that self runs, such as 0-9,20-29: it skips the others (default: all)"""
+    draft_of_draft: Literal["ngram", "streaming"] | None = None
+    """what drafts for the draft: copies from the row's own text, or the draft itself over sinks and --inner_budget
+    entries in all (default: nothing)"""
+    inner_gamma: int = 2
+    """--draft_of_draft: tokens that are drafted for each forward of the draft"""
+    inner_budget: int = 64
+    """--draft_of_draft streaming: KV entries per row, sinks and recent ones together"""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        by_kind = {None: ("inner_gamma", "inner_budget"), "ngram": ("inner_budget",)}
+        return by_kind.get(self.draft_of_draft, ())
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -107,7 +125,29 @@ class SelfConfig(ModelDrafterConfig):
         if self.policy.in_cache_positions:
             where = flag("draft_positions")
             raise ConfigError(ROTATED, where, "cache", "absolute", f"leave out {where}")
+        if self.draft_of_draft is not None:
+            require_at_least("inner_gamma", self.inner_gamma, 1)
+            self._check_inner()
 
-    def build(self, parts: Parts) -> SelfSpeculation:
+    def _check_inner(self) -> None:
+        """Raise ConfigError for what is drawn token by token, which an inner round does not, or an inner budget."""
+        where, seen = flag("draft_of_draft"), self.draft_of_draft
+        for other, is_given in (("text_drafts", self.texts), ("gamma_schedule", self.gamma_schedule == "confidence")):
+            if is_given:
+                what, fix = "a draft that is speculated for does not draw token by token", f"leave out {flag(other)}"
+                raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
+        if seen == "streaming":
+            Streaming(self.inner_budget).check()
+            least = self.inner_gamma if self.gamma == "auto" else max(self.gamma, self.inner_gamma)
+            check_gamma(least, Streaming(self.inner_budget).room)
+
+    def build(self, parts: Parts) -> Drafter:
         model = parts.model or parts.runner.model
-        return SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)
+        outer = SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)
+        if self.draft_of_draft is None:
+            return outer
+        if self.draft_of_draft == "ngram":
+            return Speculated(outer, NGram(parts.runner, self.inner_gamma))
+        own, dtype = Streaming(self.inner_budget), outer.cache.entries.dtype
+        inner = own.new_cache(model.config, parts.runner.max_batch, 0, outer.cache.device, dtype)
+        return Speculated(outer, SelfSpeculation(parts.runner, inner, self.inner_gamma, model, self.layers))

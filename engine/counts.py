@@ -1,0 +1,71 @@
+"""Counts: what became of drafts, of one row or of many, at one level of speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """Drafts and tokens of one row, or of many summed.
+
+    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind a
+    rejection, a stop token or a limit were for nothing. `emitted` leaves out a row's first token, which its prefill
+    gives.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    emitted: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of_gamma(cls, gamma: int) -> Counts:
+        return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
+
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """One row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.emitted += emitted
+        for position in range(min(emitted, drafted)):
+            self.verified_at[position] += 1
+        for position in range(min(accepted, emitted)):
+            self.accepted_at[position] += 1
+
+    @property
+    def verified(self) -> int:
+        return sum(self.verified_at)
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the verified positions: the alpha of Leviathan et al. 2023."""
+        return self.accepted / self.verified if self.verified else None
+
+    @property
+    def acceptance_per_position(self) -> list[float | None]:
+        """The same for the i-th draft of a block, given that those before it were accepted."""
+        pairs = zip(self.accepted_at, self.verified_at, strict=True)
+        return [accepted / verified if verified else None for accepted, verified in pairs]
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per row and round, the recovered or bonus token included."""
+        return self.emitted / self.rounds if self.rounds else None
+
+
+def total(counts: Sequence[Counts]) -> Counts:
+    """The sum over rows; all rows have the same gamma."""
+    return Counts(
+        rounds=sum(c.rounds for c in counts),
+        drafted=sum(c.drafted for c in counts),
+        emitted=sum(c.emitted for c in counts),
+        verified_at=[sum(column) for column in zip(*(c.verified_at for c in counts), strict=True)],
+        accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
+    )

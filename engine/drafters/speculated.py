@@ -1,0 +1,127 @@
+"""Speculated: a self-draft is itself speculated for, by the verification that the target's drafts get (TriForce)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.counts import Counts
+from engine.drafters.base import Drafter, Shown, check_gamma
+from engine.modes import Drafts, Verification
+from kv_cache import KVCache, WriteThroughKVCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+    from engine.parallel.ranks import Ranks
+    from engine.runner import ModelRunner
+
+
+class Verifier(Drafter):
+    """A drafter that verifies what is drafted for it: it runs blocks over a cache that the target writes through."""
+
+    cache: KVCache
+    layers: Sequence[int] | None
+    ranks: Ranks
+    verification_cache: WriteThroughKVCache
+
+    @abstractmethod
+    def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
+        """The draft's logits `[B, T, V]` of `block [B, T]`, over what of its own a round can touch; of a sharded model
+        on the rank that decides."""
+
+
+class Speculated(Drafter):
+    """`inner` drafts for `outer`, which verifies its tokens in one forward and so drafts several at a time for the
+    target (Sun et al., TriForce, arXiv 2404.11912, section 4.2).
+
+    What the inner verification lets through, and what it puts in place of the rest, is drawn from the outer draft's own
+    distributions, by which the target then accepts it. A round has as many inner ones as would draft its tokens if half
+    of the inner drafts stood; a row whose drafts fail more often drafts fewer.
+
+    Errors: ConfigError if gamma + 1 tokens do not fit the inner draft's window.
+    """
+
+    def __init__(self, outer: Verifier, inner: Drafter) -> None:
+        self.gamma, self._outer, self._inner = outer.gamma, outer, inner
+        self._cache: KVCache | None = getattr(inner, "cache", None)
+        self.verification_cache = outer.verification_cache
+        if self._cache is not None:
+            check_gamma(max(outer.gamma, inner.gamma), self._cache.max_block)
+            self.verification_cache = WriteThroughKVCache(outer.verification_cache, self._cache, outer.layers)
+        # Of all rows: rounds, drafted, emitted; then how often each place was verified, and accepted.
+        self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        self._outer.check(target, length)
+        self._inner.check(target, length)
+
+    def follow(self, rows: Sequence[Shown]) -> None:
+        self._outer.follow(rows)
+        self._inner.follow(rows)
+
+    def is_due(self) -> bool:
+        return self._outer.is_due()
+
+    def refresh(self, batch: Batch, gamma: int) -> None:
+        self._outer.refresh(batch, gamma)
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        most, rows = self._inner.gamma, torch.arange(len(batch.rows), device=batch.rows.device)[:, None]
+        place = torch.arange(most + 1, device=rows.device)
+        n_tokens, law = torch.zeros_like(batch.lengths), None
+        tokens = n_tokens[:, None].repeat(1, gamma + most + 1)
+        previous, current, own = batch.previous, batch.current, batch.of(self._outer.cache, gamma)
+        cache = own if self._cache is None else WriteThroughKVCache(own, batch.of(self._cache, gamma))
+        for i in range(-(-2 * gamma // (2 + most))):
+            ahead = batch.ahead(n_tokens, previous, current, gamma)
+            inner = verification.inner(n_tokens, i, most)
+            drafts = self._inner.propose(ahead, inner, most)
+            block = torch.cat([current[:, None], drafts.tokens], dim=1)
+            # What would lie beyond the round's tokens is all put behind them, where nothing that counts sees it; what
+            # was rejected in the last inner round is written over by this one, before it is seen.
+            positions = torch.minimum(ahead.lengths[:, None] + place, batch.lengths[:, None] + gamma)
+            logits = self._outer.block_logits(block, positions, cache)
+            is_open = (n_tokens < gamma).long()
+            meant = torch.full_like(n_tokens, most) if drafts.lengths is None else drafts.lengths
+            meant = torch.minimum(meant, (gamma - 1 - n_tokens).clamp(min=0))
+
+            def decide(inner=inner, drafts=drafts, logits=logits, meant=meant) -> Tensor:
+                return torch.stack([*inner.verify(drafts._replace(lengths=meant), logits)])
+
+            accepted, following = self._outer.ranks.decided(decide, 2, len(rows))
+            columns = n_tokens[:, None] + place
+            tokens[rows, columns] = torch.where(place == accepted[:, None], following[:, None], block.roll(-1, 1))
+            if inner.verified is not None:
+                law = logits.new_zeros(*tokens.shape, inner.verified.shape[-1]) if law is None else law
+                law = law.to(inner.verified.dtype).index_put((rows, columns), inner.verified)
+            self._count(is_open * (1 - batch.idle), meant, accepted)
+            last = block.gather(1, accepted[:, None]).squeeze(1)
+            previous = torch.where(is_open > 0, last, previous)
+            current = torch.where(is_open > 0, following, current)
+            n_tokens = n_tokens + is_open * (accepted + 1)
+        lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
+        return self.schedule.cut(Drafts(tokens[:, :gamma], None if law is None else law[:, :gamma], lengths), batch)
+
+    def rollback(self, batch: Batch) -> None:
+        self._outer.rollback(batch)
+        self._inner.rollback(batch)
+        self.schedule.observe(batch)
+
+    def _count(self, rounds: Tensor, meant: Tensor, accepted: Tensor) -> None:
+        place = torch.arange(self._inner.gamma, device=meant.device)
+        verified_at = (place <= accepted[:, None]) & (place < meant[:, None])
+        each = [rounds, rounds * meant, rounds * (accepted + 1)]
+        each += [rounds @ verified_at.long(), rounds @ (place < accepted[:, None]).long()]
+        self._counts += torch.cat([one.sum(dim=0, keepdim=True) for one in each[:3]] + each[3:])
+
+    def inner_counts(self) -> Counts:
+        """Of the inner drafts, all rows as one, since this was asked last."""
+        rounds, drafted, emitted, *at = self._counts.tolist()
+        self._counts.zero_()
+        most = self._inner.gamma
+        return Counts(rounds, drafted, emitted, at[:most], at[most:])

@@ -1,0 +1,105 @@
+"""A draft of a draft: it proposes what the draft alone would, ragged, and its counts are those of its rounds."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny import TINY, full_cache, random_prompts, tiny_model
+
+from common.errors import ConfigError
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, generate, modes, noise
+from engine.batch import Batch
+from engine.drafters import Shown
+from engine.drafters.speculated import Speculated
+from engine.modes import verification_in
+from engine.sampling import Filters
+from kv_cache import StreamingKVCache
+
+LENGTHS = [40, 7, 23]
+SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
+
+
+def near_model():
+    """Much like the target, so that inner drafts stand now and then."""
+    model = tiny_model()
+    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
+        own.data += 0.05 * other.data
+    return model
+
+
+def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
+    """A runner, a draft alone, and another of its kind that is speculated for."""
+    model = tiny_model()
+    runner = ModelRunner(model, full_cache(model, 3))
+    alone, outer = (SelfSpeculation(runner, full_cache(model, 3), gamma, near_model()) for _ in range(2))
+    own = StreamingKVCache(TINY, 3, budget, 2, dtype=torch.float64)
+    inner = NGram(runner, inner_gamma) if kind == "ngram" else SelfSpeculation(runner, own, inner_gamma, near_model())
+    return runner, alone, Speculated(outer, inner)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("kind", ["ngram", "streaming"])
+@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (3, 4), (4, 1), (1, 2)])
+def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
+    """As far as each row came: whole rounds where inner drafts stand, at least one token an inner round."""
+    runner, alone, both = drafters(kind, gamma, inner_gamma)
+    samplings = SAMPLINGS if mode == "coupled" else [SamplingParams()] * 3
+    prompts = random_prompts(LENGTHS)
+    for row, prompt in enumerate(prompts):
+        runner.prefill_row(row, prompt)
+        for drafter in (alone, both):
+            drafter.follow([Shown(row, row, prompt, 0)])
+    batch = Batch(3, Filters.of(samplings))
+    batch.set_rows(samplings, range(3))
+    batch.set_state(LENGTHS, [prompt[-1] for prompt in prompts], [5, 6, 7])
+    wanted, drafts = (
+        drafter.propose(batch, verification_in(mode, batch, gamma, runner.model), gamma) for drafter in (alone, both)
+    )
+    n_rounds = -(-2 * gamma // (2 + inner_gamma))
+    assert drafts.tokens.shape == wanted.tokens.shape
+    for own, expected, n in zip(drafts.tokens.tolist(), wanted.tokens.tolist(), drafts.lengths.tolist(), strict=True):
+        assert min(n_rounds, gamma) <= n <= gamma and own[:n] == expected[:n]
+    counts = both.inner_counts()
+    assert counts.emitted == int(drafts.lengths.sum()) == counts.rounds + counts.accepted
+    assert counts.rounds <= 3 * n_rounds and counts.accepted <= counts.verified <= counts.drafted
+    assert both.inner_counts().rounds == 0, "counted once"
+
+
+def test_a_decode_counts_both_levels():
+    """Rows end, idle and are refilled: no inner draft of an idle row is counted."""
+    runner, alone, both = drafters("streaming", gamma=4, inner_gamma=2)
+    prompts = random_prompts([40, 7, 23, 9, 31])
+    limits = [25, 9, 18, 30, 2]
+    how = {"max_new_tokens": limits, "sampling": SamplingParams(0.8, seed=2), "verification": "coupled"}
+    expected = generate(runner, prompts, **how)
+    out, one_level = (generate(runner, prompts, drafter=drafter, **how) for drafter in (both, alone))
+    inner = both.inner_counts()
+    assert out.tokens == one_level.tokens == expected.tokens
+    assert inner.emitted == out.stats.drafted and inner.accepted > 0
+    assert out.stats.accepted > 0.5 * one_level.stats.accepted
+
+
+def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
+    """In rejection mode no number is drawn twice, but one that accepts or rejects for the target: that of a draft
+    behind a rejection was never looked at."""
+    drawn, uniform = Counter(), noise.uniform
+
+    def noted(seed, request, position, stream, n_ids=1, source=noise.in_passes):
+        for id_, at in zip(*(x.flatten().tolist() for x in torch.broadcast_tensors(request, position)), strict=True):
+            drawn[id_, at, int(stream), n_ids] += 1
+        return uniform(seed, request, position, stream, n_ids, source)
+
+    for module in (noise, modes):
+        monkeypatch.setattr(module, "uniform", noted)
+    runner, _, both = drafters("streaming", gamma=4, inner_gamma=2)
+    sampling = [SamplingParams(0.8, seed=seed) for seed in (2, 3, 4)]
+    how = {"max_new_tokens": [30, 19, 25], "request_ids": [11, 12, 13], "verification": "rejection"}
+    out = generate(runner, random_prompts(LENGTHS), drafter=both, sampling=sampling, **how)
+    assert 0 < out.stats.accepted < out.stats.drafted
+    again = {key for key, times in drawn.items() if times > 1 and key[0] in how["request_ids"]}
+    assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}
+
+
+def test_a_window_that_no_round_fits_is_refused():
+    with pytest.raises(ConfigError, match="smaller than one verification block"):
+        drafters("streaming", gamma=4, inner_gamma=2, budget=6)
