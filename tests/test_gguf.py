@@ -103,7 +103,6 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key, value, said",
     [
-        ("llama.rope.freq_base", 50000, "not stored as a float"),
         ("tokenizer.ggml.eos_token_id", 1.5, "eos_token_id"),
         ("tokenizer.ggml.eos_token_id", 10**6, "eos_token_id"),
         ("tokenizer.ggml.bos_token_id", -1, "BOS is token -1"),
