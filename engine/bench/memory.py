@@ -135,7 +135,8 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     row_bytes = None
     if draft.policy.has_own_storage:  # which it unpacks by way of what dequantising takes
         kv_dtype, dequantizes = draft.kv_dtype or draft.dtype, lambda n_token: True
-        row_bytes = draft.policy.new_cache(config, 1, draft.capacities[0], "meta", kv_dtype).n_bytes
+        caches = (draft.policy.new_cache(config, 1, n, "meta", kv_dtype) for n in capacities)
+        row_bytes = sum(cache.n_bytes for cache in caches)
         stored = draft.quantize, draft.kv_dtype, dequantizes
     of_cache = draft.policy.of_self_drafts, row_bytes
     own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, *of_cache)
