@@ -135,10 +135,6 @@ class QuantizedKVCache(KVCache):
         keys, values = self._unpacked[..., :n_slot, :].transpose(2, 3)
         return KV(keys, values, rows=self.rows)
 
-    def reset_row(self, row: int) -> None:
-        super().reset_row(row)
-        self._ring_positions[row] = EMPTY
-
     def fill_row(
         self,
         row: int,

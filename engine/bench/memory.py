@@ -166,7 +166,8 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
     if draft and draft.chooses:  # one layer's keys, and scores as above; what is noted of all layers
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-        noted = draft.config.n_layer * block * config.n_kv_head * capacity * 4
+        chosen = 8 * sum(draft.capacities)  # where each entry came from
+        noted = draft.config.n_layer * config.n_kv_head * (4 * block * capacity + chosen)
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
