@@ -135,7 +135,8 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     each = (draft.of_capacity(entries).policy for entries in capacities)
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
     row_bytes = sum(policy.new_cache(*sizes).n_bytes for policy in each if policy)
-    row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
+    if draft.inner_budget:
+        row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
     own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, row_bytes)
     return plan_memory(plan, target, own)
 
