@@ -16,7 +16,7 @@ from common import cli
 from common.errors import CheckpointError, ConfigError, flag
 from models.checkpoints import manifest as files
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
+from models.checkpoints.tokenizer import load_tokenizer
 from models.names import parse_layers
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Flags:
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help_behavior_hint="(default: own)")] = None
     """dtype of the converted weights; a GGUF's own is float32"""
     force: bool = False
-    """convert again even if model.pth is up to date; also weights that were saved again beside their config.json"""
+    """convert again even if model.pth is up to date; also files that are no longer those that were downloaded"""
 
 
 def convert(
@@ -47,14 +47,14 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, tokenizer, chat template and manifest.json to `out_dir`; return the model.pth.
 
-    `dtype` None keeps the source's (float32 for GGUF). `force`: also if the conversion is there already, and with
-    config.json and tokenizer of weights that were saved again. Of an earlier conversion of other weights nothing stays;
-    what no conversion wrote is never touched. Raises CheckpointError or ConfigError, before anything is written.
+    `dtype` None keeps the source's (float32 for GGUF). `force`: also if the conversion is there already, or if files
+    are not those that the folder's manifest describes. Of an earlier conversion nothing stays; what no conversion wrote
+    is never touched. Raises CheckpointError or ConfigError, before anything is written.
     """
     import torch
     from tqdm import tqdm
 
-    from models.checkpoints.convert import match_tensors, read_stacked
+    from models.checkpoints.convert import match_parts, read_stacked, source_parts
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
@@ -62,19 +62,22 @@ def convert(
     if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
         raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
-    if not in_place:
-        _require_no_source(out_dir)
-    source = open_source(checkpoint_dir, side_files_are_theirs=force)
-    matched = match_tensors(checkpoint_dir, source.tensors, source.config)
+    if not in_place and (found := _of_others(out_dir)):
+        required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
+        raise CheckpointError("the folder holds something else", f"{flag('out_dir')} {out_dir}", found, required, fix)
+    if not force:
+        files.check_source(checkpoint_dir)
+    source = open_source(checkpoint_dir)
+    tied_head = ["lm_head.weight"] if source.config.tie_embeddings else []
+    matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), tied_head)
     matched, config = drop_layers(matched, source.config, layers_to_drop)
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)
     hf_config = source.hf_config | {"num_hidden_layers": config.n_layer}
     if isinstance(kinds := hf_config.get("layer_types"), list):
         hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
-    recipe = {
-        "files": {path.name: files.remembered_sha256(path) for path in source.files},
-        "side_files": {name: files.remembered_sha256(checkpoint_dir / name) for name in source.side_files},
+    recipe: dict[str, Any] = {
+        "files": files.describe(checkpoint_dir, [*(path.name for path in source.files), *source.side_files]),
         "config": json.loads(json.dumps(config.to_dict())),
         "dtype": dtype,
         "dropped_layers": list(layers_to_drop),
@@ -87,9 +90,10 @@ def convert(
     state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
     save_checkpoint(weights, config, state_dict)
     generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
-    entries = files.describe(
-        out_dir, [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
-    )
+    written = [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
+    listed = files.read_manifest(out_dir)["files"] if in_place else {}
+    entries = {name: entry for name, entry in recipe["files"].items() if name in listed}
+    entries |= files.describe(out_dir, written)
     for name in generated:  # from a GGUF's metadata
         entries[name]["generated"] = True
     files.update_manifest(out_dir, entries, converted_from=recipe)
@@ -97,50 +101,35 @@ def convert(
     return weights
 
 
-def _require_no_source(out_dir: Path) -> None:
-    """Raise CheckpointError if the folder holds a checkpoint, or parts of one, that no conversion wrote. A model.pth is
-    a conversion's, also where its manifest was lost."""
-    manifest = files.read_manifest(out_dir)
-    found = [path.name for path in out_dir.glob("*") if path.suffix in (".safetensors", ".bin", ".gguf")]
-    if "converted_from" not in manifest and not (out_dir / files.WEIGHTS).is_file():
-        found += [name for name in files.SIDE_FILES if (out_dir / name).is_file()]
-    if found:
-        where, seen = f"{flag('out_dir')} {out_dir}", ", ".join(sorted(found)[:4])
-        required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
-        raise CheckpointError("the folder holds another checkpoint", where, seen, required, fix)
+def _of_others(out_dir: Path) -> str:
+    """Some of what lies in a folder that no conversion wrote to."""
+    if not out_dir.is_dir() or "converted_from" in files.read_manifest(out_dir):
+        return ""
+    return ", ".join(sorted(path.name for path in out_dir.iterdir())[:4])
 
 
 def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
-    """Whether `out_dir` holds this very conversion, undamaged."""
+    """Whether `out_dir` holds this very conversion, whole."""
     try:
         manifest = files.read_manifest(out_dir)
-        files.check_files(out_dir, (files.WEIGHTS, files.CONFIG, files.CHAT_TEMPLATE, *TOKENIZER_FILES))
+        files.check_files(out_dir, manifest["files"])
     except CheckpointError:
         return False
-    whole = {files.WEIGHTS, files.CONFIG} <= manifest["files"].keys() and find_tokenizer(out_dir) is not None
-    return whole and manifest.get("converted_from") == recipe
+    return manifest.get("converted_from") == recipe
 
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
-    made_of = {"tokenizer.json": source.tokenizer_json, files.CHAT_TEMPLATE: source.chat_template}
-    texts = {files.CONFIG: config} | {name: text for name, text in made_of.items() if text is not None}
-    made = [name for name in texts if name not in source.side_files]
-    written = {*files.read_manifest(out_dir)["files"], files.CONFIG, *TOKENIZER_FILES}
-    for name in written.intersection(files.SIDE_FILES).difference(source.side_files):
+    texts = {files.CONFIG: config, "tokenizer.json": source.tokenizer_json, files.CHAT_TEMPLATE: source.chat_template}
+    made = [name for name, text in texts.items() if text is not None and name not in source.side_files]
+    for name in set(files.SIDE_FILES).intersection(files.read_manifest(out_dir)["files"]).difference(source.side_files):
         (out_dir / name).unlink(missing_ok=True)
-    # What follows, if it is interrupted, contradicts no entry.
     in_place = out_dir.resolve() == checkpoint_dir.resolve()
-    if in_place:
-        files.update_manifest(out_dir, {})
-    else:
-        (out_dir / files.MANIFEST).unlink(missing_ok=True)
-        files.update_manifest(out_dir, {}, converted_from={})
-        for name in set(source.side_files).difference(texts):
-            with files.atomic_path(out_dir / name) as partial:
-                shutil.copyfile(checkpoint_dir / name, partial)
-    for name in made if in_place else texts:
-        files.write_text(out_dir / name, texts[name])
+    for name in () if in_place else source.side_files:
+        with files.atomic_path(out_dir / name) as partial:
+            shutil.copyfile(checkpoint_dir / name, partial)
+    for name in made if in_place else {files.CONFIG, *made}:
+        files.write_text(out_dir / name, texts[name] or "")
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import common.startup
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from tyro.conf import arg
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError, flag
+from common.errors import flag, without_effect
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 
 
@@ -26,22 +25,11 @@ class Flags:
     out_dir: Annotated[Path | None, arg(help_behavior_hint="(default: checkpoints/REPO_ID in this repository)")] = None
     """folder of the checkpoint"""
 
-    def check(self) -> None:
-        """Raise ConfigError, which repeats no token, for one that cannot be sent or is not asked for."""
-        if self.hf_token is None:
-            return
-        if self.repo_id is None:
-            what, seen = "the built-in model needs no token", f"given, without {flag('repo_id')}"
-            required, fix = f"a repository of the Hub, {flag('repo_id')}", f"name one, or leave out {flag('hf_token')}"
-            raise ConfigError(what, flag("hf_token"), seen, required, fix)
-        if not re.fullmatch("[!-~]+", self.hf_token):
-            what, seen = "the token cannot be sent", "nothing, or blanks or characters outside ASCII in it"
-            required, fix = "the token as its page on the Hub shows it", "copy it again"
-            raise ConfigError(what, flag("hf_token"), seen, required, fix)
-
 
 def main(flags: Flags) -> None:
-    flags.check()
+    if flags.repo_id is None and flags.hf_token is not None:
+        seen, required = f"given, without {flag('repo_id')}", f"a repository of the Hub, {flag('repo_id')}"
+        raise without_effect(["hf_token"], "the built-in model needs no token", seen=seen, required=required)
     if flags.repo_id is not None:
         from models.checkpoints.download_hub import download_repo
 

@@ -14,33 +14,16 @@ from common.say import say
 
 def require_appendable(path: str | None, field: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
-    if path is not None and (obstacle := _obstacle(path)):
-        what, seen, required, fix = obstacle
-        raise ConfigError(what, flag(field), seen, required, fix)
-
-
-def _obstacle(path: str) -> tuple[str, str, str, str] | None:
-    """Why nothing can be appended: what is wrong, what is seen, what is required, and a fix."""
-    parent, exists, other = Path(path).resolve().parent, os.path.exists(path), "choose another file"
-    if not path:
-        return "a file cannot be written", "an empty name", "the name of a file", other
-    if os.path.isdir(path):
-        fix = f"name a file in it, such as {Path(path) / 'results.jsonl'}"
-        return "a folder cannot be appended to", path, "a file", fix
-    if exists and not os.path.isfile(path):
-        fix = "name a file; records are printed, too"
-        return "a pipe or a device cannot be appended to", path, "a file, or a name for a new one", fix
-    if not (os.access(path, os.R_OK | os.W_OK) if exists else os.access(parent, os.W_OK)):
-        fix = f"create {parent}, or {other}"
-        return "a file cannot be written", path, "a file in an existing, writable folder", fix
-    begin = b""
-    if exists:
-        with open(path, "rb") as file:  # one that begins with very many blanks is none of ours
-            begin = file.read(1 << 16).lstrip() or file.read(1)
-    if not begin.startswith(b'{"') and begin not in (b"", b"{"):
-        seen = f"{path}, which begins with {begin[:20]!r}"
-        return "the file has something else in it", seen, "lines of JSON, or a new file", other
-    return None
+    if path is None:
+        return
+    if os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK):
+        with open(path, "rb") as file:
+            fits = file.read(1) in (b"", b"{")
+    else:
+        fits = bool(path) and not os.path.exists(path) and os.access(Path(path).resolve().parent, os.W_OK)
+    if not fits:
+        required, fix = "a writable file of JSON lines, or a new one in a writable folder", "choose another file"
+        raise ConfigError("a file cannot be written", flag(field), path or "an empty name", required, fix)
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:

@@ -13,23 +13,16 @@ def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class AcceptanceRate:
-    """The accepted share of n verified draft positions; n is None if it was given."""
+    """The accepted share of n verified draft positions."""
 
     value: float
-    n: float | None = None
+    n: float
 
     @property
     def standard_error(self) -> float:
         """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were, without
         which a few drafts that were all accepted, or none, would seem certain (Agresti and Caffo 2000, The American
-        Statistician 54(4), 280-288); 0 for a rate that was given. Drafts of one block, and blocks of one text, are not
-        independent: this is a lower bound."""
-        if self.n is None:
-            return 0.0
+        Statistician 54(4), 280-288). Drafts of one block, and blocks of one text, are not independent: this is a lower
+        bound."""
         share = (self.value * self.n + 1) / (self.n + 2)
         return math.sqrt(share * (1 - share) / (self.n + 2))
-
-    def tokens_error(self, gamma: int) -> float:
-        """How far one standard error moves `tokens_per_round`, to first order."""
-        slope = sum(position * self.value ** (position - 1) for position in range(1, gamma + 1))
-        return self.standard_error * slope

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 # In less time single interruptions decide.
 LEAST_SECONDS = 2.0
@@ -25,13 +24,11 @@ WAKING = 0.0005
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of a while, by the clock; and processor seconds: those that this process had, those that each of its
-    threads was ready for and did not get, but for being woken (none: the system does not tell), and those that the
-    hypervisor gave to others."""
+    """Seconds of a while, by the clock; and processor seconds: those that each of this process's threads was ready for
+    and did not get, but for being woken (none: the system does not tell), and those that the hypervisor gave to
+    others."""
 
-    threads: int
     seconds: float
-    had: float
     waits: dict[str, float]
     stolen: float
 
@@ -43,14 +40,12 @@ class Usage:
     def since(self, before: Usage) -> Usage:
         """Of the threads that are still there."""
         waits = {name: waited - before.waits.get(name, 0.0) for name, waited in self.waits.items()}
-        seconds, had, stolen = self.seconds - before.seconds, self.had - before.had, self.stolen - before.stolen
-        return Usage(self.threads, seconds, had, waits, stolen)
+        return Usage(self.seconds - before.seconds, waits, self.stolen - before.stolen)
 
 
 def usage_so_far() -> Usage:
     """Since moments that stay the same: only differences mean something."""
-    stolen = getattr(psutil.cpu_times(), "steal", 0.0)
-    return Usage(torch.get_num_threads(), time.perf_counter(), time.process_time(), _waits(), stolen)
+    return Usage(time.perf_counter(), _waits(), getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, float]:
@@ -64,16 +59,10 @@ def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, float]:
 
 
 def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
-    """What the ranks' usage in one pass says, of the rank worst off. `cpu_share`: processor time per thread and
-    second. `threads_waiting`, `stolen_processors`: on average. `contended`: None where the pass was too short, or the
-    system cannot tell."""
-    stolen = max(rank.stolen / rank.seconds for rank in ranks)
-    told = [rank.waiting for rank in ranks if rank.waiting is not None]
-    waiting = max(told) if len(told) == len(ranks) else None
+    """What the ranks' usage in one pass says, of the rank worst off: threads that waited and processors that were
+    stolen, on average, and whether that is too many: None where the pass was too short, or the system cannot tell."""
+    stolen, told = max(rank.stolen / rank.seconds for rank in ranks), [rank.waiting for rank in ranks]
+    waiting = None if None in told else max(filter(None, told), default=0.0)
     long_enough = min(rank.seconds for rank in ranks) >= LEAST_SECONDS
-    return {
-        "cpu_share": min(rank.had / (rank.seconds * rank.threads) for rank in ranks),
-        "threads_waiting": waiting,
-        "stolen_processors": stolen,
-        "contended": waiting + stolen > QUIET if waiting is not None and long_enough else None,
-    }
+    contended = waiting + stolen > QUIET if waiting is not None and long_enough else None
+    return {"threads_waiting": waiting, "stolen_processors": stolen, "contended": contended}

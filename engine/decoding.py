@@ -85,8 +85,7 @@ class Decoder:
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
         # The request whose prompt is on its way into a row, if one is.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
-        self._rounds = Rounds(runner, self._pacing.drafters)
-        self._last_choice = PLAIN
+        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
 
     @property
     def idle(self) -> bool:
@@ -141,13 +140,13 @@ class Decoder:
         if choice is not None and not all(request.speculate for request in busy):
             choice = PLAIN
         choice_seconds = time.perf_counter() - choosing
+        self._last_choice = choice or self._last_choice
         if choice is not None and choice.drafter is not None:
             # What a drafter does with a prompt is no part of a round, however late it meets it.
-            self.draft_prefill_seconds += self._introduce(choice.drafter)
+            choice = choice if self._introduce(choice.drafter) else PLAIN
         self.prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             return None
-        self._last_choice = choice
         return self._run_round(choice, time.perf_counter() - choice_seconds)  # choosing is part of the round
 
     def _prefill(self) -> None:
@@ -186,14 +185,13 @@ class Decoder:
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row stays free if that ends it."""
-        logits = prefilled.logits
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
         else:
             own = request.sampling, request.id, request.prompt
             mode = GREEDY if request.sampling.greedy else self._mode
-            request.emit([first_token(self._runner, mode, *own, logits)])
-            self._note_logprobs(request, request.tokens, logits[None])
+            request.emit([first_token(self._runner, mode, *own, prefilled.logits)])
+            self._note_logprobs(request, request.tokens, prefilled.logits[None])
             self._progress.emitted(1)
         self._rows.requests[row] = request
         if request.finish_reason is not None:
@@ -204,14 +202,16 @@ class Decoder:
         if request.logprobs is not None and self._runner.ranks.leads:
             request.logprobs += logprobs_of(tokens, logits)
 
-    def _introduce(self, index: int) -> float:
-        """Show a drafter the prompts that it does not know; returns the seconds until every rank is done with them."""
-        started = time.perf_counter()
-        if n_shown := self._show(index, [(row, one, len(one.prompt)) for row, one in self._rows.busy()]):
+    def _introduce(self, index: int) -> bool:
+        """Show a drafter prompts that it does not know, until every rank is done; returns whether it can draft then."""
+        began, follows_parts = time.perf_counter(), self._pacing.drafters[index].follows_parts
+        unknown, is_all = self._rows.unknown_to(index, self._prefill_tokens if follows_parts else None)
+        if n_shown := self._show(index, unknown):
             self._progress.prefilled(n_shown)
             synchronize(self._runner.device)
             self._runner.ranks.gathered(None)
-        return time.perf_counter() - started
+        self.draft_prefill_seconds += time.perf_counter() - began
+        return is_all
 
     def _show(self, index: int, rows: Sequence[tuple[int, Request, int]]) -> int:
         """Let a drafter follow requests in their rows up to those lengths; returns how many tokens it had not."""

@@ -14,10 +14,11 @@ from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.graphs import Captured
-from engine.modes import GREEDY, Drafts, verification_in
+from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters, SamplingParams
+from kv_cache import KVCache, WriteThroughKVCache
 
 
 class Outcome(NamedTuple):
@@ -28,13 +29,15 @@ class Outcome(NamedTuple):
     finite: list[int]
 
 
-def _part(result: str | None) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
-    """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name."""
+def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
+    """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name.
+    verifies: where the forward is observed it is captured apart."""
 
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows))
+            observed = verifies and getattr(self.verification_cache, "observed", None) is not None
+            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), observed)
             outputs = self._captured(method.__name__, of, part) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
@@ -51,12 +54,13 @@ class Round:
     decoder has set `batch.lengths` to what the round left of each row. Each fills a buffer, which keeps its place where
     parts are captured. Captured parts outlive this object: they may read nothing else of its own.
 
-    drafts: what was proposed, in `n_drafts` columns: `gamma`, or fewer by a schedule. logits: the target's, `[B,
-    n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 + n_drafts + n_drafts + 1]` int64:
-    numbers of drafts and of accepted ones, the next token, the drafts, and whether logits at each position are finite.
+    proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and what verifies them, which has drawn
+    them. logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
+    n_drafts + n_drafts + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and whether
+    logits at each position are finite.
     """
 
-    drafts: Drafts
+    proposed: tuple[Drafts, Verification]
     logits: Tensor
     decided: Tensor
 
@@ -71,8 +75,7 @@ class Round:
     ) -> None:
         self.runner, self.batch, self.drafter, self.gamma, self._captured = runner, batch, drafter, gamma, captured
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
-        self._verification = self._new_verification()
-        self.drafts = Drafts(batch.current.new_empty(len(batch.current), 0))
+        self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
     def propose(self) -> None:
         """The drafter's tokens, now and then by what it has chosen anew; nothing to call without a drafter."""
@@ -86,13 +89,23 @@ class Round:
         assert self.drafter is not None
         self.drafter.refresh(self.batch, self.gamma)
 
-    @_part("drafts")
-    def draft(self) -> Drafts:
+    @_part("proposed")
+    def draft(self) -> tuple[Drafts, Verification]:
         assert self.drafter is not None
-        self._verification = self._new_verification()
-        return self.drafter.propose(self.batch, self._verification, self.gamma)
+        verification = self._new_verification()
+        return self.drafter.propose(self.batch, verification, self.gamma), verification
 
-    @_part("logits")
+    @property
+    def drafts(self) -> Drafts:
+        return self.proposed[0]
+
+    @property
+    def verification_cache(self) -> KVCache | WriteThroughKVCache:
+        """What the target verifies through."""
+        own = None if self.drafter is None else self.drafter.verification_cache
+        return own or self.runner.cache
+
+    @_part("logits", verifies=True)
     def verify(self) -> Tensor:
         """One forward of the target over each row's current token and its drafts."""
         return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
@@ -100,15 +113,15 @@ class Round:
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
         positions = self.batch.lengths[:, None] + torch.arange(block.shape[1], device=block.device)
-        cache = self.runner.cache if self.drafter is None else self.drafter.verification_cache or self.runner.cache
-        own, observer = self.batch.of(cache, self.gamma), self.drafter.observer if self.drafter else None
+        own = self.batch.of(self.verification_cache, self.gamma)
+        observer = self.drafter.observer if self.drafter else None
         if observer is None:
             return self.runner.step(block, positions, own)
         hidden, states = self.runner.model.hidden_states(block, positions, own, observer.layers)
         observer.observe(self.batch, block, states)
         return self.runner.model.logits(hidden)
 
-    @_part("decided")
+    @_part("decided", verifies=True)
     def accept(self) -> Tensor:
         """How many drafts of each row stand, and the token behind them, on every rank."""
         return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)
@@ -118,8 +131,8 @@ class Round:
         return self.drafts.tokens.shape[1]
 
     def _decide(self) -> Tensor:
-        verdict = self._verification.verify(self.drafts, self.logits)
-        lengths = self.drafts.lengths
+        drafts, verification = self.proposed
+        verdict, lengths = verification.verify(drafts, self.logits), drafts.lengths
         drafted = torch.full_like(verdict.num_accepted, self.n_drafts) if lengths is None else lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, self.drafts.tokens, finite_rows(self.logits)], dim=1)
@@ -146,36 +159,33 @@ class Round:
 
 
 class Rounds:
-    """A decoder's rounds, each made once: of every choice and number of rows, mode and set of filters."""
+    """Makes a decoder's rounds, none of which it keeps: each holds its logits."""
 
     def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         self._runner, self._drafters = runner, drafters
-        self._batches: dict[tuple[str, Filters], tuple[Batch, Captured | None]] = {}
-        self._rounds: dict[tuple[str, Filters, Choice, int], Round] = {}
+        self._kind: tuple[str, Filters] | None = None
 
     def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
         """The mode of a round of those rows, and a batch of all rows with their filters; where rounds are captured, so
         that few are, the mode and filters given, of all requests so far. What others need changes nothing for a row."""
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
-        if (mode, filters) not in self._batches:
-            self._batches[mode, filters] = batch_and_parts(self._runner, self._drafters, mode, filters)
-        return mode, self._batches[mode, filters][0]
+        if self._kind != (mode, filters):
+            if self._kind is not None:
+                self._runner.drop_graphs()  # those of fewer filters, which never come again
+            self._kind = mode, filters
+            self._batch, self._captured = batch_and_parts(self._runner, self._drafters, mode, filters)
+        return mode, self._batch
 
     def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
         gamma."""
-        filters = batch.distribution.filters
-        kind = mode, filters, choice, len(batch.rows)
-        if kind not in self._rounds:
-            drafter = None if choice.drafter is None else self._drafters[choice.drafter]
-            most = 0 if drafter is None else drafter.gamma
-            if not 0 <= choice.gamma <= most:
-                required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
-                raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
-            captured = self._batches[mode, filters][1]
-            self._rounds[kind] = Round(self._runner, batch, drafter, choice.gamma, mode, captured)
-        return self._rounds[kind]
+        drafter = None if choice.drafter is None else self._drafters[choice.drafter]
+        most = 0 if drafter is None else drafter.gamma
+        if not 0 <= choice.gamma <= most:
+            required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
+            raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
+        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured)
 
 
 def first_token(

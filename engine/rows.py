@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,17 @@ class Rows:
         """So many more tokens of the prompt are held; returns how many in all."""
         self._park(row, self._state[row].length + n_tokens)
         return self._state[row].length
+
+    def unknown_to(self, drafter: int, most: int | None) -> tuple[list[tuple[int, Request, int]], bool]:
+        """How far a drafter is to be shown each busy row before it drafts, and whether it can draft then: as far as the
+        prompts; but where it has missed more than `most` tokens, no more of those and of what a round has added."""
+        busy = self.busy()
+        missed = [one.length - self.followed[row].get(drafter, 0) for row, one in busy]
+        if most is None or sum(missed) <= most:
+            return [(row, one, len(one.prompt)) for row, one in busy], True
+        ends = [min(end, most + len(busy)) for end in accumulate(missed)]
+        shown = [end - begin for begin, end in pairwise([0, *ends])]
+        return [(row, one, one.length - n + m) for (row, one), n, m in zip(busy, missed, shown, strict=True)], False
 
     def _park(self, row: int, length: int) -> None:
         self._state[row], self.computed = State(length), []

@@ -22,7 +22,9 @@ class KV(NamedTuple):
 
     Of int8 or float8_e4m3fn entries the value is `stored * scale`, with one scale per token and head,
     `[B, C, n_kv_head]` float32; None where the entries are the values. rows: `[B']` int64, the row of the entries that
-    each row of queries attends to; None where these are the same rows.
+    each row of queries attends to; None where these are the same rows. noted: where attention of a short block over
+    entries in the order of their positions also notes, in those rows, the share that each entry gets of each token's
+    attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C]` float32; else None.
     """
 
     keys: torch.Tensor
@@ -30,6 +32,7 @@ class KV(NamedTuple):
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    noted: torch.Tensor | None = None
 
     def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in `dtype`, one row for each of the queries'; the entries themselves where they are that."""

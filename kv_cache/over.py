@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -32,20 +33,44 @@ class ReadOnlyKVCache:
         return self._read(layer)
 
 
-class BlockQueries:
-    """The queries of the last block that was verified in each row, in tensors that stay where they are.
+class Observed:
+    """What a cache chooses its entries by, of the last block that was verified in each row, in tensors that stay where
+    they are. starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none."""
 
-    starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none; queries:
-    `[n_layer, max_batch, n_token, n_head, head_dim]`, of which a shorter block fills the first.
-    """
-
-    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
-        self.queries = torch.zeros(*shape, device=device, dtype=dtype)
-        self.starts = torch.empty(shape[1], device=device, dtype=torch.int64)
+    def __init__(self, max_batch: int, device: Device) -> None:
+        self.starts = torch.empty(max_batch, device=device, dtype=torch.int64)
         self.forget()
 
     def forget(self, row: int | slice = slice(None)) -> None:
         self.starts[row] = torch.iinfo(torch.int64).max
+
+    @abstractmethod
+    def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
+        """What a layer of those rows reads with `queries [B, T, n_head, head_dim]`, with which it is observed."""
+
+
+class BlockQueries(Observed):
+    """queries: `[n_layer, max_batch, n_token, n_head, head_dim]`, of which a shorter block fills the first."""
+
+    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
+        super().__init__(shape[1], device)
+        self.queries = torch.zeros(*shape, device=device, dtype=dtype)
+
+    def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
+        self.queries[layer][rows, : queries.shape[1]] = queries
+        return kv
+
+
+class BlockAttention(Observed):
+    """shares: `[n_layer, max_batch, n_token, n_kv_head, capacity]` float32, what each entry got of a token's attention,
+    averaged over the heads that share the KV head; a shorter block fills the first tokens."""
+
+    def __init__(self, shape: Sequence[int], device: Device) -> None:
+        super().__init__(shape[1], device)
+        self.shares = torch.zeros(*shape, device=device)
+
+    def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
+        return kv._replace(noted=self.shares[layer])
 
 
 class BlockAlone:
@@ -71,7 +96,7 @@ class BlockAlone:
 
 class WriteThroughKVCache:
     """Reads from `target`, a cache or another of these; writes to it and, of the `layers` that it has (None: all), to
-    `draft`, whose queries it notes in `observed`.
+    `draft`, whose attention is `observed`.
 
     Verifying through it replaces the approximate KV that a self-drafting model left behind by what
     the target has just computed for the same tokens, at the cost of one small extra write a layer.
@@ -86,7 +111,7 @@ class WriteThroughKVCache:
         target: KVCache | WriteThroughKVCache,
         draft: KVCache,
         layers: Sequence[int] | None = None,
-        observed: BlockQueries | None = None,
+        observed: Observed | None = None,
     ) -> None:
         self.target, self.draft, self.layers, self.observed = target, draft, layers, observed
         self.in_order, self.block_ends_view, self.rows = target.in_order, target.block_ends_view, target.rows
@@ -111,10 +136,10 @@ class WriteThroughKVCache:
             self.draft.write(self._draft_layer[layer], slots[1], new)
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
-        if self.observed is not None and queries is not None and layer in self._draft_layer:
-            kept = self.observed.queries[self._draft_layer[layer]]
-            kept[self.draft.row_indices, : queries.shape[1]] = queries
-        return self.target.read(layer, queries)
+        kv = self.target.read(layer)
+        if self.observed is None or queries is None or layer not in self._draft_layer:
+            return kv
+        return self.observed.see(self._draft_layer[layer], self.draft.row_indices, queries, kv)
 
     def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> WriteThroughKVCache:
         views = self.target.view(rows, extent), self.draft.view(rows, extent)

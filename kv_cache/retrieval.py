@@ -11,9 +11,9 @@ import torch
 from common.errors import ConfigError, flag
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
-from kv_cache.over import BlockQueries
+from kv_cache.over import BlockQueries, Observed
 from kv_cache.snapkv import SnapKV, attention_received
-from kv_cache.verify_topk import Receive, VerifyTopKCache, check_topk, received
+from kv_cache.verify_topk import Copy, VerifyTopKCache, check_topk, copy_chosen
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -78,17 +78,22 @@ class RetrievalKVCache(VerifyTopKCache):
         chosen = self._chosen(queries()[None], means[None], lengths)[0].sort(dim=1).values
         return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
+    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
+        shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
+        return BlockQueries(shape, self.device, dtype)
+
     def choose(
         self,
         source: KVCache,
         lengths: torch.Tensor,
-        block: BlockQueries,
+        observed: Observed,
         layers: Sequence[int] | None = None,
-        receive: Receive = received,
+        copy: Copy = copy_chosen,
     ) -> None:
+        assert isinstance(observed, BlockQueries)
         rows, extent = self.row_indices, source.keys.shape[3]
         own_rows = slice(None) if self.rows is None else rows
-        n_standing, most = lengths - block.starts[rows], block.queries.shape[2]
+        n_standing, most = lengths - observed.starts[rows], observed.queries.shape[2]
         newest = (n_standing - 1).clamp(min=0, max=most - 1)
         is_new = (n_standing > 0) & (lengths > self.capacity)
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
@@ -100,9 +105,9 @@ class RetrievalKVCache(VerifyTopKCache):
             means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
             if extent > self.capacity:
-                queries = block.queries[to_layer][rows, newest][:, :, None]
+                queries = observed.queries[to_layer][rows, newest][:, :, None]
                 means = self.means[to_layer][own_rows, :, : extent // self.chunk]
-                self.replace_chosen(to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
+                copy(self, to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
 
     def _means(self, keys: torch.Tensor) -> torch.Tensor:
         """Of `keys [..., n, D]`, those of whole chunks `[..., n // chunk, D]`."""

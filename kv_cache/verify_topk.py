@@ -10,21 +10,26 @@ import torch
 
 from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import Device, KVCache, KVShape
-from kv_cache.entries import KV, dequantize, stored_as
-from kv_cache.over import BlockQueries
-from kv_cache.snapkv import SnapKV, SnapKVCache, attention_received
+from kv_cache.entries import stored_as
+from kv_cache.over import BlockAttention, Observed
+from kv_cache.snapkv import SnapKV, SnapKVCache
 
-# Of queries `[B, n, n_head, D]` that see one layer's entries up to positions `[B, n]`, the attention that each entry
-# gets of one of them, on average: `[B, n_kv_head, C]` float32.
-Receive: TypeAlias = "Callable[[torch.Tensor, KV, torch.Tensor], torch.Tensor]"
+# Into a layer of a cache, of a layer of another: its entries at slots `[B, n_kv_head, n]`, which take the first n slots
+# of the rows that a mask `[B]` names.
+Copy: TypeAlias = "Callable[[KVCache, int, KVCache, int, torch.Tensor, torch.Tensor], None]"
 
 
-def received(queries: torch.Tensor, kv: KV, newest: torch.Tensor) -> torch.Tensor:
-    """`attention_received` of a batch, whose entries lie in the order of their positions."""
-    rows = slice(None) if kv.rows is None else kv.rows
-    scales = None if kv.key_scales is None else kv.key_scales[rows]
-    keys = dequantize(kv.keys[rows], scales, queries.dtype).transpose(1, 2)
-    return attention_received(queries.transpose(1, 2), keys, newest) / newest.shape[1]
+def copy_chosen(
+    to: KVCache, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
+) -> None:
+    """As a `Copy`, from any storage to any."""
+    own_rows = slice(None) if to.rows is None else to.rows
+    found = stored_as(*source.gather(from_layer, chosen), to.entries.dtype)
+    for own, new in zip((to.entries, to.scales), found, strict=True):
+        if own is not None and new is not None:
+            is_written, n = is_new.view(-1, *[1] * (new.dim() - 2)), chosen.shape[-1]
+            held = own[to_layer][:, own_rows, :, :n]
+            own[to_layer][:, own_rows, :, :n] = torch.where(is_written, new, held)
 
 
 class VerifyTopKCache(SnapKVCache):
@@ -56,50 +61,41 @@ class VerifyTopKCache(SnapKVCache):
     def refresh(self) -> int:
         return self._refresh
 
+    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
+        """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
+        `dtype`, over `capacity` entries a row."""
+        n_layer, max_batch, n_kv_head = self.keys.shape[:3]
+        return BlockAttention((n_layer, max_batch, n_token, n_kv_head, capacity), self.device)
+
     def choose(
         self,
         source: KVCache,
         lengths: torch.Tensor,
-        block: BlockQueries,
+        observed: Observed,
         layers: Sequence[int] | None = None,
-        receive: Receive = received,
+        copy: Copy = copy_chosen,
     ) -> None:
         """Choose from `source`, whose rows hold `lengths [B]` tokens in order, by what they verified last.
 
-        layers: as of `fill_row`. receive: as `received`. Rows stay as they are that verified nothing since they were
-        filled, or whose whole text the cache holds.
+        layers: as of `fill_row`. Rows stay as they are that verified nothing since they were filled, or whose whole
+        text the cache holds.
         """
-        if source.keys.shape[3] <= self.capacity:
+        assert isinstance(observed, BlockAttention)
+        n_slot = source.keys.shape[3]
+        if n_slot <= self.capacity:
             return
-        rows, n_chosen = self.row_indices, self.n_sink
-        starts = block.starts[rows]
-        n_standing = (lengths - starts)[:, None]
+        rows = self.row_indices
+        n_standing = (lengths - observed.starts[rows])[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
-        most = block.queries.shape[2]
+        most = observed.shares.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self.score_queries == "ends" else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
-        slots = torch.arange(source.keys.shape[3], device=self.device)
-        is_recent = slots >= (lengths - self.window)[:, None, None]
+        is_recent = torch.arange(n_slot, device=self.device) >= (lengths - self.window)[:, None, None]
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            kv = source.read(from_layer)
-            queries = block.queries[to_layer][rows[:, None], which]
-            share = receive(queries, kv, starts[:, None] + which)
+            share = observed.shares[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
             share[..., : self.n_first].fill_(float("inf"))
-            chosen = share.masked_fill_(is_recent, -1).topk(n_chosen, sorted=False).indices
-            self.replace_chosen(to_layer, source, from_layer, chosen, is_new)
-
-    def replace_chosen(
-        self, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
-    ) -> None:
-        """Put one layer's entries of `source` at positions `chosen [B, n_kv_head, n_sink]` in place of those chosen
-        before, in the rows that `is_new [B]` says."""
-        own_rows = slice(None) if self.rows is None else self.rows
-        found = stored_as(*source.gather(from_layer, chosen), self.entries.dtype)
-        for own, new in zip((self.entries, self.scales), found, strict=True):
-            if own is not None and new is not None:
-                is_written = is_new.view(-1, *[1] * (new.dim() - 2))
-                held = own[to_layer][:, own_rows, :, : self.n_sink]
-                own[to_layer][:, own_rows, :, : self.n_sink] = torch.where(is_written, new, held)
+            chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
+            copy(self, to_layer, source, from_layer, chosen, is_new)
 
 
 def check_topk(budget: int, window: int, n_first: int, refresh: int) -> None:

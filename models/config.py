@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ class ModelConfig:
     eos_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "max_context"):
-            _size(vars(self), name, type(self).__name__)
         if self.n_head % self.n_kv_head:
             what = "query heads do not divide into groups of KV heads"
             where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"
@@ -60,7 +58,10 @@ class ModelConfig:
             raise _refuse(what, where, seen, "n_head a multiple of n_kv_head")
         if self.head_dim % 2:
             raise _refuse("rotary embedding needs pairs", "head_dim", self.head_dim, "an even number")
-        _check_tokens(self.eos_tokens, self.vocab_size, "eos_tokens")
+        for token in self.eos_tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                where, required = "eos_token_id", f"0 <= id < {self.vocab_size}"
+                raise _refuse("an end token is not in the vocabulary", where, repr(token), required)
 
     @property
     def group_size(self) -> int:
@@ -114,7 +115,7 @@ class ModelConfig:
         for key in ("mlp_bias", "use_sliding_window", *([] if qwen else ["attention_bias"])):
             if values.get(key):
                 raise _refuse(f"{key} is not supported", where, values[key], "false or absent")
-        n_head, dim = _size(values, "num_attention_heads", where), _size(values, "hidden_size", where)
+        n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
         if values.get("head_dim") is None and dim % n_head:
             seen = f"hidden_size {dim}, num_attention_heads {n_head}"
             raise _refuse("hidden_size does not divide into heads", where, seen, "a multiple, or head_dim given")
@@ -122,28 +123,23 @@ class ModelConfig:
         window = {"sliding_window": values.get("sliding_window", 4096 if mistral else None)}
         windowed = not qwen and window["sliding_window"] is not None
         rope = _rope(values, where)
-        vocab_size, eos = _size(values, "vocab_size", where), values.get("eos_token_id", [])
-        eos_tokens = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        _check_tokens(eos_tokens, vocab_size, f"{where}: eos_token_id")
-        tied = values.get("tie_word_embeddings")
-        if not isinstance(tied, bool | None):
-            raise _refuse("tie_word_embeddings is not a yes or no", where, repr(tied), "true or false")
+        eos = values.get("eos_token_id", [])
         return cls(
-            vocab_size=vocab_size,
-            n_layer=_size(values, "num_hidden_layers", where),
+            vocab_size=positive(values, "vocab_size", where),
+            n_layer=positive(values, "num_hidden_layers", where),
             dim=dim,
             n_head=n_head,
-            n_kv_head=_size(values, "num_key_value_heads", where, n_head),
-            head_dim=_size(values, "head_dim", where, dim // n_head),
-            ffn_dim=_size(values, "intermediate_size", where),
-            norm_eps=_number(values, "rms_norm_eps", where, 1e-6),
-            rope_theta=_number(rope, "rope_theta", where, 10000.0),
+            n_kv_head=positive(values, "num_key_value_heads", where, n_head),
+            head_dim=positive(values, "head_dim", where, dim // n_head),
+            ffn_dim=positive(values, "intermediate_size", where),
+            norm_eps=positive(values, "rms_norm_eps", where, 1e-6, float),
+            rope_theta=positive(rope, "rope_theta", where, 10000.0, float),
             rope_scaling=_rope_scaling(rope, where),
-            max_context=_size(values, "max_position_embeddings", where, 2048),
-            sliding_window=_size(window, "sliding_window", where) if windowed else None,
-            tie_embeddings=bool(tied),
+            max_context=positive(values, "max_position_embeddings", where, 2048),
+            sliding_window=positive(window, "sliding_window", where) if windowed else None,
+            tie_embeddings=bool(values.get("tie_word_embeddings")),
             qkv_bias=qwen,
-            eos_tokens=eos_tokens,
+            eos_tokens=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
 
 
@@ -152,16 +148,15 @@ def read_config(path: Path) -> dict[str, Any]:
     required, fix = "a JSON object", "download it again (download.py)"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it is a {type(values).__name__}")
     except FileNotFoundError:
         what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
         fix += ", or copy config.json beside the weights"
         raise ConfigError(what, path, "no such file", required, fix) from None
     except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
-        raise ConfigError("the model's config.json is not JSON", path, error, required, fix) from None
-    if not isinstance(values, dict):
-        what = "the model's config.json is not a JSON object"
-        raise ConfigError(what, path, type(values).__name__, required, fix)
-    return values
+        raise ConfigError("the model's config.json is not a JSON object", path, error, required, fix) from None
+    return dict(values)
 
 
 def _refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
@@ -169,29 +164,15 @@ def _refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
     return ConfigError(what, where, seen, required, fix)
 
 
-def _check_tokens(tokens: tuple[object, ...], vocab_size: int, where: str) -> None:
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise _refuse("an end token is not in the vocabulary", where, repr(token), f"0 <= id < {vocab_size}")
-
-
-def _size(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+def positive(
+    values: Mapping[str, Any], key: str, where: str, default: float | None = None, kind: type[float] = int
+) -> Any:
+    """A size, or with `kind` float another number; `default` where it is absent. Errors: ConfigError."""
     value = default if values.get(key) is None else values[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
-        raise _not_positive(key, "integer", where, value, f"an integer from 1 to {MAX_SIZE - 1}")
-    return value
-
-
-def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    value = default if values.get(key) is None else values[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _not_positive(key, "number", where, value, "a number > 0")
-    return float(value)
-
-
-def _not_positive(key: str, kind: str, where: str, value: object, required: str) -> ConfigError:
-    seen = "no such key" if value is None else repr(value)
-    return _refuse(f"{key} is not a positive {kind}", f"{where}: {key}", seen, required)
+    if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < MAX_SIZE:
+        seen, name = "no such key" if value is None else repr(value), "integer" if kind is int else "number"
+        raise _refuse(f"{key} is not a positive {name}", f"{where}: {key}", seen, f"> 0 and < {MAX_SIZE}")
+    return kind(value)
 
 
 def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -205,15 +186,16 @@ def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
+    number = partial(positive, rope, where=where, kind=float)
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", _number(rope, "factor", where))
+        return RopeScaling("linear", number("factor"))
     if kind == "llama3":
-        low, high = _number(rope, "low_freq_factor", where), _number(rope, "high_freq_factor", where)
+        low, high = number("low_freq_factor"), number("high_freq_factor")
         if low >= high:
             seen = f"low_freq_factor {low}, high_freq_factor {high}"
             raise _refuse("the llama3 rope factors leave no ramp between them", where, seen, "low < high")
-        original_context = _size(rope, "original_max_position_embeddings", where)
-        return RopeScaling("llama3", _number(rope, "factor", where), low, high, original_context)
+        original_context = positive(rope, "original_max_position_embeddings", where)
+        return RopeScaling("llama3", number("factor"), low, high, original_context)
     raise _refuse("unsupported rope type", where, kind, "default, linear or llama3")

@@ -13,19 +13,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.startup
 
 from common import cli
-from reproduce.paper import columns
+from reproduce.paper import columns, tables
 from reproduce.paper.figures import Figure, Panel, acceptance_curves
 from reproduce.paper.published import Record, published, same_context
-from reproduce.paper.reproduction import ACCEPTANCE, View, showing
+from reproduce.paper.reproduction import ACCEPTANCE, showing
 
 Y = "acceptance rate"
 
 
 def table(records: list[Record]) -> str:
-    facts, budget = published().acceptance, published().draft_budget
-    rows = columns.beside(columns.rows_of(records), facts, any_target=True)
-    note = f"Published numbers are for a budget of {budget} and {facts[0]['model']} only."
-    return columns.side_by_side("Acceptance rate of self-speculation", records, note, rows, columns.ACCEPTED)
+    rows, budget = columns.rows_of(records), published().draft_budget
+    note = f"Published numbers are for a budget of {budget} and {published().acceptance[0]['model']} only."
+    published_ones, own = tables.published_acceptance(rows), tables.acceptance(rows)
+    return tables.side_by_side("Acceptance rate of self-speculation", note, published_ones, own)
 
 
 def by_context(records: list[Record]) -> Figure:
@@ -49,7 +49,7 @@ def by_budget(records: list[Record]) -> Figure:
     return Figure("Acceptance by budget", panels)
 
 
-VIEW = View(table, {"acceptance_by_context": by_context, "acceptance_by_budget": by_budget})
+FIGURES = {"acceptance_by_context": by_context, "acceptance_by_budget": by_budget}
 
 if __name__ == "__main__":
-    cli.run_alone(*showing(ACCEPTANCE, VIEW))
+    cli.run_alone(*showing(ACCEPTANCE, table, FIGURES))

@@ -27,7 +27,7 @@ from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
 from reproduce.paper import auto_against_fixed, columns
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.published import Record
-from reproduce.paper.reproduction import COST_MODEL, View, showing
+from reproduce.paper.reproduction import COST_MODEL, showing
 
 TARGET = 0.10
 # Where costs and a run have to agree to be compared.
@@ -91,9 +91,9 @@ def figure(records: list[Record]) -> Figure:
     label = "B {B}, {prefix_len} tokens".format_map
     points = lines(compared, label, "measured", "predicted", lambda _: {"marker": "o"}, style=POINTS)
     series = [diagonal(compared, "predicted", "measured"), *points]
-    left = Panel("the cost model", "measured speedup", "predicted speedup", series, is_log_x=False)
-    return Figure("Predicted and measured speedups", [left, auto_against_fixed.panel(records)])
+    panel = Panel("the cost model", "measured speedup", "predicted speedup", series, is_log_x=False)
+    return Figure("Predicted and measured speedups", [panel])
 
 
 if __name__ == "__main__":
-    cli.run_alone(*showing(COST_MODEL, View(table, {"cost_model_error": figure})))
+    cli.run_alone(*showing(COST_MODEL, table, {"cost_model_error": figure}))

@@ -4,11 +4,9 @@
 
 The prompt is prefilled once, by Foretoken; its keys and values are copied into transformers' caches.
 Then the peers take turns: each generates a few tokens and goes on from there at its next turn. A peer's
-figure is the median time between two of its tokens. --schemes adds our own model in 8 or 4 bits over the same KV,
-which as another model may write another text. Needs requirements-dev.txt.
+figure is the median time between two of its tokens. Needs requirements-dev.txt.
 """
 
-import copy
 import sys
 import time
 from collections.abc import Iterator
@@ -17,14 +15,13 @@ from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
 import torch
-from tyro.conf import arg
 
 import engine
 from common import cli
@@ -32,7 +29,6 @@ from common.errors import require_at_least
 from common.jsonl import publish
 from engine.bench.config import Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.names import Scheme
 from reproduce.paper.in_turns import in_turns
 
 # Milliseconds between tokens, and the tokens of the first row.
@@ -47,8 +43,6 @@ class Flags(Output):
     prefix_len: int = 7500  # prompt tokens per row
     turns: int = 4  # interleaved turns of every peer
     tokens_per_turn: int = 6  # new tokens of a row
-    schemes: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()
-    """also our model so quantised"""
 
 
 class StepTimes(list[float]):
@@ -76,15 +70,6 @@ def foretoken_turns(runner: engine.ModelRunner, prompts: list[list[int]], n_toke
         yield [1e3 * round_.seconds for round_ in out.stats.rounds][done:], out.tokens[0][done:]
 
 
-def quantised(session: engine.Session, scheme: Scheme) -> engine.ModelRunner:
-    """Our model with weights in that scheme over a copy of the same KV: another model, so its tokens may differ."""
-    from engine.drafters.self_speculation import SelfConfig
-
-    model = session.variant(draft=SelfConfig(draft_dtype="same", draft_weights=scheme)).draft_model
-    # The notes of what is prefilled name the model.
-    return engine.ModelRunner(model, copy.deepcopy(session.runner.cache, {id(session.runner.model): model}))
-
-
 def filled(cache: Any, session: engine.Session) -> Any:
     """A transformers cache with the KV of the prefilled prompts, less their last token."""
     kept, ours = session.plan.prefix_len - 1, session.runner.cache
@@ -99,12 +84,9 @@ def main(flags: Flags) -> None:
 
     from engine.bench.passes import prefill
     from engine.bench.record import record_of, rounded
-    from models.quantize import check_scheme
 
     require_at_least("turns", flags.turns, 1)
     require_at_least("tokens_per_turn", flags.tokens_per_turn, 2)  # what is measured is the time between two
-    for scheme in flags.schemes:
-        check_scheme(scheme, "cpu")
     sizes = Sizes(flags.B, flags.prefix_len, flags.turns * flags.tokens_per_turn)
     target = Target(device="cpu", dtype="float32")
     session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=Output(flags.output)))
@@ -119,12 +101,9 @@ def main(flags: Flags) -> None:
         peers = {"foretoken": foretoken_turns(session.runner, *given)}
         for name, cache in caches.items():
             peers[f"transformers, {name}"] = transformers_turns(model, filled(cache, session), *given)
-        same_weights = list(peers)
-        for scheme in flags.schemes:
-            peers[f"foretoken, {scheme}"] = foretoken_turns(quantised(session, scheme), *given)
         seen = in_turns({name: partial(next, turns) for name, turns in peers.items()}, flags.turns)
     medians = {name: median(ms for times, _ in turns for ms in times) for name, turns in seen.items()}
-    texts = [[tokens for _, tokens in seen[name]] for name in same_weights]
+    texts = [[tokens for _, tokens in seen[name]] for name in peers]
     measured = {"prefill_seconds": prefill_seconds, **{f"step_ms: {name}": ms for name, ms in medians.items()}}
     measured |= {f"slower than foretoken: {name}": ms / medians["foretoken"] for name, ms in medians.items()}
     measured["same_tokens_row_0"] = all(text == texts[0] for text in texts)

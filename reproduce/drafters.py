@@ -71,7 +71,7 @@ def main(flags: Flags) -> None:
     held: dict[str, list[Drafter]] = {PLAIN: []}
     for name, draft in configs.items():
         own, held[name] = session.variant(draft=draft), []
-        contenders.append(Contender(name, own, None, plain, held[name], {"gamma": draft.gamma}))
+        contenders.append(Contender(name, own, plain, held[name], {"gamma": draft.gamma}))
     passes.warm_up(plain.session)
     texts = passes.decode(plain.session, PLAIN).tokens  # what an oracle drafts
     for repeat in range(flags.repeats):

@@ -1,13 +1,12 @@
 """Speedups of fixed drafts, and of `auto`, interleaved with plain decoding from one prefilled state.
 
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
-    python reproduce/gamma_cell.py --fixed --gammas 3 --budgets 512 --draft_weights same int8 --pointwise own eager
+    python reproduce/gamma_cell.py --fixed --gammas 3 --budgets 512 --draft_weights same int8
 
 Every repeat, every other one in reverse order, runs plain decoding, each fixed draft, `auto`, which chooses gamma at
 the largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are
 that flag's own. Right before each of their runs, what their rounds cost and accept is measured anew, on the same
-prompts; the time of that is in no speedup (`measured_costs_seconds`). --pointwise has all of these run with each of
-several kinds of what lies between matrix products and attention. The record is the last line of standard output;
+prompts; the time of that is in no speedup (`measured_costs_seconds`). The record is the last line of standard output;
 cost_model_error.py compares it with what the cost model predicts.
 """
 
@@ -20,13 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
-
-from tyro.conf import arg
 
 import engine
 from common import cli
@@ -41,12 +38,9 @@ from reproduce.paper.reproduction import DraftDtype, DraftWeights
 if TYPE_CHECKING:
     from engine.bench.auto_costs import RunCosts
     from engine.bench.passes import Decoded
-    from engine.noise import Source
-    from models.pointwise import Pointwise
 
 OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
 SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
-Kind = Literal["own", "compiled", "eager"]
 # Of runs that drafted, beside plain decoding in the same repeat.
 MEDIANS = (
     *("wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms", "round_ms"),
@@ -69,8 +63,6 @@ class Flags:
     draft_dtype: tuple[DraftDtype, ...] = ("auto",)  # the draft's dtypes; auto modes have the first
     draft_weights: tuple[DraftWeights, ...] = ("same",)  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
-    pointwise: Annotated[tuple[Kind, ...], arg(help_behavior_hint="(default: as other runs with these flags)")] = ()
-    """own: those of a run without flags, compiled: as with --compile, eager: PyTorch's own"""
     fixed: bool = False  # without the auto modes
     repeats: int = 3  # how often all are run, interleaved
 
@@ -96,35 +88,23 @@ class Flags:
 
 @dataclass(frozen=True)
 class Contender:
-    """One of what is compared. plain: plain decoding beside it, None of that itself. functions: what lies between
-    matrix products and attention, and draws the noise, if not what the session has. draft: what was chosen. outputs:
+    """One of what is compared. plain: plain decoding beside it, None of that itself. draft: what was chosen. outputs:
     of its runs. costs: what they chose by, where there was something to choose.
     """
 
     name: str
     session: engine.Session
-    functions: tuple[Pointwise, Source] | None = None
     plain: Contender | None = None
     drafters: Sequence[engine.Drafter] = ()
     draft: dict[str, Any] = field(default_factory=dict)
     outputs: list[Decoded] = field(default_factory=list)
     costs: list[RunCosts] = field(default_factory=list)
 
-    def use_functions(self) -> None:
-        """Have all models of the session, which other contenders share, call its own."""
-        from models.pointwise import use_pointwise
-
-        if self.functions:
-            pointwise, self.session.runner.noise_source = self.functions
-            for model in (self.session.runner.model, *self.session.models.values()):
-                use_pointwise(model, pointwise)
-
     def run(self) -> None:
         from engine.bench.auto_costs import costs_of
         from engine.bench.passes import decode, make_pacing
         from engine.timing import PhaseTimer
 
-        self.use_functions()
         device = self.session.runner.device
         costs = costs_of(self.session, self.drafters, whole=True) if self.drafters else None
         self.costs.extend([costs] if costs else [])
@@ -153,7 +133,7 @@ class Contender:
             "way": self.name,
             "draft_budget": budget,
             "gamma": gamma,
-            "pointwise": (self.functions[0] if self.functions else self.session.runner.model.pointwise).name,
+            "pointwise": self.session.runner.model.pointwise.name,
             "tokens_per_second": rates,
             "speedup": median(speedups),
             "speedups": speedups,
@@ -181,16 +161,6 @@ class Contender:
         return stored | {name: None if None in values else median(values) for name, values in seen.items()}
 
 
-def functions_of(session: engine.Session, kind: Kind) -> tuple[Pointwise, Source]:
-    from engine.noise import compiled_source, in_passes
-    from models.pointwise import EAGER, compiled
-    from models.pointwise_cpp import pointwise_beside
-
-    if kind == "compiled":
-        return compiled(), compiled_source()
-    return EAGER if kind == "eager" else pointwise_beside(session.runner.model.backend), in_passes
-
-
 def main(flags: Flags) -> None:
     from engine.bench import passes, record
     from engine.bench.plan import resolve_several
@@ -199,21 +169,15 @@ def main(flags: Flags) -> None:
     chosen = flags.drafts()
     drafts = flags.draft.variants(*chosen.values())
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session, contenders = engine.Session.of_plan(resolve_several(config, drafts)), list[Contender]()
+    session = engine.Session.of_plan(resolve_several(config, drafts))
     prefill_seconds = passes.prefill(session)
-    # One of each, whatever they run with: there is room for so many caches.
-    drafters = {name: session.variant(draft=draft).drafters() for name, draft in zip(chosen, drafts, strict=True)}
-    for kind in dict.fromkeys(flags.pointwise or [None]):
-        functions = functions_of(session, kind) if kind else None
-        kindred = session.variant(compile=kind == "compiled") if kind else session
-        contenders.append(plain := Contender("plain", kindred, functions))
-        for (name, options), draft in zip(chosen.items(), drafts, strict=True):
-            own = kindred.variant(draft=draft)
-            contenders.append(Contender(name, own, functions, plain, drafters[name], options))
+    contenders = [plain := Contender("plain", session.variant(draft=None))]
+    for (name, options), draft in zip(chosen.items(), drafts, strict=True):
+        own = session.variant(draft=draft)
+        contenders.append(Contender(name, own, plain, own.drafters(), options))
     for one in contenders:
-        one.use_functions()
         passes.warm_up(one.session, one.drafters)
-    in_turns({number: one.run for number, one in enumerate(contenders)}, flags.repeats)
+    in_turns({one.name: one.run for one in contenders}, flags.repeats)
     rows = [one.row() for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))

@@ -14,10 +14,8 @@ broke.
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +23,11 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.errors import ConfigError, UserError, flag
-from common.jsonl import append_or_put_off, require_appendable
+from common.errors import ConfigError, flag
+from common.jsonl import require_appendable
 from engine.bench.config import Output
 from reproduce.gpu_parts.cells import DONE, SKIPPED, Options
-from reproduce.gpu_parts.supervisor import PARTS, run_parts
+from reproduce.gpu_parts.supervisor import PARTS, records_of, run_parts
 from reproduce.sweeping.runner import make_logs
 
 Part: Any = Literal[tuple(sorted(PARTS))]
@@ -56,31 +54,16 @@ class Flags(Output):
         return Options(self.device, self.quick)
 
 
-def measure(parts: Sequence[str], options: Options, time_limit: float, output: str | None) -> bool:
-    """Run the parts, append and print each record as it comes; whether every check held and nothing broke."""
-    started, lock, ends, put_off = time.time(), threading.Lock(), Counter[str](), list[UserError]()
-    run = f"{started:.0f}-{os.getpid()}"
-
-    def keep(record: dict) -> None:
-        with lock:
-            append_or_put_off(output, record | {"gpu_run": run, "quick": options.quick}, put_off)
-            ends[record["status"]] += 1
-            why = (record.get("error") or record.get("reason") or "").partition("\n")[0]
-            print(f"{record['status']:>8}  {record['part']}  {record['cell']}  {why}".rstrip(), flush=True)
-
+def main(flags: Flags) -> None:
+    options, started = flags.options, time.time()
+    require_appendable(flags.output)
     with tempfile.TemporaryDirectory() as folder:
-        run_parts(parts, options, time_limit, keep, make_logs(output or Path(folder) / "gpu"))
+        run, output = f"{started:.0f}-{os.getpid()}", os.path.abspath(flags.output or f"{folder}/gpu.jsonl")
+        run_parts(flags.parts, options, flags.time_limit, run, output, make_logs(output))
+        ends = Counter(record["status"] for record in records_of(output, run))
     counted = ", ".join(f"{count} {status}" for status, count in sorted(ends.items()))
     print(f"{counted or 'no cells'} in {time.time() - started:.0f} s")
-    if put_off:
-        raise put_off[0]
-    return not set(ends) - {DONE, SKIPPED}
-
-
-def main(flags: Flags) -> None:
-    options = flags.options
-    require_appendable(flags.output)
-    if not measure(flags.parts, options, flags.time_limit, flags.output):
+    if ends.keys() - {DONE, SKIPPED}:
         sys.exit(1)
 
 

@@ -5,8 +5,8 @@
 From all layers on, that one is dropped without which the draft is accepted most: sum(min(p, q)) of target and draft
 behind the text's tokens, the probability that rejection sampling accepts (Leviathan et al. 2023, arXiv 2211.17192,
 theorem 3.5), at temperature 0 the share of equal tokens. Costs measured here, of the most and the fewest layers and on
-the line between, make that a predicted speedup; the best few are teacher-forced through the engine. The first so many
-layers (an early exit) stand beside each. The record is the last line of standard output.
+the line between, make that a predicted speedup. The first so many layers (an early exit) stand beside each. The record
+is the last line of standard output.
 """
 
 import sys
@@ -32,7 +32,7 @@ from engine.bench.draft_flags import draft_flags
 
 SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
 Layers = tuple[int, ...]
-NUMBERS = ["expected_acceptance", "early_exit", "draft_ms", "predicted_speedup", "acceptance_rate", "speedup"]
+NUMBERS = ["expected_acceptance", "early_exit", "draft_ms", "predicted_speedup"]
 COLUMNS = [Column("layers", "layers"), Column("gamma", "gamma")]
 COLUMNS += [Column(name, name.replace("_", " "), ".3f") for name in NUMBERS]
 
@@ -46,7 +46,6 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     output: Output = field(default_factory=Output)
     fewest: int = 10  # layers at which the search ends
-    tried: int = 3  # how many of the best are run
 
 
 def main(flags: Flags) -> None:
@@ -57,9 +56,7 @@ def main(flags: Flags) -> None:
     from engine.cost_model.costs import Costs, tokens_per_round
     from engine.cost_model.measure import measure_costs
     from engine.drafters import SelfSpeculation, Shown
-    from engine.evaluation.teacher_forcing import forced_acceptance
     from engine.sampling import logits_to_probs
-    from engine.stats import total
     from engine.terminal.texts import with_text
     from models.llama import select_layers
 
@@ -67,7 +64,7 @@ def main(flags: Flags) -> None:
     config = RunConfig(*own, sampling=flags.sampling, output=flags.output, draft=flags.draft.config())
     plan = resolve(config)
     with_text(plan.target)
-    for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1), ("tried", flags.tried, 1)):
+    for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
     session = engine.Session.of_plan(plan, n_continued=plan.gen_len)
@@ -111,16 +108,12 @@ def main(flags: Flags) -> None:
         rows.append({"draft_layers": ",".join(map(str, layers)), "layers": len(layers), "expected_acceptance": alpha})
         rows[-1] |= {"early_exit": early, "draft_ms": one.draft_ms}
         rows[-1]["predicted_speedup"], rows[-1]["gamma"] = paying(alpha, one)
-    ranked = sorted(range(len(rows)), key=lambda place: rows[place]["predicted_speedup"], reverse=True)[: flags.tried]
-    for place in ranked:
-        forced = session.prompts, session.continuations, sampling.params, sampling.mode
-        seen = total(forced_acceptance(runner, drafters[place], *forced))
-        rows[place] |= {"acceptance_rate": seen.acceptance_rate, "verified": seen.verified}
-        rows[place]["speedup"], rows[place]["gamma"] = paying(seen.acceptance_rate or 0.0, costs[place])
-    winner = rows[max(ranked, key=lambda place: rows[place]["speedup"])]
+    winner = max(rows, key=itemgetter("predicted_speedup"))
     order = [({*more} - {*fewer}).pop() for (more, _), (fewer, _) in pairwise(found)]
     measured = {"order": order, "plain_ms": costs[0].plain_ms, "best": winner["draft_layers"], "rows": rows}
-    says = "pays best: --draft_layers {draft_layers} --gamma {gamma}, {speedup:.2f} predicted".format(**winner)
+    says = "pays best: --draft_layers {draft_layers} --gamma {gamma}, {predicted_speedup:.2f} predicted".format(
+        **winner
+    )
     line = record.record_of("layer_search", session, record.rounded(measured), {"draft_layers", "gamma"})
     publish(flags.output.output, line, console(rows, COLUMNS), says)
 

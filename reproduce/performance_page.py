@@ -1,13 +1,11 @@
-"""docs/performance.md, generated from pages/performance.md and the records in reproduce/results/.
+"""Writes docs/performance.md from pages/performance.md and the records in reproduce/results/.
 
-    python reproduce/performance_page.py            # write the page
-    python reproduce/performance_page.py --check    # exit code 1 if the committed page is another one
+    python reproduce/performance_page.py
 
 No number on the page comes from anywhere but a record; what has no record is "not measured".
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -16,23 +14,14 @@ import common.startup
 
 from common import cli
 from common.checkout import ROOT
-from common.tables import Column, markdown
+from common.tables import Column
 from reproduce import drafters, serve_load, spec_bench
-from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, table
-from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of, section
-from reproduce.paper.published import Record, grouped
+from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, filled, read, table, write
+from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
+from reproduce.paper.published import Record
 
 PAGE = ROOT / "docs" / "performance.md"
 CHECKS = "gpu_attention_error", "gpu_quantised_error", "gpu_noise", "gpu_identity"
-
-
-def _predicted(record: Record) -> str | None:
-    alpha, speedup = record.get("predicted_with_alpha"), record.get("predicted_speedup")
-    return None if alpha is None or speedup is None else f"{speedup:.2f} if acceptance is {alpha}"
-
-
-def _ends(values: Sequence[int]) -> str:
-    return " to ".join(map(str, sorted({min(values), max(values)})))
 
 
 SETS, LOADS, DRAFTERS = "spec_bench.jsonl", "serve_load.jsonl", "drafters.jsonl"
@@ -43,7 +32,7 @@ PAIRS = of("prefix_len", "B", "verification", *DRAFT, "pointwise", *SPECULATION,
 SELFSPEC = of("prefix_len", "B", "verification", "temperature", *DRAFT, *SPECULATION, "decode_tokens_per_second")
 SELFSPEC += of("identical", "distinct_4gram_fraction", "prompt_overlap")
 COSTS = of("model", "prefix_len", "B", "kv_dtype", *DRAFT, "baseline_step_ms", "baseline_share_of_copy")
-COSTS += of("draft_step_ms", "verify_step_ms", "round_ms", Column(_predicted, "predicted speedup"))
+COSTS += of("draft_step_ms", "verify_step_ms", "round_ms")
 GAPS = of("model", "prefix_len", "B", "gamma", "round_ms", "kernel_ms_per_round", "gap_percent")
 GAPS += [
     Column(lambda record: f"`{record['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
@@ -52,15 +41,16 @@ GAPS += [
 OUTCOME = Column("status", "outcome", lambda status: "passed" if status == "done" else "FAILED", align="<")
 OUTCOMES = of("cell", OUTCOME, "worst_error", "tolerance")
 KV_BYTES = Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV")
-BLOCKS = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
-KERNELS = section(
-    "kernels",
-    variant=lambda row: len(row["variant"]),
-    registers=lambda row: _ends(row["registers"]),
-    shared=lambda row: _ends(row["shared"]),
-    spills=lambda row: sum(row["spill_stores"] + row["spill_loads"]),
-    threads=lambda row: _ends(row["threads"]),
-)
+READING = of(Column("model", "shape of", align="<"), "B", "S", "T", "kv_dtype", KV_BYTES)
+READING += [Column("backend", "backend", align="<"), Column("share_of_copy", "share of the copy", ".0%")]
+KERNELS = [
+    *(Column("variants", "variants"), Column("max_registers", "registers of a thread, at most")),
+    Column(
+        lambda record: " and ".join(f"{n} on {gpu}" for gpu, n in record["max_shared_bytes"].items()),
+        "bytes of shared memory of a block, at most",
+    ),
+    Column(lambda record: len(record["problems"]), "that spill or do not fit"),
+]
 
 
 def tables(folder: Path) -> dict[str, str]:
@@ -74,55 +64,26 @@ def tables(folder: Path) -> dict[str, str]:
     medians = [record | record["median"] for record in read(folder, pairs, "cpu_selfspec_summary")]
     cells = [record | {"pairs": record["repeats"]} for record in read(folder, pairs, "gamma_cell")]
     medians += [row for row in rows_of(cells) if row["way"] != "plain"]
-    plain, costs = read(folder, peers, "cpu_peers"), done("gpu_costs")
+    plain, copies = read(folder, peers, "cpu_peers"), done("gpu_copy_bandwidth")
     steps = dict.fromkeys(key for record in plain for key in record if key.startswith("step_ms: "))
     times = [measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in steps]
-    sources = dict.fromkeys(cell["alpha_source"] for cell in costs if cell.get("alpha_source"))
     compiled, sets = read(folder, kernels, "kernel_report")[-1:], read(folder, SETS, spec_bench.BENCHMARK)
     loads = read(folder, LOADS, serve_load.BENCHMARK)
     served, texts = rows_of(loads), read(folder, DRAFTERS, drafters.BENCHMARK)
-    steps_served = [record["overhead"] for record in loads if record["overhead"]]
     return {
         "cpu_pairs": table("Speculation on a CPU", medians, PAIRS, pairs),
         "cpu_peers": table("A plain step beside other libraries", plain, of("prefix_len", "B", *times, "dtype"), peers),
         "prompt_sets": table("Prompt sets", sets, CATEGORIES, SETS, spec_bench.table_rows(sets)),
         "drafters": table("Drafters by text", texts, drafters.COLUMNS, DRAFTERS, rows_of(texts)),
         "serving": table("Serving", loads, SERVED, LOADS, served),
-        "serving_steps": markdown(steps_served, serve_load.OVER_HTTP) if steps_served else NONE,
         "gpu_selfspec": table("Speculation on a GPU", done("gpu_selfspec"), SELFSPEC, GPU),
-        "acceptance_sources": "; ".join(sources) or "none",
-        "gpu_costs": table("Costs of 8B and 7B shapes", costs, COSTS, GPU),
-        "gpu_attention_bandwidth": bandwidth(done("gpu_copy_bandwidth")[-1:], done("gpu_attention_bandwidth")),
+        "gpu_costs": table("Costs of 8B and 7B shapes", done("gpu_costs"), COSTS, GPU),
+        "gpu_copy": "".join(f"{copy['bytes_per_second'] * 1e-12:.2f} TB/s" for copy in copies[-1:]) or NONE,
+        "gpu_attention_bandwidth": table("Bandwidth of attention", done("gpu_attention_bandwidth"), READING, GPU),
         "gpu_launch_gaps": table("Host and launch gaps of a round", done("gpu_launch_gaps"), GAPS, GPU),
         "gpu_correctness": table("Correctness on a GPU", read(folder, GPU, *CHECKS), OUTCOMES, GPU),
-        "kernel_report": table("Triton kernels", compiled, KERNELS, kernels, by_kernel(compiled)),
+        "kernel_report": table("Triton kernels", compiled, KERNELS, kernels),
     }
-
-
-def bandwidth(copies: list[Record], cells: list[Record]) -> str:
-    """A row for each thing that was measured, with every backend's share of the copy's bandwidth."""
-    rows: dict[tuple, Record] = {}
-    for cell in cells:
-        key = tuple(cell[name] for name in ("model", "B", "S", "T", "kv_dtype"))
-        rows.setdefault(key, dict(cell))[cell["backend"]] = cell.get("share_of_copy")
-    columns = [*BLOCKS, *(measured(name, name, ".0%") for name in dict.fromkeys(cell["backend"] for cell in cells))]
-    copied = "".join(f"{copy['bytes_per_second'] * 1e-12:.2f} TB/s" for copy in copies) or NONE
-    about = (
-        f"KV bytes of one layer by time, as a share of what a copy reads and writes ({copied}). Buffers are "
-        "rotated, so nothing is found in the second-level cache. `*`: at least 250 MB.\n\n"
-    )
-    what = "Bandwidth of attention"
-    return about + table(what, copies + cells, columns, GPU, rows.values()) if cells else absent(what, GPU)
-
-
-def by_kernel(reports: Sequence[Record]) -> list[Record]:
-    """A row for each kernel on each GPU, with lists of what its variants for kinds of slots need."""
-    kernels = [kernel for report in reports for kernel in report["kernels"]]
-    groups = grouped(kernels, lambda kernel: (kernel["arch"], ", ".join(kernel["variant"].split(", ", 3)[:3])))
-    return [
-        {"gpu": f"sm_{arch}", "kernel": kernel} | {name: [one[name] for one in group] for name in group[0]}
-        for (arch, kernel), group in groups.items()
-    ]
 
 
 def page(folder: Path = RESULTS) -> str:
@@ -132,4 +93,4 @@ def page(folder: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)
+    cli.run_alone(lambda flags: write(PAGE, page()), NoFlags)

@@ -21,7 +21,7 @@ from common.tables import console
 from reproduce.paper import columns
 from reproduce.paper.figures import Figure, Panel, lines
 from reproduce.paper.published import Record
-from reproduce.paper.reproduction import View, showing
+from reproduce.paper.reproduction import showing
 
 ACCEPTED = columns.of(
     *("target", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "text", "acceptance_rate"),
@@ -31,6 +31,8 @@ SPEED = columns.of(
     *("target", "prefix_len", "B", "temperature", "draft_policy", "draft_budget", "speedup", "draft_step_ms"),
     *("refresh_ms", "verify_step_ms", "round_ms", "acceptance_rate", "peak_memory_bytes", "identical"),
 )
+ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
+REFRESH = "Refresh: what a round takes longer that chooses anew. Rates are of the rounds in which all rows are busy."
 
 
 def judged(records: list[Record]) -> list[Record]:
@@ -42,9 +44,16 @@ def timed(records: list[Record]) -> list[Record]:
     return [record for record in records if "speedup" in record]
 
 
-def table(title: str, rows_of: Callable, shown: list, note: str, records: list[Record]) -> str:
-    rows = sorted(rows_of(records), key=lambda row: [str(row.get(one)) for one in ("text", "B", "draft_policy")])
-    return f"  {title}\n\n{console(rows, shown)}\n\n  {note}"
+def table(records: list[Record]) -> str:
+    """For the console."""
+    parts = []
+    for title, rows, shown, note in (
+        ("Acceptance by policy", judged(records), ACCEPTED, ERRORS),
+        ("Speed by policy", timed(records), SPEED, REFRESH),
+    ):
+        ordered = sorted(rows, key=lambda row: [str(row.get(one)) for one in ("text", "B", "draft_policy")])
+        parts.append(f"  {title}\n\n{console(ordered, shown)}\n\n  {note}")
+    return "\n\n".join(parts)
 
 
 def by_panel(
@@ -61,22 +70,12 @@ def by_panel(
     return Figure(title, shown or [Panel("nothing measured", "budget, KV entries read", y_label, [])])
 
 
-ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
-REFRESH = "Refresh: what a round takes longer that chooses anew. Rates are of the rounds in which all rows are busy."
-VIEWS = (
-    View(
-        partial(table, "Acceptance by policy", judged, ACCEPTED, ERRORS),
-        {
-            "policies_acceptance": partial(
-                by_panel, "Acceptance by entries read", judged, "text", "acceptance_rate", "acceptance rate", False
-            )
-        },
+FIGURES = {
+    "policies_acceptance": partial(
+        by_panel, "Acceptance by entries read", judged, "text", "acceptance_rate", "acceptance rate", False
     ),
-    View(
-        partial(table, "Speed by policy", timed, SPEED, REFRESH),
-        {"policies_speedup": partial(by_panel, "Speedup by budget", timed, "B", "speedup", "speedup", True)},
-    ),
-)
+    "policies_speedup": partial(by_panel, "Speedup by budget", timed, "B", "speedup", "speedup", True),
+}
 
 if __name__ == "__main__":
-    cli.run_alone(*showing("policies.jsonl", *VIEWS))
+    cli.run_alone(*showing("policies.jsonl", table, FIGURES))

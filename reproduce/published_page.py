@@ -1,10 +1,8 @@
-"""reproduce/README.md, generated from pages/published.md, the published facts and the records in reproduce/results/.
+"""Writes reproduce/README.md from pages/published.md, the published facts and the records in reproduce/results/.
 
-    python reproduce/published_page.py            # write the page
-    python reproduce/published_page.py --check    # exit code 1 if the committed page is another one
+    python reproduce/published_page.py
 
-What was measured on a published model, what was measured on the built-in one, and what is only predicted from
-measured costs stand in columns of their own; what has no record is "not measured".
+What was measured and what is only predicted stand in columns of their own; what has no record is "not measured".
 """
 
 import sys
@@ -25,20 +23,15 @@ from common.tables import Column, markdown
 from engine.bench.config import AUTO
 from engine.bench.cost_tables import cost_columns
 from reproduce import cost_model_error, roofline_error
-from reproduce.pages.generated_page import GPU, RESULTS, Flags, absent, filled, read, source, table
-from reproduce.pages.published_tables import Records, measured_speedup, published_tables
-from reproduce.paper import auto_against_fixed, columns, cpu_roofline
-from reproduce.paper.columns import FLOW, NONE, SETTING, STEPS, by_size, machine_name, of
-from reproduce.paper.published import Record, published
+from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, read, source, table, write
+from reproduce.paper import auto_against_fixed, columns, cpu_roofline, tables
+from reproduce.paper.columns import NONE, machine_name, of
+from reproduce.paper.published import Record, grouped, is_of, pairs_of, published
 from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, MAKE_DRAFT, SPEEDUPS
+from reproduce.paper.tables import Table, published_speedups
 from reproduce.sweeping.runner import OK, read_rows
 
 PAGE, FIGURES = ROOT / "reproduce" / "README.md", ROOT / "reproduce" / "figures"
-RUN = of(*SETTING, "draft_weights")
-SPEEDUP = of(*RUN, "speedup", "wall_speedup", "formula", "acceptance_rate", "mean_accepted_length", "identical")
-SPEEDUP += of("distinct_4gram_fraction")
-ACCEPTED = of(*columns.ACCEPTANCE, "acceptance_rate", "acceptance_per_position", "judged", "mean_accepted_length")
-ACCEPTED += of("distinct_4gram_fraction")
 ERROR = Column(lambda row: row["predicted_ms"] / row["measured_ms"] - 1, "error", "+.0%")
 ON_CPU = of("B", "prefix_len", "cost", "predicted_ms", "measured_ms", ERROR)
 
@@ -48,10 +41,9 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
     runs = [*swept(folder, SPEEDUPS), *gpu]
     runs = [run for run in runs if isinstance(run.get("gamma"), int) and run.get("draft_budget") != AUTO]
     speculation = [run for run in runs if run.get("load_format") != "dummy"]
-    costs = [run for run in runs if run.get("load_format") == "dummy"]
-    records = Records(speculation, costs, columns.rows_of(swept(folder, ACCEPTANCE)))
-    machines = dict.fromkeys(map(machine_name, [*runs, *records.acceptance]))
-    is_published = any(measured_speedup(records, fact) != NONE for fact in published().speedups)
+    acceptance = columns.rows_of(swept(folder, ACCEPTANCE))
+    machines = dict.fromkeys(map(machine_name, [*runs, *acceptance]))
+    is_published = any(is_of(fact, run) for fact in published().speedups for run in speculation)
     drawn = {file.stem: f"![{file.stem.replace('_', ' ')}](figures/{file.name})\n\n" for file in figures.glob("*.svg")}
     values = {
         "machines": ", ".join(machines) or NONE,
@@ -60,8 +52,27 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
         "make_draft": MAKE_DRAFT,
         "figures": defaultdict(str, drawn),
     }
-    values |= published_tables(records) | roofline_tables(read(folder, roofline_error.ROOFLINE, "cpu_roofline"))
-    return filled("published.md", values | measured_tables(records) | cost_model_tables(swept(folder, COST_MODEL)))
+    facts, by_machine = published(), grouped(published().speedup_tables, itemgetter("origin"))
+    own = [run for run in runs if run["file"] == SPEEDUPS]
+    values |= {
+        "by_machine": {name: markdown(*published_speedups(of, speculation)) for name, of in by_machine.items()},
+        "by_pair": {
+            ", ".join(pair): markdown(*published_speedups(of, speculation))
+            for pair, of in pairs_of(facts.figure_6).items()
+        },
+        "acceptance_by_context": markdown(*tables.published_acceptance(acceptance)),
+        "ratios": markdown(*tables.published_ratios(runs)),
+        "speedups": shown("Speedup", tables.speedups(speculation), SPEEDUPS),
+        "costs": shown("Costs", tables.costs(own), SPEEDUPS),
+        "flow": shown("Throughput against latency", tables.flow(speculation), SPEEDUPS),
+        "acceptance": shown("Acceptance", tables.acceptance(acceptance), ACCEPTANCE),
+    }
+    values |= roofline_tables(read(folder, roofline_error.ROOFLINE, "cpu_roofline"))
+    return filled("published.md", values | cost_model_tables(swept(folder, COST_MODEL)))
+
+
+def shown(what: str, of: Table, file: str) -> str:
+    return table(what, of.rows, of.columns, file)
 
 
 def swept(folder: Path, name: str) -> list[Record]:
@@ -77,21 +88,7 @@ def roofline_tables(cpu: Sequence[Record]) -> dict[str, str]:
         "roofline_summary": roofline_error.summary(),
         "cpu_summary": cpu_roofline.summary(cpu) if cpu else f"{NONE} where both could be compared",
         "roofline_errors": markdown(roofline_error.errors(), roofline_error.ERRORS),
-        "roofline_constants": markdown(roofline_error.constants(), roofline_error.LEFT),
         "roofline_on_cpu": table("The roofline on a CPU", cpu[-1:], ON_CPU, roofline_error.ROOFLINE, rows),
-    }
-
-
-def measured_tables(records: Records) -> dict[str, str]:
-    speculation = sorted(records.speculation, key=by_size)
-    costs = sorted([*speculation, *(run for run in records.costs if run["file"] == SPEEDUPS)], key=by_size)
-    order = itemgetter("text", "draft_policy")
-    rows = sorted(records.acceptance, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
-    return {
-        "speedups": table("Speedup", speculation, SPEEDUP, SPEEDUPS),
-        "costs": table("Costs", costs, of(*RUN, *STEPS, "verify / plain", "draft / plain"), SPEEDUPS),
-        "flow": table("Throughput against latency", speculation, [*RUN, *FLOW], SPEEDUPS),
-        "acceptance": table("Acceptance", rows, ACCEPTED, ACCEPTANCE),
     }
 
 
@@ -109,4 +106,4 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    cli.run_alone(lambda flags: flags.write_or_check(PAGE, page()), Flags)
+    cli.run_alone(lambda flags: write(PAGE, page()), NoFlags)

@@ -11,7 +11,7 @@ too, in about two minutes.
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,9 +25,8 @@ from common import cli
 from common.jsonl import append_record, publish, require_appendable
 from common.provenance import git_commit
 from common.tables import Column, console
-from engine.cost_model.machines import Machine, Protocol
+from engine.cost_model.machines import Machine
 from reproduce.paper import figures
-from reproduce.paper.columns import section
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.predicted import halves, is_acceptance_known, machine_of, predict
 from reproduce.paper.published import Record, draft_name, published, target_name
@@ -35,18 +34,9 @@ from reproduce.paper.reproduction import REPRODUCTION, make_ready
 
 NAME, ROOFLINE = "roofline_error", "roofline.jsonl"
 GROUPS = ("published acceptance, half to fit", "published acceptance, other half", "assumed acceptance")
-UNEXPLAINED = "ms of a forward that nothing explains"
-# What a fit tries of each constant: factors of what is stated, but for the milliseconds.
-TRIED: Mapping[str, Sequence[float]] = {
-    "memory bandwidth": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
-    "operations": (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
-    "link bandwidth": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0),
-    "collective latency": (1.0, 2.0, 3.0, 4.0),
-    "kernel launch": (1.0, 2.0, 4.0, 6.0),
-    UNEXPLAINED: (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0),
-}
-Constants = Mapping[str, float]
-STATED: Constants = {}
+# What a fit tries of two constants: factors of what is stated.
+TRIED = {"memory bandwidth": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "link bandwidth": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)}
+STATED = 1.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -63,12 +53,11 @@ def groups() -> dict[str, list[Record]]:
     return dict(zip(GROUPS, (*halves(known), assumed), strict=True))
 
 
-def scaled(constants: Constants, one: Machine) -> Machine:
-    """The machine with such factors of what is stated of it."""
-    bandwidth, ops, link, latency, launch = (constants.get(name, 1.0) for name in TRIED if name != UNEXPLAINED)
-    slower = (Protocol(each.latency * latency, each.hop * latency, each.bandwidth * link) for each in one.protocols)
-    rates = {"bandwidth": one.bandwidth * bandwidth, "ops": one.ops * ops, "launch": one.launch * launch}
-    return replace(one, **rates, protocols=tuple(slower), unexplained=constants.get(UNEXPLAINED, 0.0) / 1e3)
+def scaled(factors: tuple[float, ...], one: Machine) -> Machine:
+    """The machine with such factors of what is stated of TRIED."""
+    bandwidth, link = factors
+    slower = (each._replace(bandwidth=each.bandwidth * link) for each in one.protocols)
+    return replace(one, bandwidth=one.bandwidth * bandwidth, protocols=tuple(slower))
 
 
 def ratios(facts: Sequence[Record], change: Callable[[Machine], Machine]) -> list[float]:
@@ -80,27 +69,23 @@ def median_error(facts: Sequence[Record], change: Callable[[Machine], Machine]) 
     return median(abs(ratio - 1) for ratio in ratios(facts, change))
 
 
-def spread(facts: Sequence[Record], constants: Constants) -> float:
-    """The root mean square of the logarithms' differences."""
-    return math.sqrt(fmean(math.log(ratio) ** 2 for ratio in ratios(facts, partial(scaled, constants))))
+def fit(facts: Sequence[Record]) -> tuple[float, ...]:
+    """Of the factors tried, those that leave least of the logarithms' differences, in the mean of their squares."""
 
+    def left(factors: tuple[float, ...]) -> float:
+        return fmean(math.log(ratio) ** 2 for ratio in ratios(facts, partial(scaled, factors)))
 
-def fit(facts: Sequence[Record], names: Sequence[str]) -> Constants:
-    """Of the values tried of those constants, the ones that leave least."""
-    tried = itertools.product(*(TRIED[name] for name in names))
-    return min((dict(zip(names, one, strict=True)) for one in tried), key=partial(spread, facts))
+    return min(itertools.product(*TRIED.values()), key=left)
 
 
 @cache
-def best_fits(n: int) -> list[Constants]:
-    """Of every so many constants, fitted to the one half; those that leave least of its differences first."""
-    half = groups()[GROUPS[0]]
-    return sorted((fit(half, names) for names in itertools.combinations(TRIED, n)), key=partial(spread, half))
+def fitted() -> tuple[float, ...]:
+    """To the one half of those whose acceptance is published."""
+    return fit(groups()[GROUPS[0]])
 
 
-def said(constants: Constants) -> str:
-    """As a sentence has them."""
-    return " and ".join(f"{v:g} {name}" if name == UNEXPLAINED else f"{name} x {v:g}" for name, v in constants.items())
+def said() -> str:
+    return " and ".join(f"{name} x {factor:g}" for name, factor in zip(TRIED, fitted(), strict=True))
 
 
 def errors() -> list[Record]:
@@ -108,31 +93,20 @@ def errors() -> list[Record]:
     ways = {
         "data sheets, FlashAttention-2's tiles": partial(scaled, STATED),
         "the same, every entry read once for all heads and tokens": partial(replace, tile=16, packs_group=True),
-        **{f"fitted: {said(one)}": partial(scaled, one) for one in (best_fits(1)[0], best_fits(2)[0])},
+        f"fitted: {said()}": partial(scaled, fitted()),
     }
     return [
         {"way": way} | {name: median_error(facts, of) for name, facts in groups().items()} for way, of in ways.items()
     ]
 
 
-def constants() -> list[Record]:
-    """Of each constant alone what is fitted to the one half, and what that leaves of the differences there."""
-    left = partial(spread, groups()[GROUPS[0]])
-    return [
-        {"constant": name, "fitted": value, "left": left(one) / left(STATED)}
-        for one in best_fits(1)
-        for name, value in one.items()
-    ]
-
-
 HEADS = (Column(name, f"{name} ({len(facts)})", ".1%") for name, facts in groups().items())
 ERRORS = (Column("way", "constants", align="<"), *HEADS)
-LEFT = section("constants")
 
 
 def rows() -> list[Record]:
     """Every published speedup beside its predictions."""
-    best = partial(scaled, best_fits(2)[0])
+    best = partial(scaled, fitted())
     return [
         {"group": group, "target": target_name(fact), "draft": draft_name(fact), "origin": fact["origin"]}
         | {name: fact[name] for name in ("prefix_len", "B", "gamma")}
@@ -144,7 +118,7 @@ def rows() -> list[Record]:
 
 def figure(rows: Sequence[Record]) -> Figure:
     equal, axes = diagonal(rows, "published", "predicted"), ("published speedup", "predicted speedup")
-    titles = {"predicted": "from data sheets", "fitted": f"two constants fitted:\n{said(best_fits(2)[0])}"}
+    titles = {"predicted": "from data sheets", "fitted": f"two constants fitted:\n{said()}"}
     panels = [
         Panel(title, *axes, [equal, *lines(rows, "group", "published", of, style=POINTS)], is_log_x=False)
         for of, title in titles.items()
@@ -153,26 +127,26 @@ def figure(rows: Sequence[Record]) -> Figure:
 
 
 def summary() -> str:
-    (stated, *_, fitted), (half, other, assumed) = errors(), GROUPS
+    (stated, _, after), (half, other, assumed) = errors(), GROUPS
     known = [*groups()[half], *groups()[other]]
     error = median_error(known, partial(scaled, STATED))
     return (
         f"predictions from data sheets are off by {error:.1%} in the median of the {len(known)} published speedups "
         f"whose acceptance is published, and by {stated[assumed]:.0%} where it had to be assumed; two constants, "
-        f"fitted to half of the former, leave {fitted[other]:.1%} on the other half, {stated[other]:.1%} before"
+        f"fitted to half of the former, leave {after[other]:.1%} on the other half, {stated[other]:.1%} before"
     )
 
 
 def main(flags: Flags) -> None:
     make_ready(flags.output)
     require_appendable(flags.output)
-    texts = [f"  {summary().capitalize()}.\n", console(errors(), ERRORS), "", console(constants(), LEFT), ""]
+    texts = [f"  {summary().capitalize()}.\n", console(errors(), ERRORS), ""]
     if flags.measure:
         from reproduce.paper import cpu_roofline
 
         append_record(flags.output, record := cpu_roofline.measure())
         texts.append(f"  {cpu_roofline.summary([record])}\n")
-    own = {"benchmark": NAME, "git_commit": git_commit(), "errors": errors(), "constants": constants(), "rows": rows()}
+    own = {"benchmark": NAME, "git_commit": git_commit(), "errors": errors(), "rows": rows()}
     texts += [f"  {path}" for path in figures.save(figure(own["rows"]), NAME, Path(flags.figures))]
     publish(flags.output, own, *texts)
 

@@ -8,7 +8,7 @@ Starts the server with the flags of --server; so many clients ask /v1/completion
 the last one is answered. Every phase is run plainly, with speculation, and by the peer, in the other order every other
 time. Prompts are stretches of a book of which no two begin with the same token, and before a phase the server's rows
 are made to forget the last one's; with --turns a client goes on behind its own prompt and answer, of which the server
-reuses what its row holds. Last come plain rounds over HTTP beside those of a Decoder in this process.
+reuses what its row holds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise, product
+from itertools import islice, product
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,22 +36,19 @@ from common.say import say
 from common.tables import console
 from engine.bench.config import Output, RunConfig, Text
 from reproduce.paper.columns import section
-from reproduce.paper.in_turns import in_turns, median_ratio
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
-from reproduce.serve_parts.figures import beside, full_gaps, spread, stretches
+from reproduce.serve_parts.figures import beside, spread, stretches
 from serving.serve import Serve
 
 if TYPE_CHECKING:
-    from engine import Decoder
     from models.checkpoints.model_source import ModelSource
 
 # By number of clients and mode.
 Phases = dict[int, dict[str, list[Phase]]]
 BENCHMARK = "serve_load"
 OURS = PLAIN, SPECULATION = "plain", "speculation"
-# Tokens of what makes a row forget, and streams over HTTP beside those of a Decoder.
-SHORT, STREAMS = 8, 8
+SHORT = 8  # tokens of what makes a row forget
 NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation leaves as it is: decode tok/s is of rounds alone."
 
 
@@ -62,7 +58,7 @@ def rows_a_round(row: Record) -> float | None:
     return rate * ms / 1e3 / tokens if tokens and rate else None
 
 
-COLUMNS, OVER_HTTP = section("serving", rows_a_round=rows_a_round), section("over_http")
+COLUMNS = section("serving", rows_a_round=rows_a_round)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class Flags:
     longest: int = 4000  # tokens of a prompt
     gen_len: int = 64  # new tokens of a request
     temperature: float = 0.0  # 0 is greedy; else each request has a seed of its own
-    in_process: int = 5  # pairs of plain rounds over HTTP and of a Decoder in this process; 0: none
     server: tuple[str, ...] = ("draft_weights=int4", "draft_budget=1024")  # flags of `python -m serving`: NAME=VALUE
     peer: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """address of another server with OpenAI's /v1/completions"""
@@ -88,7 +83,7 @@ class Flags:
     def check(self) -> None:
         """Errors: ConfigError."""
         least = {"turns": 1, "requests": 1, "repeats": 1, "shortest": SHORT, "longest": self.shortest, "gen_len": 2}
-        for name, value in (least | {"in_process": 0}).items():
+        for name, value in least.items():
             require_at_least(name, getattr(self, name), value)
         require_at_least("clients", min(self.clients), 1)
         require_appendable(self.output.output)
@@ -98,19 +93,17 @@ class Flags:
         return max(n_clients, -(-self.requests // self.turns))
 
 
-def prompt_maker(
-    flags: Flags, n_rows: int, source: ModelSource
-) -> tuple[Callable[[int], str], Callable[[str], list[int]]]:
-    """What gives a new prompt of so many tokens, and what gives a prompt's token ids. Errors: UserError."""
+def prompt_maker(flags: Flags, n_rows: int, source: ModelSource) -> Callable[[int], str]:
+    """What gives a new prompt of so many tokens. Errors: UserError."""
     from engine.bench.data import load_books
     from engine.bench.text import resolve_dataset
 
     tokenizer, n_pairs = source.tokenizer(), flags.repeats * len(flags.clients)
     book = next(load_books(str(resolve_dataset(RunConfig(text=flags.text), source))))
     ids = tokenizer.encode(book, add_bos=False)
-    n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients)) + STREAMS
+    n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients))
     cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
-    return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens]), tokenizer.encode
+    return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens])
 
 
 def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: int, put_off: list[DataError]) -> Phases:
@@ -140,42 +133,6 @@ def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: i
     return {n: of_modes for n, of_modes in phases.items() if of_modes[PLAIN]}
 
 
-def full_steps(decoder: Decoder, prompts: Sequence[Sequence[int]], gen_len: int) -> list[float]:
-    """Seconds from one step's end to the next one's, while all requests decode."""
-    from engine import Request
-
-    for prompt in prompts:
-        decoder.submit(Request(prompt, gen_len))
-    ends = []
-    while (done := decoder.step()) is not None:
-        if done.busy == len(prompts):
-            ends.append(time.perf_counter())
-    return [after - before for before, after in pairwise(ends)]
-
-
-def without_http(flags: Flags, serve: Serve, url: str, prompts: Sequence[str], ids: list[list[int]]) -> Record:
-    """Medians of a plain step while all these decode: streamed by the server, and by a Decoder in this process, in
-    turns; both reuse the prompts' KV. Errors: UserError."""
-    from engine import Decoder
-    from serving.opening import open_session
-
-    session, _ = open_session(serve.config(), serve.batch.max_batch, serve.batch.max_length)
-    decoder = Decoder(session.runner, reuses=True)
-    endpoint = Endpoint(url, {"max_tokens": flags.gen_len, "temperature": 0, "speculate": False})
-    turns: dict[str, Callable[[], list[float]]] = {
-        "http": lambda: full_gaps(asyncio.run(load(endpoint, prompts, len(prompts))).answers),
-        "in_process": lambda: full_steps(decoder, ids, flags.gen_len),
-    }
-    found = in_turns(turns, 1 + flags.in_process)
-    # The first one prefills, and its streams may not overlap.
-    if not all(seconds for each in found.values() for seconds in each[1:]):
-        where, required = flag("gen_len"), "answers so long that all streams decode at once"
-        raise DataError("the streams are never all there", where, flags.gen_len, required, f"raise {where}")
-    http, alone = ([1e3 * median(seconds) for seconds in each[1:]] for each in found.values())
-    steps = {"streams": len(prompts), "step_ms_http": median(http), "step_ms_in_process": median(alone)}
-    return steps | {"http_over_in_process": median_ratio(http, alone)}
-
-
 def main(flags: Flags) -> None:
     from engine.bench.record import rounded
     from models.checkpoints.model_source import find_model
@@ -184,20 +141,14 @@ def main(flags: Flags) -> None:
     serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
     target, n_rows, put_off = serve.config().target, serve.batch.max_batch, list[DataError]()
     source = find_model(target.model, target.load_format, target.model_name, flag("model"))
-    new_prompt, ids_of = prompt_maker(flags, n_rows, source)
+    new_prompt = prompt_maker(flags, n_rows, source)
     with served(words) as url:
-        phases, overhead = run_load(flags, url, new_prompt, n_rows, put_off), None
-        if flags.in_process:
-            n_streams, lengths = min(STREAMS, n_rows), spread(flags.shortest, flags.longest)
-            prompts = [new_prompt(length) for length in islice(lengths, n_streams)]
-            overhead = without_http(flags, serve, url, prompts, list(map(ids_of, prompts)))
+        phases = run_load(flags, url, new_prompt, n_rows, put_off)
     pairs = ((n, mode, of_modes) for n, of_modes in phases.items() for mode in of_modes)
     rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
     record = {"benchmark": BENCHMARK, "model": source.name, "dataset": flags.text.dataset, **said, "rows": rows}
-    record |= {"overhead": overhead, **provenance()}
-    texts = [console(rows, COLUMNS), NOTE, *([console([overhead], OVER_HTTP)] if overhead else [])]
-    publish(flags.output.output, rounded(record), *texts, put_off=put_off)
+    publish(flags.output.output, rounded(record | provenance()), console(rows, COLUMNS), NOTE, put_off=put_off)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ python reproduce/speedup_tables.py --fixed model=CHECKPOINT --axis B=32,64 --axi
 """
 
 import sys
-from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -17,36 +16,27 @@ import common.startup
 
 from common import cli
 from common.tables import Column
-from reproduce.paper import columns
+from reproduce.paper import columns, tables
 from reproduce.paper.columns import KINDS, over
 from reproduce.paper.figures import BLACK, Figure, Pair, Panel, Series, lines, over_rows
 from reproduce.paper.published import SELF, Record, draft_name, grouped, pairs_of, published, target_name
-from reproduce.paper.reproduction import SPEEDUPS, View, showing
+from reproduce.paper.reproduction import SPEEDUPS, showing
 
-SPEEDUP = "Speedup over plain decoding"
-SPEEDUP_NOTE = (
-    f"{columns.SLOWER}: slower than plain decoding. Measured: over the rounds in which all rows are busy, and to the "
-    "last row.\n  By the formula: what the published formula makes of the measured acceptance and step times.\n"
-    "  Figure 6 was read off a plot, to about 0.02."
-)
-COSTS = "Costs in steps of plain decoding"
-COSTS_NOTE = (
-    "The published ratios are theoretical and were read off figures; measured ones are medians of timed rounds."
-)
-RATIOS = {kind: [fact for fact in published().ratios if fact["kind"] == kind] for kind in KINDS}
+SPEEDUP, COSTS = "Speedup over plain decoding", "Costs in steps of plain decoding"
 FLOW = "Throughput against latency"
-FLOW_NOTE = """Published: a figure; no numbers of it are recorded here, so there is nothing to set beside these.
-  ms a token: what a row waits for a token; tokens/s: all rows together, while all are busy."""
+NOTE = f"""{columns.SLOWER}: slower than plain decoding. Measured: while all rows are busy, and to the last row; by
+  the formula: what the published formula makes of the measured acceptance and step times. Figure 6 was read off a plot,
+  to about 0.02; published ratios are theoretical, measured ones medians of timed rounds. Of throughput against latency
+  no numbers are published: ms a token is what a row waits, tokens/s are of all rows while all are busy."""
+RATIOS = {kind: [fact for fact in published().ratios if fact["kind"] == kind] for kind in KINDS}
 FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 
 
-def speedups(records: list[Record]) -> str:
-    facts = published().speedups
-    origins = dict.fromkeys(fact["origin"] for fact in facts)
-    known = [Column(origin, origin, columns.published_speedup_text) for origin in origins]
-    measured = replace(columns.COLUMNS["speedup"], head="measured"), "wall_speedup", "acceptance_rate", "formula"
-    shown = columns.of(*columns.SETTING, *known, *measured)
-    return columns.side_by_side(SPEEDUP, records, SPEEDUP_NOTE, columns.beside(records, facts), shown)
+def table(records: list[Record]) -> str:
+    facts = tables.published_speedups(published().speedups, records)
+    facts = facts._replace(columns=[Column("origin", "published of", align="<"), *facts.columns])
+    own = tables.speedups(records), tables.costs(records), tables.flow(records)
+    return tables.side_by_side(SPEEDUP, NOTE, facts, tables.published_ratios(records), *own)
 
 
 def speedup_figure(records: list[Record]) -> Figure:
@@ -59,17 +49,6 @@ def speedup_figure(records: list[Record]) -> Figure:
     return over_rows(SPEEDUP, pairs)
 
 
-def costs(records: list[Record]) -> str:
-    rows = [
-        row | {"kind": kind, "ratio": over(f"{kind}_step_ms")(row)}
-        for kind, facts in RATIOS.items()
-        for row in columns.beside(records, facts)
-    ]
-    kind = Column("kind", "ratio", KINDS.__getitem__, align="<")
-    shown = columns.of(kind, *columns.SETTING, "published", columns.measured("ratio", "measured", ".2f"))
-    return columns.side_by_side(COSTS, records, COSTS_NOTE, rows, shown)
-
-
 def cost_figure(records: list[Record]) -> Figure:
     pairs = []
     for kind, facts in RATIOS.items():
@@ -77,11 +56,6 @@ def cost_figure(records: list[Record]) -> Figure:
         title = f"published: {facts[0]['model']}, {at}, theoretical"
         pairs.append(Pair(title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
     return over_rows(COSTS, pairs)
-
-
-def flow(records: list[Record]) -> str:
-    rows = sorted(records, key=columns.by_size)
-    return columns.side_by_side(FLOW, records, FLOW_NOTE, rows, [*columns.SETTING, *columns.FLOW])
 
 
 def flow_figure(records: list[Record]) -> Figure:
@@ -107,11 +81,7 @@ def _flow_series(records: list[Record]) -> list[Series]:
     return alone + lines(records, label, rounds, "decode_tokens_per_second", name=rows)
 
 
-VIEWS = (
-    View(speedups, {"speedup_tables": speedup_figure}),
-    View(costs, {"cost_ratios": cost_figure}),
-    View(flow, {"throughput_latency": flow_figure}),
-)
+FIGURES = {"speedup_tables": speedup_figure, "cost_ratios": cost_figure, "throughput_latency": flow_figure}
 
 if __name__ == "__main__":
-    cli.run_alone(*showing(SPEEDUPS, *VIEWS))
+    cli.run_alone(*showing(SPEEDUPS, table, FIGURES))

@@ -21,7 +21,7 @@ from tyro.conf import UseAppendAction, arg
 
 from common import cli
 from common.errors import ConfigError, flag
-from reproduce.sweeping.cells import VALUES, Cell, cells_of, labels, read_grid, select
+from reproduce.sweeping.cells import VALUES, Cell, Sweep, cells_of, labels, read_grid, select
 from reproduce.sweeping.runner import FAILED, OK, read_rows, run_cells
 
 WAITING = "to run"
@@ -52,7 +52,7 @@ class Flags:
             raise ConfigError(what, "--grid, --script, --output", self.script or "neither", required, fix)
         fixed = {name: value_of(text) for name, text in assigned("fixed", self.fixed).items()}
         axes = {name: values_of(text) for name, text in assigned("axis", self.axis).items()}
-        return cells_of(read_grid(str(self.grid)) if self.script is None else [{"script": self.script}], fixed, axes)
+        return cells_of(read_grid(str(self.grid)) if self.script is None else [Sweep(self.script)], fixed, axes)
 
     @property
     def file(self) -> str:
@@ -62,18 +62,19 @@ class Flags:
 
 def value_of(text: str) -> Any:
     """A value as TOML reads it (0.5, true, [64, 128], "in quotes"), and what TOML does not read as it is."""
-    values = values_of(text)
-    return values[0] if len(values) == 1 and text.strip(", ") == text else text
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, VALUES) else text
 
 
 def values_of(text: str) -> Sequence[Any]:
     """Values between commas; lists in brackets are one value each."""
     try:
-        values = tomllib.loads(f"values = [{text}]")["values"]
-        return values if all(isinstance(value, VALUES) for value in values) else text.split(",")
+        return tomllib.loads(f"values = [{text}]")["values"]
     except tomllib.TOMLDecodeError:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        return [value_of(part) for part in parts] if len(parts) > 1 else parts
+        return [value_of(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def assigned(field: str, texts: Sequence[str]) -> dict[str, str]:
@@ -90,11 +91,10 @@ def assigned(field: str, texts: Sequence[str]) -> dict[str, str]:
 
 def run(flags: Flags) -> bool:
     """Run the cells, or list them, and say how they ended; whether none of them has failed."""
-    cells = flags.cells()
-    selected = select(cells, flags.only)
+    selected = select(flags.cells(), flags.only)
     if not flags.list:
         try:
-            run_cells(cells, flags.file, retry_failed=flags.retry_failed, timeout_s=flags.timeout, only=flags.only)
+            run_cells(selected, flags.file, retry_failed=flags.retry_failed, timeout_s=flags.timeout)
         except KeyboardInterrupt:  # the runner has said what is done
             sys.exit(130)
     rows = read_rows(flags.file)

@@ -16,6 +16,8 @@ from serving.answers import Failure
 from serving.gate import Gate
 from serving.service import Service
 
+# A step takes a chunk of a prompt, and a round.
+HUNG_SECONDS = 120.0
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -23,6 +25,12 @@ def _names(error: dict[str, Any]) -> list[str]:
     """Where it is. Of JSON that breaks off, `loc` is where it does; of unions, it has their members' names."""
     names = [] if error["type"] == "json_invalid" else map(str, error["loc"][1:])
     return [name for name in names if not name.startswith(("function-", "constrained-", "list["))]
+
+
+def _says(error: dict[str, Any]) -> str:
+    if error["type"] == "json_invalid":
+        return f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
+    return error["msg"].removeprefix("Value error, ")
 
 
 def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
@@ -42,6 +50,8 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
     @app.get("/health")
     async def health() -> Response:
         service.require_up()
+        if (seconds := service.scheduler.step_seconds) > HUNG_SECONDS:
+            raise Failure(503, "unavailable", f"the engine has not ended a step for {seconds:.0f} seconds")
         return Response()
 
     @app.get("/metrics")
@@ -59,7 +69,9 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
-        errors = [(_names(one), one["msg"]) for one in error.errors()]
+        if isinstance(error.body, bytes) and error.body:
+            return Failure(415, "validation", "the Content-Type has to be application/json").response(request)
+        errors = [(_names(one), _says(one)) for one in error.errors()]
         about = errors[0][0]
         # What may be a text or a list is told of both: the list's errors are about what is in it.
         names, says = max((one for one in errors if one[0][: len(about)] == about), key=lambda one: len(one[0]))
@@ -70,7 +82,9 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
     async def http(request: Request, error: HTTPException) -> Response:
         kinds = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
         kind = kinds.get(error.status_code, "validation")
-        return Failure(error.status_code, kind, str(error.detail), headers=error.headers).response(request)
+        # FastAPI does not say why a body cannot be read: no UTF-8, too deep, or numbers too long.
+        text = f"body: {error.__cause__}" if error.__cause__ else str(error.detail)
+        return Failure(error.status_code, kind, text, headers=error.headers).response(request)
 
     app.add_middleware(Gate, service=service, key=key, hosts=hosts)
     return app

@@ -1,5 +1,6 @@
 """The command line of the server: what is served, how it drafts, where it listens, and what it refuses."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -92,7 +93,7 @@ class Limits:
 class ServeFlags:
     """Those of the server."""
 
-    FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft"}
+    FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft", "B": "--max_batch", "prefix_len": "--max_length"}
 
     target: Target = field(default_factory=Target)
     draft: ServedDraft = field(default_factory=ServedDraft)
@@ -117,12 +118,18 @@ class ServeFlags:
 
     def check(self) -> None:
         """Errors: ConfigError for a number too small, and for what cannot be served."""
-        limits, least = vars(self.limits) | vars(self.batch), {"max_queue": 0, "request_seconds": 0.001}
+        limits, least = (
+            vars(self.limits) | vars(self.batch),
+            {"max_queue": 0, "request_seconds": 0.001, "drain_seconds": 0},
+        )
+        limits |= {"drain_seconds": self.http.drain_seconds}
         for name, value in limits.items():
             if value is not None and not isinstance(value, bool | str):
+                if not math.isfinite(value):
+                    where, required = flag(name), "a finite number"
+                    raise ConfigError("a limit is no number", where, value, required, f"leave out {where}")
                 require_at_least(name, value, least.get(name, 1))
         self.http.key()
-        require_at_least("drain_seconds", self.http.drain_seconds, 0)
         if not 0 <= self.http.port <= LAST_PORT:
             where, required = flag("port"), f"0 to {LAST_PORT}"
             raise ConfigError("there is no such port", where, self.http.port, required, f"leave out {where}")

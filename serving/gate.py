@@ -74,8 +74,8 @@ class Gate:
         except Exception as error:
             if status:  # an answer that has begun cannot become another one
                 raise
-            traceback.print_exc()
             await refuse(internal(error))
+            traceback.print_exc()
         finally:
             if (job := state["job"]) is not None:
                 self._service.end(job, "refused" if state["failure"] else CANCELLED)  # nobody reads on

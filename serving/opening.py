@@ -8,12 +8,14 @@ from common.errors import require_at_least
 from engine.bench.auto_costs import costs_of
 from engine.bench.config import RunConfig, Sizes
 from engine.bench.dummy_prefill import fill_with_noise
+from engine.bench.memory import require_room
 from engine.bench.passes import make_pacing, warm_up
 from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.session import Session
 from engine.drafters.combined import Combined
 from engine.drafters.standalone import StandaloneDraft
 from engine.pacing import Fixed, Pacing
+from engine.sampling import SamplingParams
 
 # What requests are taken to be as long as where costs are measured, if rows are at least four times as long.
 REPRESENTATIVE_LENGTH = 2048
@@ -23,7 +25,10 @@ MANY = 10**9
 
 def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Session, Pacing]:
     """Errors: UserError."""
-    session = Session.of_plan(plan_of(config, max_batch, max_length))
+    plan = plan_of(config, max_batch, max_length)
+    # What is rehearsed is greedy; clients may sample, with filters.
+    require_room(replace(plan, sampling=replace(plan.sampling, params=SamplingParams(1.0, top_p=0.5))))
+    session = Session.of_plan(plan)
     if session.draft is None:
         return session, Fixed(None)
     drafters = session.drafters()

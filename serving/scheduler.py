@@ -94,6 +94,7 @@ class Scheduler:
         self._running: dict[int, Asked] = {}
         # Of all rounds so far; between: neither a round nor a prefill, while something decodes.
         self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
+        self._step_began: float | None = None
 
     def submit(self, request: Asked) -> None:
         self._inbox.put(request)
@@ -115,6 +116,12 @@ class Scheduler:
         """Rows in use."""
         return len(self._running)
 
+    @property
+    def step_seconds(self) -> float:
+        """What the step that runs has taken; 0 while nothing is asked."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
+
     def run(self) -> None:
         """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
         while True:
@@ -132,6 +139,7 @@ class Scheduler:
 
     def _orders(self) -> Orders:
         """What came in meanwhile; while there is nothing to decode, this waits for it."""
+        self._step_began = None
         cancel, waits = set[int](), not self._running and not self._waiting
         timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
         with suppress(Empty):
@@ -147,6 +155,7 @@ class Scheduler:
                 else:
                     self._waiting = deque(one for one in self._waiting if one.index != event)
         n_free = self._rows - len(self._running) + len(cancel)
+        self._step_began = time.perf_counter()
         submit = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
         return Orders(submit, cancel, False)
 

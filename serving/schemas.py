@@ -5,7 +5,7 @@ Lists end at the first value that is wrong: bodies are checked on the event loop
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -33,9 +33,9 @@ def _zero_or_more(temperature: float) -> float:
 
 
 def _one_prompt(given: Any) -> Any:
-    """A list of one text is that text."""
+    """A list of one prompt is that prompt."""
     if isinstance(given, list) and any(isinstance(one, str | list) for one in given[:1]):
-        if given[1:] or not isinstance(given[0], str):
+        if given[1:]:
             raise PydanticCustomError("prompt", "is not one prompt: a text, or its token ids")
         return given[0]
     return given
@@ -170,6 +170,12 @@ class Completion(Decoding):
     stream: Switch | None = None
     stream_options: StreamOptions | None = None
 
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise self._about("stream_options", "is for streams: leave it out, or add stream")
+        return self
+
 
 class TextCompletion(Completion):
     """logprobs: 0 for those of the chosen tokens."""
@@ -199,6 +205,12 @@ class Message(Body):
     role: Literal["system", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise self._about("content", f"is missing: a message of the {self.role} has one")
+        return self
+
     @property
     def text(self) -> str:
         parts = self.content or ""
@@ -213,6 +225,13 @@ class ChatCompletion(Completion):
         **{"response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": ()},
         **{"reasoning_effort": (), "verbosity": (), "service_tier": ("auto",), "store": (False,), "metadata": ({},)},
     }
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise self._about("max_tokens", "is the same as max_completion_tokens: leave one out")
+        return self
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: Switch | None = None

@@ -1,5 +1,6 @@
 """From flags to a server: the model's rounds run on this thread, HTTP on another one, of the leading rank."""
 
+import errno
 import signal
 import socket
 import threading
@@ -53,7 +54,7 @@ class Server:
         self.service, self._sock = service, sock
         flags, key = service.flags, service.flags.http.key()
         is_local = key is None and ip_address(sock.getsockname()[0]).is_loopback
-        hosts = ["127.0.0.1", "localhost", "[::1]", flags.http.host] if is_local else None
+        hosts = dict.fromkeys(["127.0.0.1", "localhost", "[::1]", flags.http.host]) if is_local else None
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
         config = uvicorn.Config(
             make_app(service, key, hosts),
@@ -122,7 +123,8 @@ def _bound(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except (OSError, UnicodeError) as error:
         where, required = f"{flag('host')}, {flag('port')}", "an address of this machine, and a port that is free"
-        seen, fix = f"{host}, {port}: {error}", f"use {flag('port')} 0"
+        of_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        seen, fix = f"{host}, {port}: {error}", f"use {flag('port')} 0" if of_port else f"leave out {flag('host')}"
         raise ConfigError("the server cannot listen there", where, seen, required, fix) from None
     return sock
 

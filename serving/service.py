@@ -147,8 +147,8 @@ class Service:
             try:
                 job.take(update)
             except Exception as error:
-                traceback.print_exc()
                 self.end(job, "error", internal(error))
+                traceback.print_exc()
                 continue
             if job.finish is not None:
                 self.jobs.pop(update.number, None)

@@ -56,27 +56,18 @@ EDITS = {
         *edits("files/config.json", None, 5, [], {}, "x", {"size": 1}, DEEP),
         *edits("files/config.json/size", None, -1, 1.5, "x", 10**30),
         *edits("files/config.json/sha256", None, 5, "", "0" * 64, []),
-        *edits("converted_from", 5, [], {"files": 5}, DEEP),
-        *edits("sha256", None, 5, "0" * 64),
+        *edits("converted_from", 5, [], DEEP),
     ],
 }
 
 
-def spans_of(path: Path) -> tuple[Spans, Spans]:
-    """Where a file holds tensor data, and where facts that nothing else in the checkpoint would contradict."""
+def spans_of(path: Path) -> Spans:
+    """Where a file holds tensor data."""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
-        return [(8 + struct.unpack("<Q", content[:8])[0], len(content))], []
+        return [(8 + struct.unpack("<Q", content[:8])[0], len(content))]
     if path.suffix == ".gguf":
-        reader = gguf.GGUFReader(path)
-        facts = []
-        for field in reader.fields.values():
-            start = field.offset
-            for index, part in enumerate(field.parts):
-                if not field.name.startswith("GGUF.") and (index == 1 or index in field.data):
-                    facts.append((start, start + part.nbytes))
-                start += part.nbytes
-        return [(t.data_offset, t.data_offset + t.n_bytes) for t in reader.tensors], facts
+        return [(t.data_offset, t.data_offset + t.n_bytes) for t in gguf.GGUFReader(path).tensors]
     if path.suffix in (".bin", ".pth"):
         with zipfile.ZipFile(path) as archive:
             records = [record for record in archive.infolist() if "/data/" in record.filename]
@@ -85,15 +76,12 @@ def spans_of(path: Path) -> tuple[Spans, Spans]:
             lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
             start = record.header_offset + 30 + sum(lengths)
             spans.append((start, start + record.file_size))
-        return spans, []
-    return [], []
+        return spans
+    return []
 
 
-def damage(path: Path, kind: str, other: Path, number: int, facts_too: bool, rng: random.Random) -> None:
-    """Do to a file what `kind` says; `other` is that of another model, and edits of JSON are told by their number.
-
-    `facts_too`: also where nothing else in the checkpoint would contradict a change.
-    """
+def damage(path: Path, kind: str, other: Path, number: int, rng: random.Random) -> None:
+    """Do to a file what `kind` says; `other` is that of another model, and edits of JSON are told by their number."""
     if kind == "drop":
         path.unlink()
     elif kind == "swap":
@@ -107,21 +95,21 @@ def damage(path: Path, kind: str, other: Path, number: int, facts_too: bool, rng
         torch.save(content, path)
     else:
         changed = before = path.read_bytes()
-        data, facts = spans_of(path)
+        data = spans_of(path)
         while changed == before:
-            changed = _change(before, kind, data, [] if facts_too else facts, rng)
+            changed = _change(before, kind, data, rng)
         path.write_bytes(changed)
 
 
-def _change(before: bytes, kind: str, data: Spans, facts: Spans, rng: random.Random) -> bytes:
-    """The content of a file with other bytes: in `data` if the kind says so, or neither there nor in `facts`."""
+def _change(before: bytes, kind: str, data: Spans, rng: random.Random) -> bytes:
+    """The content of a file with other bytes: in `data` if the kind says so, or not there."""
     content, length = bytearray(before), rng.randint(1, 40)
     inside = {i for span in data for i in range(*span)}
     start = rng.randrange(len(content) + (kind == "insert"))
     if kind.endswith("data"):
         start = rng.choice(sorted(inside))
     elif kind.endswith("elsewhere"):
-        outside = set(range(len(content))) - inside - {i for span in facts for i in range(*span)}
+        outside = set(range(len(content))) - inside
         start = rng.choice(sorted(outside))
         length = next((n for n in range(1, length) if start + n not in outside), length)
     if kind.startswith("flip"):

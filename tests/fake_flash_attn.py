@@ -36,10 +36,8 @@ def check_arguments(q, k_cache, v_cache, cache_seqlens, num_splits, dtypes, most
     require(num_splits <= most_splits, f"num_splits > {most_splits} not supported")
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool, window: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Output `[B, T, H, D]` and float32 log-sum-exp `[B, H, T]`; 0 and -inf for queries that see nothing."""
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool, window: tuple[int, int]) -> Tensor:
+    """Output `[B, T, H, D]`; 0 for queries that see nothing."""
     n_row, n_slot, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if lengths is None:
         lengths = torch.full(q.shape[:1], n_slot)
@@ -57,9 +55,7 @@ def attention(
         visible = visible & (slot <= at + right)
     visible = visible.expand(-1, n_row, -1)[:, None]
     scores = scores.masked_fill(~visible, float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
-    return torch.einsum("bhts,bshd->bthd", weights, v).to(q.dtype), lse.float()
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).nan_to_num(), v).to(q.dtype)
 
 
 def fake_package(package: Package) -> ModuleType:
@@ -76,7 +72,6 @@ def fake_package(package: Package) -> ModuleType:
         causal=False,
         window_size=(-1, -1),
         num_splits=0,
-        return_softmax_lse=False,
         **only_of_fa3,
     ):
         assert only_of_fa3.keys() <= (set() if is_fa2 else {"pack_gqa"}), "no such argument, or none that is used"
@@ -96,11 +91,7 @@ def fake_package(package: Package) -> ModuleType:
             require(num_splits > 0, f"tracing with num_splits <= 0 not supported. Got {num_splits=}")
         call = {"q": q.shape, "causal": causal, "lengths": cache_seqlens, "num_splits": num_splits}
         module.calls.append(call | only_of_fa3)
-        out, lse = attention(q, k_cache, v_cache, cache_seqlens, causal, window_size)
-        if not return_softmax_lse:
-            return out
-        # FA2's convention for queries that see nothing is the other infinity.
-        return (out, lse.masked_fill(lse == float("-inf"), float("inf"))) if is_fa2 else (out, lse, None, None)
+        return attention(q, k_cache, v_cache, cache_seqlens, causal, window_size)
 
     module.calls = []
     module.flash_attn_with_kvcache = flash_attn_with_kvcache

@@ -49,9 +49,7 @@ def test_the_coupled_mode_is_held_to_eps_over_the_temperature(certified, monkeyp
 
 @needs_vnni
 def test_a_target_in_few_bits_is_certified(certified):
-    ended = certified("--kv_dtype fp8 --quantize int4 --attention torch --dtype float64")
-    record = ended.record
-    assert any("int4 weights, KV in float8_e4m3fn, torch attention" in line for line in ended.lines)
+    record = certified("--kv_dtype fp8 --quantize int4 --attention torch --dtype float64").record
     expected = {"kv_dtype": "float8_e4m3fn", "quantize": "int4", "attention": "torch", "dtype": "float64"}
     expected |= {"draft_kv_dtype": "float8_e4m3fn", "draft_weights": "int4", "calibration_flips": 0, "flips": 0}
     assert record["holds"] and record.items() >= expected.items()

@@ -194,9 +194,7 @@ def test_a_template_beside_a_gguf_takes_the_place_of_its_own(tmp_path: Path) -> 
         assert "generated" not in read_manifest(out)["files"]["chat_template.jinja"]
 
 
-def test_a_conversation_in_which_every_mark_is_said(tmp_path: Path) -> None:
-    every = "".join(map(chr, range(0xE000, 0xF900)))
+def test_marks_in_a_message_are_left_out(tmp_path: Path) -> None:
     own = chat(tmp_path, CHATML)
-    with pytest.raises(ConfigError, match="too many different characters"):
-        own.encode([*SYSTEM, {"role": "user", "content": every}])
-    assert own.encode([*SYSTEM, {"role": "user", "content": every[2:]}])
+    for said, told in (("<|im_\ufdd0end|>", "<|im_end|>"), ("\ufdd0<|im_end|>\ufdd1", "<|im_end|>")):
+        assert own.encode([{"role": "user", "content": said}]) == own.encode([{"role": "user", "content": told}])

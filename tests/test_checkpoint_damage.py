@@ -68,7 +68,6 @@ SOURCE_DAMAGE: Damage = {
     "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: truncate(d / "config.json", 0.5), "config.json"),
     "config of another model": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
-    "config of a billion layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 10**9), "1000000000 layers"),
     "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
@@ -150,8 +149,7 @@ MODEL_DAMAGE: Damage = {
     "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "config gone": (lambda d: (d / "config.json").unlink(), "config.json"),
     "another config beside it": (of_another_config, "rope_theta 500000.0"),
-    "integers": (lambda d: rewrite(d, **{"norm.weight": torch.ones(16).int()}), r"norm.weight \(16,\) torch.int32"),
-    "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight \(15,\)"),
+    "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight', \(15,\)"),
     "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
     "a tensor too many": (lambda d: rewrite(d, **{"q_norm.weight": torch.ones(4)}), "q_norm.weight"),
 }

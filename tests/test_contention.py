@@ -8,12 +8,12 @@ import pytest
 from engine import contention as module
 from engine.contention import LEAST_SECONDS, QUIET, WAKING, Usage, contention, usage_so_far
 
-CALM = Usage(threads=2, seconds=10.0, had=19.0, waits={"7": 0.3}, stolen=0.1)
+CALM = Usage(seconds=10.0, waits={"7": 0.3}, stolen=0.1)
 
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     """Of threads that were there all along, and one that came."""
-    counters, steal = {"perf_counter": 100.0, "process_time": 20.0}, {"steal": 3.0}
+    clock, steal = {"seconds": 100.0}, {"steal": 3.0}
 
     def count(thread: str, waited: int, n: int) -> None:
         (tmp_path / thread).mkdir(exist_ok=True)
@@ -24,18 +24,16 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     waiting = module._waits
     monkeypatch.setattr(module, "_waits", lambda: waiting(tmp_path))
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(**steal))
-    monkeypatch.setattr(module, "time", SimpleNamespace(**{name: lambda n=name: counters[n] for name in counters}))
-    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"]))
     before = usage_so_far()
-    counters |= {"perf_counter": 110.0, "process_time": 36.0}
-    steal["steal"] = 4.0
+    clock["seconds"], steal["steal"] = 110.0, 4.0
     count("8", 4 * 10**9, 50)
     count("9", 10**9, 960)
     between = usage_so_far().since(before)
     waits = {"7": 0.0, "8": 2.0 - 40 * WAKING, "9": 1.0 - 960 * WAKING}
     assert between.waits == pytest.approx(waits)
-    assert replace(between, waits={}) == Usage(threads=2, seconds=10.0, had=16.0, waits={}, stolen=1.0)
-    expected = {"cpu_share": 0.8, "threads_waiting": 0.25, "stolen_processors": 0.1, "contended": True}
+    assert replace(between, waits={}) == Usage(seconds=10.0, waits={}, stolen=1.0)
+    expected = {"threads_waiting": 0.25, "stolen_processors": 0.1, "contended": True}
     assert contention([between]) == pytest.approx(expected)
 
 
@@ -68,8 +66,8 @@ def test_no_verdict_on_a_short_pass():
 
 
 def test_the_rank_that_was_worst_off_counts():
-    seen = contention([CALM, replace(CALM, had=12.0, waits={"7": 8.0}), replace(CALM, stolen=1.0)])
-    expected = {"cpu_share": 0.6, "threads_waiting": 0.8, "stolen_processors": 0.1, "contended": True}
+    seen = contention([CALM, replace(CALM, waits={"7": 8.0}), replace(CALM, stolen=1.0)])
+    expected = {"threads_waiting": 0.8, "stolen_processors": 0.1, "contended": True}
     assert seen == pytest.approx(expected, rel=0.01)
 
 

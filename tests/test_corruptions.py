@@ -1,18 +1,12 @@
 """Each kind of damage to each file of a tiny random checkpoint, converted and loaded: what it comes to.
 
 A case is refused by the errors that a user is meant to see, accepted with the very weights, configuration and
-tokenizer of before ("harmless"), or accepted with others ("wrong"). With a manifest nothing that was changed may be
-accepted; without one, nothing with wrong values but flipped or zeroed tensor data.
-
-Some damage cannot be seen without a manifest and is tried with one only: values and names of keys in config.json,
-tokenizer.json or a GGUF's metadata that still make sense (another rope_theta, another token). Nor is a whole
-checkpoint of another model damage.
+tokenizer of before ("harmless"), or accepted with others ("wrong"). All is verified against a manifest: nothing that
+was changed may be accepted but in the manifest itself, where it may be harmless.
 """
 
-import itertools
 import random
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +21,7 @@ from models import load_model
 from models.checkpoints.manifest import MANIFEST
 from models.checkpoints.tokenizer import load_tokenizer
 
-MAY_BE_WRONG = ("flip in data", "zero in data")
-DATA_KINDS = (*MAY_BE_WRONG, "NaN or infinity")
+DATA_KINDS = ("flip in data", "zero in data", "NaN or infinity")
 ANYWHERE = ("flip elsewhere", "zero elsewhere", "insert", "delete")
 WEIGHTS = {
     "safetensors": "model.safetensors",
@@ -45,42 +38,32 @@ class Case(NamedTuple):
     folder: str
     file: str
     kind: str
-    manifest: bool
     number: int
-
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        if self.manifest:
-            return ("refused",)
-        return "refused", "harmless", *(["wrong"] if self.kind in MAY_BE_WRONG else [])
 
 
 def all_cases(repeats: int) -> Iterator[Case]:
     """Every kind of damage to every file, `repeats` times at other places; every edit of JSON once."""
     texts = [("sharded", "model.safetensors.index.json")]
     texts += [(folder, file) for folder in ("safetensors", "converted") for file in EDITS if "index" not in file]
-    for (folder, file), manifest in itertools.product([*WEIGHTS.items(), *texts], (True, False)):
-        if file == MANIFEST and not manifest:
-            continue
-        is_fact = file == "tokenizer.json" or (folder, file) == ("safetensors", "config.json")
+    for folder, file in [*WEIGHTS.items(), *texts]:
         kinds = {
             "truncate": repeats,
             "append": repeats,
-            "drop": int(file != MANIFEST),
-            **dict.fromkeys(() if is_fact and not manifest else ANYWHERE, repeats),
-            "swap": int(manifest or not (is_fact or folder == "gguf")),  # a GGUF is a whole model
+            "drop": int(file != MANIFEST and "index" not in file),
+            **dict.fromkeys(ANYWHERE, repeats),
+            "swap": 1,
             **dict.fromkeys(DATA_KINDS if file in WEIGHTS.values() else (), repeats),
             "edit": len(EDITS.get(file, ())),
         }
         for kind, count in kinds.items():
-            yield from (Case(folder, file, kind, manifest, number) for number in range(count))
+            yield from (Case(folder, file, kind, number) for number in range(count))
 
 
 def used(folder: Path) -> list[Any]:
     """All of a checkpoint that a run uses, converted first if need be, as values that compare by ==."""
     if folder.name != "converted":
         folder = convert(folder, folder / "out").parent
-    model, tokenizer = load_model(folder, prepack=False), load_tokenizer(folder)
+    model, tokenizer = load_model(folder, prepack=False, verify=True), load_tokenizer(folder)
     weights = {name: weight.numpy().tobytes() for name, weight in model.state_dict().items()}
     return [model.config, weights, tokenizer.encode("Some text, and that is to be tokenised."), tokenizer.pieces()]
 
@@ -88,9 +71,7 @@ def used(folder: Path) -> list[Any]:
 def outcome(case: Case, made: Path, wanted: list[Any], scratch: Path) -> str:
     folder = shutil.copytree(made / "model" / case.folder, scratch / case.folder)
     other, rng = made / "other" / case.folder / case.file, random.Random(f"0 {case}")
-    damage(folder / case.file, case.kind, other, case.number, case.manifest, rng)
-    if not case.manifest:
-        (folder / MANIFEST).unlink()
+    damage(folder / case.file, case.kind, other, case.number, rng)
     try:
         return "harmless" if used(folder) == wanted else "wrong"
     except UserError:
@@ -103,13 +84,13 @@ def outcome(case: Case, made: Path, wanted: list[Any], scratch: Path) -> str:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("repeats,every", [(1, 10), pytest.param(6, 1, marks=pytest.mark.slow)])
-def test_damage_is_refused_or_harmless_or_inside_tensor_data(tmp_path: Path, repeats: int, every: int) -> None:
+@pytest.mark.parametrize("repeats,every", [(1, 6), pytest.param(6, 1, marks=pytest.mark.slow)])
+def test_damage_is_refused(tmp_path: Path, repeats: int, every: int) -> None:
     cases = list(all_cases(repeats))[::every]
     assert {case.folder for case in cases} == WEIGHTS.keys() and len(cases) > 60
     for name, config in {"model": HF_CONFIG, "other": OTHER}.items():
         make_folders(tmp_path / name, config)
     wanted = {name: used(shutil.copytree(tmp_path / "model" / name, tmp_path / "whole" / name)) for name in WEIGHTS}
     seen = {case: outcome(case, tmp_path, wanted[case.folder], tmp_path / "scratch") for case in cases}
-    assert {case: what for case, what in seen.items() if what not in case.allowed} == {}
-    print(Counter((case.manifest, what) for case, what in seen.items()))
+    accepted = {case: what for case, what in seen.items() if what != "refused"}
+    assert {case: what for case, what in accepted.items() if (case.file, what) != (MANIFEST, "harmless")} == {}

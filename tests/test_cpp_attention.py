@@ -8,10 +8,10 @@ import pytest
 import torch
 from attention_cases import Case, FakeSlots, make_case
 
-from kv_cache import KV
+from kv_cache import KV, FullKVCache
 from kv_cache.entries import largest
-from kv_cache.verify_topk import received
-from models import cpp_build
+from kv_cache.verify_topk import copy_chosen
+from models import ModelConfig, cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 
@@ -72,16 +72,30 @@ def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, stor
 
 @pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("group,head_dim", [(1, 64), (3, 64), (4, 128)])
-def test_received_attention_equals_the_references(backend, storage, group, head_dim):
-    """Of queries that see more or less than the block before them, and of rows among others; a row that verified
-    nothing sees whatever there is."""
-    case = make_case([2, 40, 203, 77], 4, storage=storage, group=group, head_dim=head_dim, capacity=203)
-    newest = torch.tensor([[0, 1], [36, 39], [199, 2**63 - 1], [75, 74]])
+def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
+    """Rows of less than a tile and of several parts; rows among others, and a sliding window."""
+    settings = {"storage": storage, "group": group, "head_dim": head_dim}
+    case = make_case([4, 40, PART + 203, 77], 4, capacity=PART + 203, **settings)
     for one in (case, case.among_other_rows()):
-        found, wanted = (how(one.q[:, ::3], one.kv, newest) for how in (backend.received, received))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found.sum(dim=-1), torch.ones(4, 2))
-        assert not found[1, :, 40:].any()
+        one.assert_notes(backend)
+    make_case([4, 40, 203, 77], 4, capacity=203, sliding_window=37, **settings).assert_notes(backend)
+
+
+@pytest.mark.parametrize("source", ENTRIES)
+@pytest.mark.parametrize("target", ENTRIES)
+def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
+    """Of rows by name, of which one is not new, into rows by name; what nobody chose stays."""
+    config = ModelConfig(vocab_size=8, n_layer=3, dim=64, n_head=2, n_kv_head=2, head_dim=24, ffn_dim=8, max_context=99)
+    one, own, again = (FullKVCache(config, 4, 50, dtype=dtype) for dtype in (source, target, target))
+    one.entries.copy_(torch.randint(-90, 90, one.entries.shape) / (1 if one.scales is not None else 7))
+    if one.scales is not None:
+        one.scales.uniform_()
+    chosen = torch.stack([torch.stack([torch.randperm(50)[:21] for _ in range(2)]) for _ in range(3)])
+    rows, is_new = torch.tensor([3, 0, 1]), torch.tensor([True, False, True])
+    for to, how in ((own, backend.copy_chosen), (again, copy_chosen)):
+        how(to.view(rows), 2, one.view(rows, 48), 0, chosen, is_new)
+    assert torch.equal(own.entries.float(), again.entries.float()) and own.entries[2].float().any()
+    assert own.scales is None or torch.equal(own.scales, again.scales)
 
 
 def test_every_finite_float8_is_read_as_pytorch_reads_it(backend):

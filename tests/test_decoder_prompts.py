@@ -1,20 +1,23 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
 import random
+import weakref
 
 import pytest
 import torch
 from pacings import Scripted
+from published_heads import random_eagle
 from scenarios import random_sampling
 from test_decoder import SCRIPT, drafters_of, witness_runner
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 from witness import VOCAB, continue_plainly, cut
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Drafter, Eagle
 from engine.pacing import PLAIN, Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs
-from kv_cache import StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
 
 COUNTED = {"reused": 0, "scenarios": 0}
 
@@ -106,6 +109,43 @@ def test_a_row_that_decodes_waits_for_one_chunk_at_most():
     model = tiny_model()
     for request in (first, *others):
         assert request.tokens == continue_by_recomputing(model, request.prompt, request.limit)
+
+
+def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
+    """A drafter that runs all of a text, and how many tokens of one it runs at once."""
+    if kind == "standalone":
+        own, ran = counting(2, seed=5), []
+        fill, extend = own.fill_row, own.extend_rows
+        own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
+        own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
+        return StandaloneDraft(own, 2), ran
+    head, ran, again = random_eagle(TINY), [], target.states_again
+    target.states_again = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
+    return Eagle(target, head, FullKVCache(head.body.config, 2, 128, dtype=torch.float64), 2), ran
+
+
+@pytest.mark.parametrize("kind", ["standalone", "eagle"])
+def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
+    """Rows decode meanwhile, by plain rounds; then it drafts."""
+    target = counting(2)
+    drafter, ran = catching_up(kind, target)
+    decoder = Decoder(target, drafter=drafter, prefill_tokens=8)
+    plain, *others = (Request(prompt, 60, speculate=i > 0) for i, prompt in enumerate(random_prompts([3, 60])))
+    for request in (plain, *others):
+        decoder.submit(request)
+    while len(others[0].tokens) < 20:
+        decoder.step()
+    decoder.cancel(plain)
+    choices = []
+    while not decoder.idle:
+        ran.clear(), target.ran.clear()
+        n_tokens, choice = len(others[0].tokens), decoder.step().choice
+        choices.append(choice.drafter)
+        assert len(others[0].tokens) > n_tokens and sum(ran) <= 8 + 2 + 2 * (drafter.gamma + 2)
+    n_plain = choices.index(0)
+    assert 8 <= n_plain <= 10 and {*choices[n_plain:]} == {0}
+    model = tiny_model()
+    assert others[0].tokens == continue_by_recomputing(model, others[0].prompt, 60)
 
 
 @pytest.mark.parametrize("parts", [None, 8])
@@ -292,6 +332,20 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
     assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
     assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)
+
+
+def test_no_round_is_kept_for_the_next_request():
+    """Each holds its logits, and clients sample in hundreds of ways."""
+    target, rounds = counting(2), []
+    decoder = Decoder(target, verification="coupled")
+    of = decoder._rounds.of
+    decoder._rounds.of = lambda *given: rounds.append(weakref.ref(made := of(*given))) or made
+    for i in range(8):
+        decoder.submit(Request([1, 2, 3], 3, sampling=SamplingParams(0.9, top_k=1 << i, seed=i)))
+        decoder.step()
+    while not decoder.idle:
+        decoder.step()
+    assert len(rounds) > 8 and not any(round_() for round_ in rounds)
 
 
 def test_a_row_that_idles_makes_no_round_longer():

@@ -71,45 +71,8 @@ def test_ranks_end_as_quietly(how):
     assert run("until_unread(1)\nprint(1)", how=how, leave="stdout") == (UNREAD_CODE, b"", b"")
 
 
-def test_a_chosen_exit_code_stays():
-    for code in (0, 7):
-        assert run(f"print(1)\nuntil_unread(1)\nsys.exit({code})", leave="stdout") == (code, b"", b"")
-    assert run("print(0, flush=True)\nuntil_unread(1)", leave="stdout", lines=1) == (0, b"0\n", b"")
-
-
-UNREAD, TO_FULL = "print(1)\nuntil_unread(1)\n", "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint(1)\n"
-
-
-@pytest.mark.parametrize("how,before", [(ALONE, ""), (ALONE, UNREAD), (ON_RANKS, UNREAD), (ALONE, TO_FULL)])
-def test_a_user_error_is_one_message_whatever_could_not_be_printed_before(how, before):
-    assert run(f"{before}{REFUSE}", how=how, leave="stdout" * (before == UNREAD)) == (2, b"", REFUSAL)
-
-
-def test_a_bug_stays_one():
-    code, _, err = run("print(1)\nuntil_unread(1)\nraise IndexError('of ours')", leave="stdout")
-    assert code == 1 and err.startswith(b"Traceback") and err.endswith(b"IndexError: of ours\n")
-
-
-@both
-def test_a_broken_pipe_of_the_program_itself_is_an_error(how):
-    code, out, err = run("print(1)\nraise BrokenPipeError('a helper died')", how=how)
-    assert (code, out) == (1, b"1\n") and b"Traceback" in err and err.endswith(b"BrokenPipeError: a helper died\n")
-
-
-@pytest.mark.parametrize(
-    "end,code",
-    [("print(2, file=sys.stderr)", UNREAD_CODE), (REFUSE, 2), ("sys.exit('no')", 1), ("raise IndexError", 1)],
-    ids=["progress", "a user error", "a message", "a bug"],
-)
-def test_results_are_complete_where_nobody_reads_the_remarks(end, code):
-    assert run(f"print(1)\nuntil_unread(2)\n{end}", leave="stderr") == (code, b"1\n", b"")
-
-
-def test_a_reader_may_leave_in_the_middle_of_an_error():
-    saying = "print('wait', file=sys.stderr, flush=True)\n        until_unread(2)\n        return 'late'"
-    late = f"class Late(ConfigError):\n    def told(self, flags):\n        {saying}\n"
-    raised = "raise Late('', where='', seen='', required='', fix='')"
-    assert run(f"{late}print(1)\n{raised}", leave="stderr", lines=1) == (2, b"1\n", b"wait\n")
+def test_a_user_error_is_one_message():
+    assert run(f"print(1)\n{REFUSE}") == (2, b"1\n", REFUSAL)
 
 
 def test_what_stdout_cannot_encode_is_escaped():

@@ -57,13 +57,17 @@ def assert_runs_on_flash(case, package):
         out = case.run(backend)
     assert_equals_reference(case, out)
     assert torch.equal(case.among_other_rows().run(backend), case.run(backend))
-    assert len(calls) == 3 and fallback.method_calls == []
+    if case.q.shape[1] <= MAX_BLOCK:
+        case.among_other_rows().assert_notes(backend)
+    assert len(calls) == 3 + 2 * (case.q.shape[1] <= MAX_BLOCK) and fallback.method_calls == []
 
 
 @with_each_package
 @pytest.mark.parametrize("n_token", [1, 2, 4, 8, MAX_BLOCK])
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_equals_the_reference_on_ragged_rows(package, n_token, group):
+    if package is FA2 and group > 1 < n_token:
+        return
     for window in (None, 1, 3, 12, 100) if package is FA3 else (None,):
         assert_runs_on_flash(make_case(n_token, group, sliding_window=window), package)
 
@@ -73,31 +77,22 @@ def test_a_chunk_that_ends_its_view_runs_on_flash(package):
     assert_runs_on_flash(make_case(24, 3, starts=(CAPACITY - 24,) * 2, block_ends_view=True), package)
 
 
-@pytest.mark.parametrize("capacity", [1, 4])
-def test_fa2_stays_within_a_view_whose_last_position_repeats(capacity):
-    case = make_case(2, 3, starts=(capacity - 2,) * 2, capacity=capacity)
-    case.queries[:] = torch.tensor([max(0, capacity - 2), capacity - 1])
-    case.queries[:, 0] = case.queries[:, 1]
-    assert_runs_on_flash(case, FA2)
-
-
 @with_each_package
 def test_half_precision_comes_back_in_its_own_dtype(package):
-    case = make_case(4, 3, dtype=torch.bfloat16)
+    case = make_case(4, 1, dtype=torch.bfloat16)
     backend, _, calls = make_backend(package, dtypes=HALVES)
     out = case.run(backend)
     assert out.dtype == torch.bfloat16 and calls
     torch.testing.assert_close(out.double(), case.reference(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("n_token,group", [(2, 4), (MAX_BLOCK, 4), (1, 4), (8, 1)])
-def test_fa2_gets_a_group_as_rows_over_what_precedes_the_block_unless_it_packs_itself(n_token, group):
+@pytest.mark.parametrize("n_token,group", [(1, 4), (8, 1)])
+def test_fa2_runs_what_it_reads_once(n_token, group):
     """It packs a single token's heads, and single heads need no packing."""
-    case, is_packed = make_case(n_token, group), n_token > 1 and group > 1
+    case = make_case(n_token, group)
     call = call_of(case, FA2)
-    assert call["q"] == ((4, n_token * 4, 2, HEAD_DIM) if is_packed else case.q.shape)
-    assert call["causal"] != is_packed
-    assert call["lengths"].tolist() == (case.queries[:, 0] if is_packed else case.queries[:, -1] + 1).tolist()
+    assert call["q"] == case.q.shape and call["causal"]
+    assert call["lengths"].tolist() == (case.queries[:, -1] + 1).tolist()
 
 
 @pytest.mark.parametrize("package", [FA3, FA3_FWD], ids=["fa3", "fa3_fwd"])
@@ -156,6 +151,7 @@ FALLBACKS = {
     "ragged chunk": (ANY, make_case(MAX_BLOCK + 1, 3)),
     "head_dim": (ANY, make_case(4, 3, head_dim=12)),
     "dtype": (ANY, make_case(4, 3, dtype=torch.float64)),
+    "group": ((FA2,), make_case(4, 3)),
     "window": ((FA2, FA3_FWD), make_case(4, 3, sliding_window=5)),
     "window of one token": ((FA2, FA3_FWD), make_case(1, 3, sliding_window=5)),
 }

@@ -50,9 +50,7 @@ def test_untied_head_and_linear_rope_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, error, named",
     [
-        ({"arch": "gemma"}, CheckpointError, "gemma"),
-        ({"metadata": {"llama.expert_count": 8}}, CheckpointError, "8 experts"),
-        ({"metadata": {"split.count": 2}}, CheckpointError, "gguf-split"),
+        ({"arch": "gemma"}, ConfigError, "gemma"),
         ({"metadata": {"llama.attention.key_length": 32}}, CheckpointError, "rope.dimension_count"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ConfigError, "yarn"),
         ({"pre": "deepseek-coder"}, CheckpointError, "deepseek-coder"),
@@ -91,31 +89,14 @@ def test_a_tokenizer_and_llama3_rope_beside_the_gguf_are_used(tmp_path: Path) ->
     assert read_checkpoint(out)[0].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
 
 
-def test_a_byte_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
-    """Wherever it is: in the header, in its padding, in the data, at the end; also as many as data are aligned to."""
+def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path, n_tokens=16)
-    path, random = tmp_path / "tiny.gguf", np.random.default_rng(0)
-    content = path.read_bytes()
-    data = int(gguf.GGUFReader(path).data_offset)
-    for n_bytes in (1, 32, 64):
-        for at in (len(content), data, data - 1, *random.integers(100, len(content), 2)):
-            for changed in (content[:at] + bytes(n_bytes) + content[at:], content[: at - n_bytes] + content[at:]):
-                path.write_bytes(changed)
-                with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
-                    read_gguf(path)
-
-
-def test_an_endless_array_is_refused(tmp_path: Path) -> None:
-    """It would be read value by value beyond the end of the file."""
-    write_tiny_gguf(tmp_path)
     path = tmp_path / "tiny.gguf"
-    content = bytearray(path.read_bytes())
-    name = b"tokenizer.ggml.token_type"
-    count = content.index(name) + len(name) + 8
-    content[count + 5] = 1
-    path.write_bytes(content[: count + 8 + 40 * 4])
-    with pytest.raises(CheckpointError, match="not all in the file"):
-        read_gguf(path)
+    content = path.read_bytes()
+    for n_bytes in range(0, len(content), 97):
+        path.write_bytes(content[:n_bytes])
+        with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
+            read_gguf(path)
 
 
 @pytest.mark.parametrize(

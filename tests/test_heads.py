@@ -177,7 +177,6 @@ MAPPED = {
     "ids below it": put("d2t", lambda t: t["d2t"] - DEEP.vocab_size),
     "one id twice": lambda t: drop("t2d")(put("d2t", torch.zeros(20).long() - torch.arange(20))(t)),
     "a map of fractions": put("d2t", lambda t: t["d2t"].double()),
-    "another mask": put("t2d", lambda t: ~t["t2d"]),
     "a longer map": put("d2t", torch.zeros(21).long()),
 }
 

@@ -2,9 +2,7 @@
 
 from functools import partial
 
-import pytest
-
-from reproduce.paper.in_turns import in_turns, median_ratio
+from reproduce.paper.in_turns import in_turns
 
 
 def test_every_other_repeat_runs_in_reverse():
@@ -12,7 +10,3 @@ def test_every_other_repeat_runs_in_reverse():
     runs = {name: partial(lambda name: order.append(name) or len(order), name) for name in ("a", "b", "c")}
     assert in_turns(runs, 3) == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
     assert "".join(order) == "abccbaabc"
-
-
-def test_a_ratio_is_of_one_repeat():
-    assert median_ratio([10.0, 40.0, 9.0], [5.0, 10.0, 9.0]) == pytest.approx(2.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
-from common.errors import ConfigError, UserError
+from common.errors import UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.acceptance import AcceptanceRate
 from engine.cost_model import rehearsal
@@ -75,12 +75,9 @@ def test_costs_and_acceptance_are_those_of_each_drafter(runner, max_new_tokens):
 
 
 def test_costs_cannot_be_measured_where_no_round_is_full(runner):
-    """A row whose logits are not finite, no prompts, nothing to decode: said, and no endless loop."""
+    """Where a row's logits are not finite: said, and no endless loop."""
     prompts = random_prompts([30, 30])
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)]
-    for given, n in ((prompts[:0], 9), (prompts, 1)):
-        with pytest.raises(ConfigError, match="no round has a row"):
-            measure_costs(runner, drafters, given, gammas=[1, 2], max_new_tokens=n)
     runner.model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         measure_costs(runner, drafters, prompts, gammas=[1, 2], max_new_tokens=9)

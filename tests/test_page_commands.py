@@ -93,7 +93,7 @@ SMALL = {
     "reproduce/acceptance.py": SIZE + "--budgets 40",
     "reproduce/certify.py": "--B 2 --prefix_len 60 --tokens 16 --calibration_positions 8",
     "reproduce/gamma_cell.py": SIZE + "--repeats 1 --gammas 1 --budgets 40",
-    COST_MODEL: "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2 --gen_len 8 --acceptance_rows 2",
+    COST_MODEL: "--batches 1 2 --contexts 40 60 --budgets 40 --gammas 1 2",
 }
 
 

@@ -57,8 +57,8 @@ def test_longbench_asks_behind_its_context(tmp_path: Path) -> None:
 def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, capsys) -> None:
     found = load_prompts(str(parquet(tmp_path / "test.parquet", [MASKED, SPEED, MASKED])))
     assert found == [Prompt("a", "rag", ("One.", "Two."))]
-    assert "2 of 3 prompts" in capsys.readouterr().err
-    with pytest.raises(DataError, match=r"are placeholders[\s\S]*2 of 2 prompts[\s\S]*prepare_data\.py"):
+    assert "3 prompts, 2 of them placeholders" in capsys.readouterr().err
+    with pytest.raises(DataError, match="2 prompts, 2 of them placeholders"):
         load_prompts(str(parquet(tmp_path / "none.parquet", [MASKED, MASKED])))
 
 
@@ -70,9 +70,9 @@ def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, c
         ([{"prompt": None}], r"line 1: \['prompt'\]"),
         ([{"context": "c", "input": 5}], r"line 1: \['context', 'input'\]"),
         ([{"prompt": "a"}, "b"], r"line 3: str"),
-        ([{"turns": ["a", " \n"]}], r"a prompt is empty[\s\S]*prompt 1 of 1"),
-        ([{"prompt": "a"}, {"context": ""}], r"a prompt is empty[\s\S]*prompt 2 of 2"),
-        ([], "an empty file"),
+        ([{"turns": ["a", " \n"]}], r"line 1: \['turns'\]"),
+        ([{"prompt": "a"}, {"context": ""}], r"line 3: \['context'\]"),
+        ([], "0 prompts"),
     ],
 )
 def test_a_line_without_prompts_is_named(tmp_path: Path, rows, said) -> None:
@@ -143,11 +143,8 @@ def test_categories_are_chosen_and_cut() -> None:
     assert ids == {"b": ["0", "2", "5"], "math": ["1", "4"], "coding": ["3"]} and list(ids) == ["b", "math", "coding"]
     chosen = by_category(prompts, ["coding", "b"], 2)
     assert [(name, len(each)) for name, each in chosen.items()] == [("coding", 1), ("b", 2)]
-    said = r"no such category[\s\S]*maths[\s\S]*b, math, coding[\s\S]*perhaps you meant math"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"no such category[\s\S]*maths[\s\S]*b, math, coding"):
         by_category(prompts, ["b", "maths"])
-    with pytest.raises(ConfigError, match="choose among these"):
-        by_category(prompts, ["zzz"])
 
 
 def test_the_projects_own_set_is_what_its_page_says() -> None:

@@ -73,19 +73,6 @@ def test_a_device_that_is_not_there_is_refused(machine, name):
         resolve_device(name)
 
 
-def test_a_gpu_that_two_processes_see_is_named(machine, monkeypatch):
-    """What NCCL finds out, where masks are not what they seemed."""
-    machine(1, 2, 1, 2, "0")
-    monkeypatch.setattr(torch.cuda, "set_device", _get_device_index)
-
-    def refuse(*_, **__):
-        raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000")
-
-    monkeypatch.setattr(dist, "init_process_group", refuse)
-    with pytest.raises(ConfigError, match="two processes were given the same GPU"):
-        start_ranks(resolve_device("auto"))
-
-
 def test_a_gpu_prefills_in_larger_chunks_than_a_cpu():
     """Of 64 prompts of 16000 tokens, 256 forwards instead of 2048; a ring still takes half its window at most."""
     with torch.device("meta"):

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
@@ -46,26 +45,10 @@ def test_a_padded_vocabulary_is_accepted_with_a_note(longer, models, tmp_path):
     assert notes == [f"note: only padded has the token ids {N_TOKENS} to {N_PADDED - 1}, which are never drafted"]
 
 
-class TogetherStore:
-    """A store of which two threads look for a key before either goes on, as two ranks that fail together do."""
-
-    def __init__(self) -> None:
-        self._store, self._barrier = dist.HashStore(), threading.Barrier(2)
-
-    def check(self, keys: list[str]) -> bool:
-        there = self._store.check(keys)
-        with suppress(threading.BrokenBarrierError):
-            self._barrier.wait(1)
-        return there
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-
 @pytest.mark.parametrize("kind", [RankError, CheckpointError])
 def test_what_ranks_find_together_is_said_once(kind, monkeypatch, capsys):
     """All ranks, or those of a replica whose leader is not the one that speaks first."""
-    store = TogetherStore()
+    store = dist.HashStore()
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setattr("engine.parallel.launch.LINGER_SECONDS", 0)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)

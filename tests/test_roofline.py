@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from engine.cost_model.costs import tokens_per_round
 from engine.cost_model.machines import MACHINES, Machine, Protocol, find_machine
 from engine.cost_model.published import ACCEPTANCE, published_acceptance
-from engine.cost_model.roofline import KERNELS, Stored, device_bytes, forward_ms, predict_costs
+from engine.cost_model.roofline import KERNELS, Stored, forward_ms, predict_costs
 from models.presets import preset_config
 from reproduce.paper.published import published
 
@@ -121,16 +121,11 @@ def test_a_draft_has_its_budget_and_a_model_of_its_own_its_shape():
     assert costs.draft_ms == on_four and costs.plain_ms == short.plain_ms and costs.other_ms == 0
 
 
-def test_what_a_device_holds_by_hand():
-    by_hand = (2 * (WEIGHTS + 128256 * 4096) + KV_BYTES * 64 * 32000) / 8
-    assert device_bytes(Stored(LLAMA_3), find_machine("8xA100"), 64, 32000) == pytest.approx(by_hand)
-
-
 def test_machines_are_named_or_given():
     assert find_machine("8xh100").devices == 8 and find_machine("L40S").devices == 1
     assert find_machine("A100") == MACHINES["A100-80"] != find_machine("A100-40")
-    given = find_machine("2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5,memory=5e10,launch=1e-6")
-    assert (given.bandwidth, given.ops, given.ops_32, given.memory, given.launch) == (2e12, 3e14, 3e14, 5e10, 1e-6)
+    given = find_machine("2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5,launch=1e-6")
+    assert (given.bandwidth, given.ops, given.ops_32, given.launch) == (2e12, 3e14, 3e14, 1e-6)
     assert given.protocols == (Protocol(1e-5, 0.0, 3e11),) and given.devices == 2
     bandwidths = {name: MACHINES[name].bandwidth for name in ("A100-40", "A100-80", "H100", "H200", "L40", "L40S")}
     assert bandwidths == {"A100-40": 1.555e12, "A100-80": 2.039e12, "H100": 3.35e12, "H200": 4.8e12} | dict.fromkeys(
@@ -139,21 +134,23 @@ def test_machines_are_named_or_given():
 
 
 @pytest.mark.parametrize(
-    "text,says",
+    "text",
     [
-        ("8xV100", "no numbers are stored of this machine"),
-        ("0xA100", "no numbers are stored of this machine"),
-        ("", "no numbers are stored of this machine"),
-        ("bandwidth=2e12", "incomplete"),
-        ("bandwidth=2e12,ops=fast", "cannot be read"),
-        ("bandwidth=2e12,ops=0", "cannot be read"),
-        ("bandwidth=2e12,ops=1e999", "cannot be read"),
-        ("bandwidth=2e12,ops=3e14,colour=3", "cannot be read"),
-        ("2xbandwidth=2e12,ops=3e14", "need a link"),
+        *(
+            "8xV100",
+            "0xA100",
+            "",
+            "bandwidth=2e12",
+            "bandwidth=2e12,ops=fast",
+            "bandwidth=2e12,ops=0",
+            "=,=",
+            "ops=3=3",
+        ),
+        *("bandwidth=2e12,ops=1e999", "bandwidth=2e12,ops=3e14,colour=3", "2xbandwidth=2e12,ops=3e14"),
     ],
 )
-def test_a_machine_that_is_not_known_is_refused(text, says):
-    with pytest.raises(ConfigError, match=says) as refused:
+def test_a_machine_that_is_not_known_is_refused(text):
+    with pytest.raises(ConfigError, match="nothing is known of this machine") as refused:
         find_machine(text)
     assert all(f"{part}:" in str(refused.value) for part in ("where", "seen", "required", "fix"))
 
@@ -212,12 +209,9 @@ def test_given_acceptance_covers_every_draft_and_storage_counts(tmp_path, monkey
         ("--context 24000", "no acceptance was published of this"),
         ("--budgets 64 128", "no acceptance was published of this"),
         ("--dtype float64", "no machine's rate of float64"),
-        ("--B 128 --context 100000", "do not fit into the machine"),
-        ("--machine 8xA100-40 --B 128", "do not fit into the machine"),
-        ("--machine 8xTPU", "no numbers are stored of this machine"),
+        ("--machine 8xTPU", "nothing is known of this machine"),
         ("--machine 16xA100", "fewer KV heads"),
         ("--load_format dummy --dataset pg19 --temperature 0.6", "where costs are predicted"),
-        ("--alpha 0.8 --gen_len 8", "where costs are predicted"),
         ("--output missing/out.jsonl", "a file cannot be written"),
         ("--draft_layers 0-32", "are not all layers of the model"),
         ("--alpha 1.5", "an acceptance rate is a probability"),

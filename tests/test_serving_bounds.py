@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from programs import ROOT
@@ -15,7 +15,7 @@ from serving_cases import Alone, Served, serving, slow
 
 from common import cli
 from common.errors import ConfigError
-from serving import connection, gate
+from serving import app, connection, gate
 from serving import server as server_module
 from serving.flags import API_KEY
 from serving.serve import Serve
@@ -187,9 +187,45 @@ def test_connections_are_bounded(chat_checkpoint, monkeypatch):
         one.until(lambda: not connections, "no connection")
         with raw(one), raw(one), raw(one):
             one.until(lambda: len(connections) == 3, "three connections")
-            assert one.get("/health").status == 503
+            refused = one.get("/health")
+            assert (refused.status, refused.headers["connection"]) == (503, "close")
+            assert refused.json == {"error": "too many connections: try again later", "error_type": "overloaded"}
             time.sleep(connection.SILENT_SECONDS)
             assert [one.get("/health").status for _ in range(3)] == [200] * 3  # whoever says nothing makes room
+
+
+@pytest.mark.parametrize("head", [b"", b"Upgrade: h2c\r\nConnection: Upgrade\r\n"])
+@pytest.mark.parametrize("path", [TGI, STREAM])
+def test_what_lies_behind_a_request_hides_nobody_who_leaves(served: Served, path, head):
+    body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 200}}).encode()
+    asked = GENERATE.replace(b"/generate", path.encode()) + head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with slow(served, 0.05):
+        with raw(served, asked) as one:
+            served.until(lambda: served.server.service.scheduler.n_running == 1, "a row in use")
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(0.1)
+        served.until(lambda: served.server.service.scheduler.n_running == 0, "a free row", seconds=1)
+        with raw(served, asked) as one:  # who sends as much as this is not waited for
+            served.until(lambda: served.server.service.scheduler.n_running == 1, "a row in use")
+            with suppress(OSError):
+                one.sendall(b"x" * 500_000)
+            served.until(lambda: served.server.service.scheduler.n_running == 0, "a free row", seconds=1)
+    served.until_idle()
+
+
+def test_requests_in_one_piece_are_answered_in_turn(served: Served, alone: Alone):
+    body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 9}}).encode()
+    one_of_two = GENERATE + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with raw(served, one_of_two + one_of_two.replace(b"Host:", b"Connection: close\r\nHost:")) as both:
+        said = rest(both)
+    assert said.count(b"HTTP/1.1 200") == said.count(json.dumps(alone.text("a", 9), ensure_ascii=False).encode()) == 2
+
+
+def test_what_is_no_http_is_told_as_json(served: Served):
+    with raw(served, b"GARBAGE\r\n\r\n") as one:
+        head, _, body = rest(one).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body) == {"error": "Invalid HTTP request received.", "error_type": "validation"}
 
 
 @pytest.mark.parametrize("path", [TGI, V1])
@@ -213,7 +249,8 @@ def test_other_names_lead_nowhere_without_a_key(served: Served, chat_checkpoint)
         assert served.get("/info", Host=host).status == 200, host
     for host in ("rebound.example", "127.0.0.1.example", "localhost:1:2", ""):
         refused = served.get("/info", Host=host)
-        assert refused.status == 400 and "this server is 127.0.0.1 or localhost" in refused.json["error"], host
+        assert refused.status == 400, host
+        assert refused.json["error"].startswith("this server is 127.0.0.1 or localhost or [::1], not "), host
     with serving(chat_checkpoint, "--api_key k") as one:
         for scheme, status in (("Bearer", 200), ("bearer", 200), ("BEARER ", 200), ("Basic", 401)):
             assert one.get("/info", Host="name.example", Authorization=f"{scheme} k").status == status
@@ -228,6 +265,41 @@ def test_an_empty_key_is_refused(monkeypatch):
         with pytest.raises(ConfigError, match="the key is empty"):
             cli.read(Serve, words, prog="serving").check()
     assert cli.read(Serve, ["--api_key", "k"], prog="serving").http.key() == "k"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("name", ["request_seconds", "drain_seconds"])
+def test_limits_are_numbers(name, value):
+    with pytest.raises(ConfigError, match="a limit is no number"):
+        cli.read(Serve, [f"--{name}", value], prog="serving").check()
+
+
+def test_where_it_cannot_listen(served: Served):
+    for host, port, fix in (
+        ("192.0.2.1", 0, "leave out --host"),
+        ("no.such.name.invalid", 0, "leave out --host"),
+        ("127.0.0.1", int(served.url.rpartition(":")[2]), "use --port 0"),
+    ):
+        with pytest.raises(ConfigError, match="cannot listen there") as caught:
+            server_module._bound(host, port)
+        assert f"fix:      {fix}" in str(caught.value)
+
+
+def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):
+    monkeypatch.setattr(app, "HUNG_SECONDS", 0.3)
+    with serving(chat_checkpoint) as one:
+        goes_on = threading.Event()
+        decoder = one.server.service.scheduler._decoder
+        step = decoder.step
+        decoder.step = lambda: goes_on.wait() and step()
+        time.sleep(0.4)
+        assert one.get("/health").status == 200  # nothing is asked
+        asked = one.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 3}})
+        one.until(lambda: one.get("/health").status == 503, "it is noticed")
+        assert "has not ended a step for" in one.get("/health").json["error"]
+        goes_on.set()
+        assert asked.getresponse().status == 200
+        one.until(lambda: one.get("/health").status == 200, "it goes on")
 
 
 def test_plain_rounds_on_demand_can_be_refused(chat_checkpoint):

@@ -118,6 +118,13 @@ def test_what_is_not_supported_in_a_chat_is_refused_by_name(strict: Served, name
         (CHATS, CHAT | {"model": "\ud800"}, "model"),
         (CHATS, CHAT | {"\ud800": 1}, "?"),
         (CHATS, CHAT | {"tool_choice": "required"}, "tool_choice"),
+        (CHATS, CHAT | {"max_completion_tokens": 2}, "max_tokens"),
+        (CHATS, CHAT | {"stream_options": {"include_usage": True}}, "stream_options"),
+        (V1, {"prompt": "a", "stream": False, "stream_options": {}}, "stream_options"),
+        (CHATS, {"messages": [*MESSAGES, {"role": "user"}]}, "messages.1.content"),
+        (CHATS, {"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
+        (V1, {"prompt": [[]]}, "prompt"),
+        (V1, {"prompt": [[[1]]]}, "prompt"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, param):
@@ -135,7 +142,7 @@ def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, p
             "parameters.max_new_tokens",
             "is 9; this server gives 8",
         ),
-        (CHATS, CHAT | {"max_completion_tokens": 9}, "max_completion_tokens", "is 9"),
+        (CHATS, {"messages": MESSAGES, "max_completion_tokens": 9}, "max_completion_tokens", "is 9"),
         (
             TGI,
             {"inputs": "a", "parameters": {"stop": ["a", "b", "c"]}},
@@ -151,10 +158,11 @@ def test_limits_are_told(strict: Served, path, body, param, says):
     assert about == param and says in message
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2, 3]], [[1], [2]], ["a", 3]])
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], ["a", 3], [[1], "a"]])
 def test_one_prompt_is_asked_for_at_a_time(strict: Served, prompt):
     assert refusal(strict, V1, {"prompt": prompt}) == ("prompt", "prompt: is not one prompt: a text, or its token ids")
-    assert strict.ask(V1, {"prompt": ["a"], "max_tokens": 2}).status == 200
+    for one in ("a", ["a"], [5, 6], [[5, 6]]):
+        assert strict.ask(V1, {"prompt": one, "max_tokens": 2}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -206,10 +214,28 @@ def test_bodies_are_bounded(strict: Served):
 def test_bodies_that_are_no_json(strict: Served, path, data):
     answer = strict.ask(path, data)
     assert answer.status in (400, 422) and "error" in answer.json, answer.body
-    if data == b"{":
-        error = answer.json["error"]
-        param, message = (error["param"], error["message"]) if path.startswith("/v1") else (None, error)
-        assert (param, message) == (None, "body: JSON decode error")
+    error = answer.json["error"]
+    param, message = (error["param"], error["message"]) if path.startswith("/v1") else (None, error)
+    said = {
+        b"{": "body: is no JSON: Expecting property name enclosed in double quotes at character 1",
+        b"nul": "body: is no JSON: Expecting value at character 0",
+        b'{"inputs": "\xff\xfe"}': "body: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte",
+        b"[" * 3000: "body: maximum recursion depth exceeded",
+    }
+    assert data not in said or (param is None and message.startswith(said[data]))
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_has_to_say_that_it_is_json(strict: Served, kind):
+    for path, body in ((TGI, b'{"inputs": "a"}'), (CHATS, json.dumps(CHAT).encode())):
+        answer = strict.ask(path, body, {"Content-Type": kind})
+        assert answer.status == 415 and "the Content-Type has to be application/json" in str(answer.json["error"])
+
+
+def test_an_assistant_may_have_said_nothing(strict: Served):
+    messages = [*MESSAGES, {"role": "assistant", "content": None}, {"role": "assistant"}, *MESSAGES]
+    assert strict.ask(CHATS, CHAT | {"messages": messages}).status == 200
+    assert strict.ask(CHATS, CHAT | {"stream": True, "stream_options": {"include_usage": True}}).status == 200
 
 
 def test_a_chat_template_that_refuses(chat_checkpoint, served: Served, monkeypatch):

@@ -234,6 +234,7 @@ def test_a_phone_scrolls_one_way_only(fake, page, scheme):
     page.check("#beside")
     page.click("#send")
     expect(page, "#verdict").to_contain_text("The same 41 tokens")
+    assert 0 <= page.locator("h2").last.bounding_box()["y"] < 600  # scrolled to when it began
     page.locator(".text").last.locator("span").last.click()
     expect(page, "#tip").to_contain_text("token 41")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -1,6 +1,7 @@
 """What a server does with its rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 
 from common import cli
+from common.errors import OutOfMemoryError
+from engine.bench.memory import memory_plan
 from engine.cost_model.adaptive import Adaptive
 from engine.sampling import SamplingParams
-from serving.opening import open_session
+from serving.opening import open_session, plan_of
 from serving.serve import Serve
 
 SAID = [{"role": "user", "content": "how long is the coast of"}]
@@ -28,6 +31,17 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     assert not session.runner.cache.notes
     open_session(flags.config(), 4, 320)
     assert [*costs_folder.iterdir()] == [kept]
+
+
+def test_there_has_to_be_room_for_samples(chat_checkpoint, monkeypatch):
+    config = cli.read(Serve, [f"--model={chat_checkpoint}", *FLAGS.split()], prog="serving").config()
+    plan = plan_of(config, 4, 320)
+    sampled = memory_plan(replace(plan, sampling=replace(plan.sampling, params=SamplingParams(1.0, top_k=3))))
+    assert memory_plan(plan).total(4) < sampled.total(3)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: sampled.total(3))
+    with pytest.raises(OutOfMemoryError) as caught:
+        open_session(config, 4, 320)
+    assert "use --max_batch 3, the largest batch that fits" in caught.value.told(Serve.FLAGS)
 
 
 def test_no_request_goes_on_behind_noise(chat_checkpoint, alone: Alone):

@@ -9,7 +9,7 @@ from programs import run
 from common.checkout import ROOT
 from common.errors import ConfigError
 from reproduce import sweep
-from reproduce.sweeping.cells import Cell, cells_of, grid, labels, read_grid, select
+from reproduce.sweeping.cells import Cell, Sweep, cells_of, grid, labels, read_grid, select
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 
@@ -62,8 +62,8 @@ def test_grid_files(tmp_path):
 
 
 def test_what_is_given_stands_in_the_place_of_what_a_file_says():
-    tables = [{"script": SELFSPEC, "flags": {"B": 2}, "axes": {"gamma": [1, 3]}}, {"script": SELFSPEC, "axes": {}}]
-    first, *others = cells_of(tables, {"gamma": 5, "seed": 1}, {"B": [4, 8]})
+    sweeps = [Sweep(SELFSPEC, {"B": 2}, {"gamma": [1, 3]}), Sweep(SELFSPEC)]
+    first, *others = cells_of(sweeps, {"gamma": 5, "seed": 1}, {"B": [4, 8]})
     assert first.flags == {"gamma": 5, "seed": 1, "B": 4}
     assert [cell.flags for cell in others] == [{"gamma": 5, "seed": 1, "B": 8}, {"seed": 1}]
 
@@ -74,16 +74,15 @@ GOOD = f'[[sweep]]\nscript = "{SELFSPEC}"\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not made of sweeps"),
-        ("sweep = [1]", "a sweep = 1"),
-        ("sweep = 1", "not made of sweeps"),
-        ("[[sweep]]\n[[swep]]\n", "not made of sweeps"),
-        ("[[sweep]]\nscript = 3", "script = 3"),
-        (f"{GOOD}flag = 1", "flag = 1"),
-        (f"{GOOD}axes = [1]", "axes"),
+        ("", "no cell matches"),
+        ("[[sweep]]\n[[swep]]\n", "swep"),
+        ("[[sweep]]\nscript = 3", "sweep.0.script"),
+        (f"{GOOD}flag = 1", "sweep.0.flag"),
+        (f"{GOOD}axes = [1]", "sweep.0.axes"),
+        (f"{GOOD}[sweep.axes]\ngamma = 3", "sweep.0.axes.gamma"),
         ('[[sweep]]\nscript = "tests"', "script is not there"),
         ('[[sweep]]\nscript = ""', "script is not there"),
-        (f"{GOOD}[sweep.axes]\ngamma = 3", "an axis is none"),
+        (f"{GOOD}[sweep.axes]\ngamma = []", "an axis is none"),
         (f"{GOOD}[sweep.flags]\nx = {{ y = 1 }}", "cannot be a flag"),
     ],
 )

@@ -44,13 +44,13 @@ def moment_comes(runner: psutil.Process, moment: str, cells: Sequence[Cell], out
         return False
     delay = rng.uniform(0, MOMENTS[moment])
     if moment != "anywhere":
-        # Not the first row: the log of its cell may be that of a runner that was killed.
+        # Not the first row: what its cell printed may be that of a runner that was killed.
         n_rows = len(list(read_lines(output))) + rng.randint(1, 2)
-        log = logs_of(output) / f"{cells[n_rows].key}.log" if n_rows < len(cells) else None
-        if log is None or not comes(runner, log.exists):
+        printed = logs_of(output) / f"{cells[n_rows].key}.out" if n_rows < len(cells) else None
+        if printed is None or not comes(runner, printed.exists):
             return comes(runner)
-        # What a cell printed is copied to its log just before its row is written.
-        watched, size = (output, size_of(output)) if moment == "in the row" else (log, 0)
+        # What a cell prints comes just before its row is written.
+        watched, size = (output, size_of(output)) if moment == "in the row" else (printed, 0)
         if not comes(runner, lambda: size_of(watched) != size, pause=0):
             return False
         delay = rng.choice([0.0, delay])

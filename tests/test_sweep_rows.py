@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.jsonl import append_record, read_lines
 from reproduce.sweeping import runner
 from reproduce.sweeping.cells import Cell, grid
-from reproduce.sweeping.child import Outcome, last_words, read_object
+from reproduce.sweeping.child import Outcome, last_object, last_words
 from reproduce.sweeping.runner import read_rows, run_cells
 
 CELLS = grid("tests/selfspec_benchmark.py", {}, {"B": [1, 2, 3]})
@@ -26,8 +26,13 @@ def output(tmp_path) -> Path:
 def ran(monkeypatch) -> list[str]:
     """The last argument of every cell that was to run; none does, and each has a record."""
     found: list[str] = []
-    outcome = Outcome(None, 0.1, {"text": 'quotes " and \u20ac {}'})
-    monkeypatch.setattr(runner, "run_child", lambda argv, *rest, **how: found.append(argv[-1]) or outcome)
+
+    def run_child(argv: list[str], log: Path, timeout_s: float | None, printed: Path, keep_open: list[int]) -> Outcome:
+        found.append(argv[-1])
+        printed.write_text(json.dumps({"text": 'quotes " and \u20ac {}'}))
+        return Outcome(None, 0.1)
+
+    monkeypatch.setattr(runner, "run_child", run_child)
     monkeypatch.setattr(runner, "git_commit", lambda: None)
     return found
 
@@ -60,12 +65,6 @@ def test_rows_torn_in_the_middle_are_no_rows(output, ran):
     write(output, first, *(row[:-9] for row in others))
     assert len(run_cells(CELLS, output)) == len(run_cells(CELLS, output)) == 3
     assert ran == ["2", "3"]
-
-
-def test_only_some_cells_run(output, ran):
-    assert [row["flags"]["B"] for row in run_cells(CELLS, output, only=["B=2"])] == [2]
-    assert [row["flags"]["B"] for row in run_cells(CELLS, output, only=[CELLS[0].key[:8]])] == [1, 2]
-    assert ran == ["2", "1"]
 
 
 def test_a_row_that_cannot_be_written_is_printed(output, monkeypatch, capsys):
@@ -102,6 +101,7 @@ def test_the_last_words_are_the_error_or_the_last_lines():
     assert last_words("noise\nerror: x\n  fix: y\nafterwards\n") == "error: x\n  fix: y"
 
 
-def test_a_line_is_an_object_or_none():
-    assert read_object(b'{"b": 2}\n') == {"b": 2} and read_object(b"{}\n") == {}
-    assert not any(map(read_object, (b"{torn\n", b"[3]\n", b"text\n", b"1\n", b"null\n", b"\xff\n", b"[" * 10**5)))
+def test_the_record_is_the_last_line_that_is_an_object():
+    assert last_object(b'{"a": 1}\n{"b": 2}\n[3]\n') == {"b": 2} and last_object(b"{}") == {}
+    none = (b"", b"{torn\n", b"[3]\n", b"text\n", b"1\n", b"null\n", b"\xff\n", b"[" * 10**5)
+    assert [last_object(printed) for printed in none] == [None] * len(none)

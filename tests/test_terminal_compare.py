@@ -145,8 +145,8 @@ def test_rows_without_room_are_counted() -> None:
 
 def test_the_first_difference_is_found() -> None:
     assert first_difference([[1, 2], [3]], [[1, 2], [3]]) is None
-    assert first_difference([[1, 2], [3, 4, 5], [0]], [[1, 2], [3, 4, 6], [1]]) == (1, 2)
-    assert first_difference([[1, 2]], [[1]]) == (0, 1)
+    assert first_difference([[1, 2], [3, 4, 5], [0]], [[1, 2], [3, 4, 6], [1]]) == {"row": 1, "token": 2}
+    assert first_difference([[1, 2]], [[1]]) == {"row": 0, "token": 1}
 
 
 def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
@@ -264,8 +264,3 @@ def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, colo
     record, shown = re.search(r'\{"benchmark": "compare".*\}$', sent, re.MULTILINE), sent.rindex("plain decoding:")
     assert record and json.loads(record[0])["sequences"] == 3 and record.end() < shown
     assert "baseline    :" not in sent
-
-
-def test_a_terminal_that_is_too_small_is_refused(checkpoint: Path) -> None:
-    code, sent = in_terminal(["compare", str(checkpoint)], 50, 30)
-    assert code == 2 and "error: the terminal is too small" in sent and "50 x 30" in sent and "loading" not in sent

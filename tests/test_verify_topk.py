@@ -155,6 +155,21 @@ def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkey
     assert rounds == 12 and len(chosen) == n_choices
 
 
+def test_the_round_before_a_choice_is_the_one_that_is_noted(monkeypatch):
+    model, n_noted = tiny_model(), []
+    runner = ModelRunner(model, full_cache(model, 2))
+    choose = VerifyTopKCache.choose
+
+    def watched(own, source, lengths, noted, *others):
+        n_noted.extend((lengths - noted.starts[own.row_indices]).tolist())
+        choose(own, source, lengths, noted, *others)
+
+    monkeypatch.setattr(VerifyTopKCache, "choose", watched)
+    drafter = SelfSpeculation(runner, draft_cache(n_rows=2, refresh=3), GAMMA)
+    generate(runner, random_prompts([40, 25]), max_new_tokens=60, drafter=drafter)
+    assert len(n_noted) > 10 and {*n_noted} <= {*range(1, GAMMA + 2)}
+
+
 def test_the_draft_never_holds_a_token_twice():
     """Round by round of a decode: what was chosen lies before the window, whatever was accepted and rolled back."""
     rows = Rows(draft_cache())

@@ -34,6 +34,8 @@ def check(case: Case, min_chunk: int = CHUNK) -> None:
     again = backend.attend(as_in_a_model, mapped.kv, backend.prepare(case.spec, case.queries, mapped.slots))
     assert torch.equal(again, out)
     tolerance = TOLERANCE[out.dtype]
+    if case.slots.in_order:
+        mapped.assert_notes(backend, tolerance)
     torch.testing.assert_close(out.double(), case.reference(), rtol=tolerance, atol=tolerance)
 
 

@@ -10,10 +10,6 @@ from engine.bench.config import Output, Sampling, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from engine.drafters.config import DrafterConfig
 
-# What the acceptance is measured on: rows of text, and tokens of each.
-ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS = 4, 96
-# The gamma that acceptance is measured at, if no smaller one is the largest.
-ACCEPTANCE_GAMMA = 3
 # The least that each list of sizes may hold.
 LEAST = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
 # Of the target, what a prediction's bytes and operations depend on.
@@ -27,7 +23,8 @@ class CostFlags:
     """What is measured, and predicted."""
 
     FLAGS: ClassVar[dict[str, str]] = {
-        "B": "--batches (or --acceptance_rows)",
+        "B": "--batches",
+        "gen_len": "new tokens",
         "prefix_len": "--contexts",
         "gamma": "--gammas",
         "draft_policy": "--policies",
@@ -54,26 +51,10 @@ class CostFlags:
     """tokens drafted per round"""
     alpha: Annotated[float | None, arg(help_behavior_hint="(default: measured on the data set's own text)")] = None
     """acceptance rate of every draft"""
-    acceptance_rows: Annotated[int | None, arg(help_behavior_hint=f"(default: {ACCEPTANCE_ROWS})")] = None
-    """rows of text it is measured on, at each context"""
-    gen_len: Annotated[int | None, arg(help_behavior_hint=f"(default: {ACCEPTANCE_TOKENS})")] = None
-    """tokens of each of them"""
 
     def sorted(self, name: str) -> list[int]:
         """The sizes of a list, each once, ascending."""
         return sorted(set(getattr(self, name)))
-
-    @property
-    def n_acceptance_rows(self) -> int:
-        return ACCEPTANCE_ROWS if self.acceptance_rows is None else self.acceptance_rows
-
-    @property
-    def n_acceptance_tokens(self) -> int:
-        return ACCEPTANCE_TOKENS if self.gen_len is None else self.gen_len
-
-    @property
-    def acceptance_gamma(self) -> int:
-        return min(ACCEPTANCE_GAMMA, max(self.gammas))
 
     def configs(self) -> dict[Draft, DrafterConfig]:
         """The drafts by policy and budget, at the largest gamma. Errors: ConfigError."""
@@ -88,19 +69,12 @@ class CostFlags:
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             what = "an acceptance rate is a probability"
             raise ConfigError(what, flag("alpha"), self.alpha, "0 to 1", "use 0.8")
-        of_acceptance = [name for name in ("acceptance_rows", "gen_len") if getattr(self, name) is not None]
         if self.machine is not None:
             parts = zip((self.target, self.text, self.sampling), (Target(), Text(), Sampling()), strict=True)
             given = [name for own, usual in parts for name in vars(own) if getattr(own, name) != getattr(usual, name)]
-            if useless := [name for name in given if name not in SHAPE] + of_acceptance:
+            if useless := [name for name in given if name not in SHAPE]:
                 what = "nothing is loaded or measured where costs are predicted"
                 raise without_effect(useless, what, seen=f"given, with {flag('machine')}", required="either")
-        elif self.alpha is None:
-            require_at_least("acceptance_rows", self.n_acceptance_rows, 1)
-            require_at_least("gen_len", self.n_acceptance_tokens, self.acceptance_gamma + 2)
-            if self.target.load_format == "dummy":
-                what, seen = "random weights have no acceptance", f"not given, with {flag('load_format')} dummy"
-                raise ConfigError(what, flag("alpha"), seen, "an acceptance rate", f"add {flag('alpha')} 0.8")
-        elif of_acceptance:
-            what = "no acceptance is measured where it is given"
-            raise without_effect(of_acceptance, what, seen=f"given, with {flag('alpha')}", required="either")
+        elif self.alpha is None and self.target.load_format == "dummy":
+            what, seen = "random weights have no acceptance", f"not given, with {flag('load_format')} dummy"
+            raise ConfigError(what, flag("alpha"), seen, "an acceptance rate", f"add {flag('alpha')} 0.8")

@@ -6,14 +6,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.errors import ConfigError, OutOfMemoryError, flag
+from common.errors import ConfigError, flag
 from common.jsonl import publish, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from engine.acceptance import AcceptanceRate
 from engine.bench.config import AUTO, RunConfig, Sizes, Target
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import Acceptances, acceptance_table, best_of, best_table, cost_table, heat_map
+from engine.bench.cost_tables import Acceptances, best_of_each, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import check_layers, resolve_several
@@ -23,7 +22,7 @@ from engine.cost_model.costs import CostGrid, Costs
 from engine.cost_model.machines import find_machine
 from engine.cost_model.measure import measure_costs
 from engine.cost_model.published import published_acceptance
-from engine.cost_model.roofline import Stored, device_bytes, predict_costs
+from engine.cost_model.roofline import Stored, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
 from models.checkpoints.model_source import find_model
@@ -31,52 +30,41 @@ from models.config import ModelConfig
 
 # New tokens that the caches have room for where costs are measured.
 ROOM = 48
+# What acceptance is measured on: rows of text, tokens of each, and the gamma, if no smaller one is the largest.
+ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
 # Sizes and settings that a grid has several of.
 SIZES = ("B", "prefix_len", "gen_len")
 OF_POLICIES = ("draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "refresh", "score_queries")
 VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
 
 
-def report(flags: CostFlags) -> None:
-    """Measure costs, or predict those of another machine; print and record what follows. Errors: UserError."""
-    if flags.machine is None:
-        report_measured(flags)
-    else:
-        report_predicted(flags)
-
-
 def report_measured(flags: CostFlags) -> None:
+    """Measure costs and, unless it is given, acceptance; print and record what follows. Errors: UserError."""
     session, contexts, is_measured = open_largest(flags), flags.sorted("contexts"), flags.alpha is None
     acceptances: Acceptances
     if flags.alpha is None:
         acceptances = {context: measure_acceptance(session, flags, context) for context in contexts}
     else:
-        acceptances = dict.fromkeys(contexts, dict.fromkeys(flags.configs(), AcceptanceRate(flags.alpha)))
+        acceptances = dict.fromkeys(contexts, dict.fromkeys(flags.configs(), flags.alpha))
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,
         "dataset": session.dataset if is_measured else None,
         **grid.record(),
-        **acceptance_record(acceptances),
+        "acceptance_rates_by_context": rates_of(grid, acceptances),
         "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
         "best": best_of_each(grid, acceptances),
     }
     record = record_of("cost_model", session, found, without=VARIED)
-    first = f"\n{cost_table(grid)}", *([acceptance_table(acceptances)] if is_measured else ())
-    publish_tables(flags, record, grid, acceptances, *first)
+    publish_tables(flags, record, grid, acceptances, f"\n{cost_table(grid)}")
 
 
 def report_predicted(flags: CostFlags) -> None:
-    """Nothing is loaded or measured: costs are those of the roofline, acceptance is given or published."""
+    """The same of another machine: costs are those of the roofline, acceptance is given or published."""
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
     source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
     target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
-    if (needed := device_bytes(target, machine, max(flags.batches), contexts[-1])) > machine.memory:
-        what, required = "weights and KV cache do not fit into the machine", f"<= {machine.memory / 1e9:.0f} GB"
-        seen = f"{needed / 1e9:.0f} GB a device for {max(flags.batches)} rows of {contexts[-1]} tokens"
-        fix = f"use fewer {flag('batches')}, shorter {flag('contexts')} or more devices"
-        raise OutOfMemoryError(what, f"{flag('machine')} {flags.machine}", seen, required, fix)
     acceptances = acceptances_of(source.name, flags)
     drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
 
@@ -95,7 +83,7 @@ def report_predicted(flags: CostFlags) -> None:
         "git_commit": git_commit(),
         **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
         **grid.record("predicted_", ("plain", "verify", "draft")),
-        "acceptance_rates_by_context": [[acceptances[s][one].value for s in contexts] for one in drafts],
+        "acceptance_rates_by_context": rates_of(grid, acceptances),
         "acceptance_of": said,
         "best": best_of_each(grid, acceptances),
     }
@@ -103,24 +91,19 @@ def report_predicted(flags: CostFlags) -> None:
     publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}")
 
 
-def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, object]]:
-    """What pays best at each batch and context."""
-    return [best_of(grid, *size, acceptances) for size in itertools.product(grid.batches, grid.contexts)]
-
-
 def publish_tables(
-    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, *first: str
+    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, costs: str
 ) -> None:
-    """Those tables, what is predicted of each draft, and what pays best; then the record."""
-    tables = *first, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
+    """That table, what is predicted of each draft, and what pays best; then the record."""
+    tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def open_largest(flags: CostFlags) -> Session:
     """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
     caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError."""
-    rows = flags.batches if flags.alpha is not None else (*flags.batches, flags.n_acceptance_rows)
-    sizes = Sizes(max(rows), max(flags.contexts), max(ROOM, flags.n_acceptance_tokens))
+    rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
+    sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
     return Session.of_plan(resolve_several(config, list(flags.configs().values()), at_once="one of each budget"))
 
@@ -144,10 +127,10 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
     return CostGrid.of(list(drafts), {size: measure(*size) for size in tqdm(sizes, desc="costs", unit="cell")})
 
 
-def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, AcceptanceRate]:
+def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, float]:
     """The acceptance of each draft on the data set's own text behind `context` tokens."""
     assert session.tokenizer is not None
-    n_row, n_token, gamma = flags.n_acceptance_rows, flags.n_acceptance_tokens, flags.acceptance_gamma
+    n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
     narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling
     stretches = make_prompts(session.books(), session.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
     say(f"measuring the acceptance of {len(flags.configs())} drafts on {n_row} rows of text, {context} tokens each")
@@ -156,18 +139,13 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
     for draft, config in flags.configs().items():
         drafter = narrow.drafter(replace(config, gamma=gamma))
         summed = total(forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode))
-        rates[draft] = AcceptanceRate(summed.accepted / summed.verified, summed.verified)
+        rates[draft] = summed.accepted / summed.verified
     return rates
 
 
-def acceptance_record(acceptances: Acceptances) -> dict[str, object]:
-    """For a JSON record: rates and verified positions `[D][S]`, by draft and context; of given rates no counts."""
-    rows = list(zip(*(at_context.values() for at_context in acceptances.values()), strict=True))
-    verified = [[acceptance.n for acceptance in row] for row in rows]
-    return {
-        "acceptance_rates_by_context": [[round(acceptance.value, 4) for acceptance in row] for row in rows],
-        "acceptance_judged_by_context": None if None in verified[0] else verified,
-    }
+def rates_of(grid: CostGrid, acceptances: Acceptances) -> list[list[float]]:
+    """For a JSON record: rates `[D][S]`, by draft and context."""
+    return [[round(acceptances[context][draft], 4) for context in grid.contexts] for draft in grid.drafts]
 
 
 def stored_target(config: ModelConfig, target: Target) -> Stored:
@@ -202,4 +180,4 @@ def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
         seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
         required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
         raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
-    return {s: {draft: AcceptanceRate(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}
+    return {s: {draft: found[i] for draft, found in known.items()} for i, s in enumerate(contexts)}

@@ -1,87 +1,40 @@
 """What a measured grid of costs predicts: the tables of the cost model, and what pays best."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from common.tables import Column, console
-from engine.acceptance import AcceptanceRate
 from engine.bench.cost_flags import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
 
 SHADES = " .:-=+*#%@"
-NOISE = "within noise: closer than one standard error of acceptance moves them; the noise of the costs is not in it"
 
-# The acceptance of every draft, by context (tokens).
-Acceptances = Mapping[int, Mapping[Draft, AcceptanceRate]]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted speedup of one choice at a batch and a context; no draft and gamma 0 for plain decoding.
-
-    error: how far one standard error of the draft's acceptance moves it. That of the costs is not in it.
-    """
-
-    draft: Draft | None
-    gamma: int
-    speedup: float
-    error: float
-
-    @property
-    def record(self) -> dict[str, object]:
-        policy, budget = self.draft or (None, None)
-        speedup = round(self.speedup, 4)
-        return {"draft_policy": policy, "draft_budget": budget, "gamma": self.gamma, "predicted_speedup": speedup}
+# The acceptance rate of every draft, by context (tokens).
+Acceptances = Mapping[int, Mapping[Draft, float]]
 
 
-def best_of(grid: CostGrid, batch: int, context: int, acceptances: Acceptances) -> dict[str, object]:
-    """The draft and gamma with the largest predicted speedup there; gamma 0 and no draft where plain decoding is
-    faster. `within_noise_of`: the best of the other choices that acceptance does not tell from it, or None."""
-    choices = [Prediction(draft=None, gamma=0, speedup=1.0, error=0.0)]
-    for draft, gamma in itertools.product(grid.drafts, grid.gammas):
-        choices.append(predict(grid, draft, gamma, acceptances, batch, context))
-    best, *others = sorted(choices, key=lambda choice: choice.speedup, reverse=True)
-    near = next((other.record for other in others if is_within_noise(best, other)), None)
-    return {"B": batch, "prefix_len": context, **best.record, "within_noise_of": near}
+def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> float:
+    """The speedup, from the draft's acceptance at that context, which is one of those that it was measured at."""
+    tokens = tokens_per_round(acceptances[context][draft], gamma)
+    return grid.at(batch, context, draft).speedup(tokens, gamma)
 
 
-def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> Prediction:
-    """From the draft's acceptance at that context, which is one of those that acceptance was measured at."""
-    costs, acceptance = grid.at(batch, context, draft), acceptances[context][draft]
-    speedup = costs.speedup(tokens_per_round(acceptance.value, gamma), gamma)
-    return Prediction(draft, gamma, speedup, error=costs.speedup(acceptance.tokens_error(gamma), gamma))
-
-
-def is_within_noise(one: Prediction, other: Prediction) -> bool:
-    """Whether one standard error of acceptance moves their difference further than it is. The gammas of one draft move
-    together, by its one acceptance; those of two drafts are taken as independent."""
-    together = one.draft == other.draft
-    noise = abs(one.error - other.error) if together else math.hypot(one.error, other.error)
-    return abs(one.speedup - other.speedup) < noise
-
-
-def acceptance_table(acceptances: Acceptances) -> str:
-    """Measured acceptance with its standard error (see `AcceptanceRate`): a line per draft and context."""
-    drafts = next(iter(acceptances.values()))
-    rows = [(draft, context, at[draft]) for draft in drafts for context, at in acceptances.items()]
-    columns = [
-        Column(lambda row: _draft_name(*row[0]), "draft", align="<"),
-        Column(itemgetter(1), "context"),
-        Column(lambda row: f"{row[2].value:.3f} ± {row[2].standard_error:.3f}", "acceptance"),
-        Column(lambda row: row[2].n, "verified positions"),
-    ]
-    title = "acceptance, and its standard error if drafts were independent: a lower bound"
-    return f"{title}\n{console(rows, columns)}"
-
-
-def _draft_name(policy: object, budget: object) -> str:
-    return f"{policy} {budget}"
+def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any]]:
+    """The draft and gamma with the largest predicted speedup at each batch and context; gamma 0 and no draft where
+    plain decoding is faster."""
+    found = []
+    for size in itertools.product(grid.batches, grid.contexts):
+        choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
+        for draft, gamma in itertools.product(grid.drafts, grid.gammas):
+            choices[*draft, gamma] = predict(grid, draft, gamma, acceptances, *size)
+        best = max(choices, key=choices.__getitem__)
+        names = "B", "prefix_len", "draft_policy", "draft_budget", "gamma", "predicted_speedup"
+        found.append(dict(zip(names, (*size, *best, round(choices[best], 4)), strict=True)))
+    return found
 
 
 def cost_columns(grid: CostGrid) -> list[Column]:
@@ -111,7 +64,7 @@ def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
 
     def predicted(gamma: int) -> Column:
         return Column(
-            lambda size: predict(grid, draft, gamma, acceptances, *size).speedup,
+            lambda size: predict(grid, draft, gamma, acceptances, *size),
             f"g={gamma}",
             lambda speedup: f"{_shade(speedup)} {speedup:.2f}",
         )
@@ -119,10 +72,11 @@ def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
     columns = [
         Column(itemgetter(0), "B"),
         Column(itemgetter(1), "context"),
-        Column(lambda size: acceptances[size[1]][draft].value, "acceptance", ".3f"),
+        Column(lambda size: acceptances[size[1]][draft], "acceptance", ".3f"),
         *map(predicted, grid.gammas),
     ]
-    title = f"predicted speedup, {_draft_name(*draft)} (darker is larger; below 1 plain decoding wins)"
+    policy, budget = draft
+    title = f"predicted speedup, {policy} {budget} (darker is larger; below 1 plain decoding wins)"
     return f"{title}\n{console(itertools.product(grid.batches, grid.contexts), columns)}"
 
 
@@ -132,19 +86,12 @@ def _shade(speedup: float) -> str:
 
 
 def best_table(best: Sequence[Mapping[str, Any]]) -> str:
-    """What pays best at each batch and context, from the rows of `best_of`; and what it may be no better than."""
+    """What pays best at each batch and context, from the rows of `best_of`."""
     columns = [Column("B", "B"), Column("prefix_len", "context"), Column(_best, "draft", align="<")]
-    table = f"what pays best\n{console(best, columns)}"
-    return f"{table}\n{NOISE}" if any(row["within_noise_of"] for row in best) else table
+    return f"what pays best\n{console(best, columns)}"
 
 
 def _best(row: Mapping[str, Any]) -> str:
-    near = row["within_noise_of"]
-    said = f"{_choice_name(row)}: {row['predicted_speedup']:.2f}" if row["gamma"] else "none: plain decoding is faster"
-    return f"{said} (within noise of {_choice_name(near)})" if near else said
-
-
-def _choice_name(choice: Mapping[str, Any]) -> str:
-    if not choice["gamma"]:
-        return "plain decoding"
-    return f"{_draft_name(choice['draft_policy'], choice['draft_budget'])}, gamma {choice['gamma']}"
+    if not row["gamma"]:
+        return "none: plain decoding is faster"
+    return "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}".format_map(row)

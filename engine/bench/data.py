@@ -31,7 +31,7 @@ def load_books(dataset: str) -> Iterator[str]:
     anything else a .txt file (one book), a .jsonl or .parquet file (key or column `text`), or a folder of these, in the
     order of their names. Raises DataError: here for what cannot be found, on iteration for what cannot be read.
     """
-    each = ((file, rows_of(file, [TEXT_KEY], f"a column `{TEXT_KEY}`", "books")) for file in _book_files(dataset))
+    each = ((file, rows_of(file, [TEXT_KEY], "books")) for file in _book_files(dataset))
     return (_text_of(row, file, number) for file, rows in each for number, row in rows)
 
 
@@ -76,33 +76,29 @@ def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[ar
 
 def _book_files(dataset: str) -> list[Path]:
     if dataset == PG19:
-        fix = f"name a text: --dataset FOLDER_OR_FILE ({', '.join(READERS)}), or --dataset {BUILT_IN} for the built-in "
-        fix += "book; or download those files on a connected machine and name their folder"
+        fix = f"name a text, or {BUILT_IN} for the built-in book; or name a folder of those files"
         return hub_files(PG19_REPOSITORY, PG19_REVISION, PG19_TEST, "PG-19 could not be fetched", fix)
     if dataset == BUILT_IN:
         if DEFAULT_BOOK.is_file():
             return [DEFAULT_BOOK]
         what, required = "the built-in book is missing", "the book that download.py fetches"
         raise DataError(what, DEFAULT_BOOK, "no such file", required, "run: python download.py")
-    path, endings = Path(dataset).expanduser(), ", ".join(READERS)
-    if files := files_of(dataset, READERS):
-        return files
-    if dataset and os.path.isdir(path):
-        seen, required = f"no file that ends in {endings}", f"books as {endings} directly in the folder"
-        fix = "name the folder that holds the files themselves"
-        raise DataError("the folder holds no books", path, seen, required, fix)
-    kind = "another kind of file" if os.path.isfile(path) else "no such file or folder"
-    seen = f"{dataset[:80] or 'an empty name'} ({kind})"
-    required = f"auto, {BUILT_IN}, {PG19}, a file that ends in {endings}, or a folder of such files"
-    raise DataError("unknown dataset", flag("dataset"), seen, required, "check the spelling and the working directory")
+    return files_of(dataset, "dataset", [*READERS], others=f"auto, {BUILT_IN}, {PG19}")
 
 
-def files_of(name: str, in_folder: Collection[str]) -> list[Path]:
-    """Those of a folder that end so, in the order of their names, or the one file that rows are read from, or none."""
+def files_of(name: str, field: str, in_folder: Collection[str], others: str) -> list[Path]:
+    """Those of a folder that end so, in the order of their names, or the one file that rows are read from. Errors:
+    DataError where there is none; `others`: what else the field takes."""
     path = Path(name).expanduser()
     if name and os.path.isdir(path):
-        return sorted(file for file in path.iterdir() if file.suffix.lower() in in_folder)
-    return [path] if path.suffix.lower() in READERS and os.path.isfile(path) else []
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in in_folder)
+    else:
+        files = [path] if path.suffix.lower() in READERS and os.path.isfile(path) else []
+    if not files:
+        required = f"{others}, a file that ends in {', '.join(READERS)}, or a folder with {', '.join(in_folder)} in it"
+        fix = "check the spelling and the working directory"
+        raise DataError("there is no text to read", flag(field), name[:80] or "an empty name", required, fix)
+    return files
 
 
 def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str) -> list[Path]:
@@ -121,13 +117,13 @@ def hub_files(repository: str, revision: str, pattern: str, what: str, fix: str)
     raise DataError(what, f"Hugging Face dataset {repository}", seen, required, fix)
 
 
-def rows_of(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
+def rows_of(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[int, object]]:
     """The rows of a file of `what` with their numbers: a .txt file is one, whatever the key; of a .jsonl file by line;
     of a .parquet file, which is read a few at a time, with those of the `keys` that it has. Errors: DataError."""
-    return READERS[path.suffix.lower()](path, keys, required, what)
+    return READERS[path.suffix.lower()](path, keys, what)
 
 
-def _read_text(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
+def _read_text(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[int, object]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,29 +131,29 @@ def _read_text(path: Path, keys: Collection[str], required: str, what: str) -> I
     yield 1, {"id": path.stem, "prompt": text, TEXT_KEY: text}
 
 
-def _read_jsonl(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
-    number, json_lines = 0, "one JSON object per line"
+def _read_jsonl(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[int, object]]:
+    number, required = 0, "one JSON object per line, in UTF-8"
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, json.loads(line.rstrip().decode("utf-8-sig"))
+                    row = json.loads(line.rstrip().decode("utf-8-sig"))
+                    json.dumps(row, ensure_ascii=False).encode()  # JSON may have half of a surrogate pair
+                    yield number, row
     except OSError as error:
-        raise unreadable(path, error, json_lines, what) from None
+        raise unreadable(path, error, required, what) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, an integer too long for Python, nested too deep
-        seen = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
-        raise unreadable(path, f"line {number}{seen}", f"{json_lines}, in UTF-8", what) from None
+        raise unreadable(path, f"line {number}: {error}", required, what) from None
 
 
-def _read_parquet(path: Path, keys: Collection[str], required: str, what: str) -> Iterator[tuple[int, object]]:
+def _read_parquet(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[int, object]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as table:
-            there = [name for name in table.schema_arrow.names if name in keys]
-            if not there:
-                raise unreadable(path, f"columns {table.schema_arrow.names}", required, what)
+            if not (there := [name for name in table.schema_arrow.names if name in keys]):
+                raise unreadable(path, f"columns {table.schema_arrow.names}", f"one of {', '.join(keys)}", what)
             batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=there)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (OSError, pa.ArrowException) as error:
@@ -165,15 +161,10 @@ def _read_parquet(path: Path, keys: Collection[str], required: str, what: str) -
 
 
 def _text_of(row: object, path: Path, number: int) -> str:
-    value = row.get(TEXT_KEY) if isinstance(row, dict) else row
+    value = row.get(TEXT_KEY) if isinstance(row, dict) else None
     if not isinstance(value, str):
-        seen = f"row {number}: {type(value).__name__}"
+        seen = f"row {number}: {list(row) if isinstance(row, dict) else type(row).__name__}"
         raise unreadable(path, seen, f"a text under `{TEXT_KEY}` in every row", "books")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        seen = f"row {number}: half of a surrogate pair at character {error.start}"
-        raise unreadable(path, seen, "whole characters", "books") from None
     return value
 
 
@@ -183,5 +174,5 @@ def unreadable(path: Path, seen: object, required: str, what: str) -> DataError:
     return DataError(f"a file of {what} cannot be read", path, seen, required, fix)
 
 
-Reader = Callable[[Path, Collection[str], str, str], Iterator[tuple[int, object]]]
+Reader = Callable[[Path, Collection[str], str], Iterator[tuple[int, object]]]
 READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -26,10 +26,7 @@ def randomise(cache: KVCache) -> None:
     """Random keys and values in every slot."""
     if cache.scales is None:
         cache.entries.normal_()
-    elif cache.entries.dtype == torch.int8:
-        cache.entries.random_(-64, 65)
-        cache.scales.fill_(1 / 64)
     else:
-        for layer in cache.entries:  # a float8 has no random numbers of its own, and bytes that are no numbers
+        for layer in cache.entries:  # 8-bit entries have no random numbers of their own
             layer.copy_(torch.randn(layer.shape, device=layer.device))
         cache.scales.fill_(1)

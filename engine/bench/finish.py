@@ -11,10 +11,8 @@ from common.tables import Column, console
 from engine.bench.config import AUTO
 from engine.bench.passes import Passes
 from engine.bench.record import make_record
-from engine.bench.resolved import AUTO_GAMMA, ResolvedDraft
+from engine.bench.resolved import ResolvedDraft
 from engine.bench.session import Session
-from engine.parallel.ranks import ModelRanks
-from kv_cache.policy import BudgetedPolicy
 
 # Tokens of a prompt that --printoutput shows.
 PROMPT_END = 32
@@ -59,20 +57,19 @@ def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -
 
 
 def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
-    """Model, storage and ranks of target and draft, sizes, and sampling, in one line."""
-    target = session.config.target
+    """Model, how it and the draft are stored, ranks, sizes, and sampling, in one line."""
+    target, n_ranks, n_replicas = session.config.target, session.ranks.size, session.config.n_replicas
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
-    weights = f", {target.quantize} weights" if target.quantize else ""
-    entries = f", {target.kv_dtype} KV" if target.kv_dtype != "same" else ""
-    n_ranks, where, of_each = session.ranks.size, _on(session, session.target_ranks), ""
-    if session.config.n_replicas > 1:
-        where = f" on {session.config.n_replicas} replicas of {n_ranks} rank{'s' if n_ranks > 1 else ''}"
-        of_each = " in each"
+    parts = [
+        f"{record['model']}, {record['device']}, {record['dtype']}",
+        f"{target.quantize} weights" if target.quantize else "",
+        f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
+        f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
+        _drafting(session.draft) if session.draft else "",
+    ]
     return (
-        f"{record['model']}, {record['device']}, {record['dtype']}{weights}{entries}"
-        f"{where}{_drafting(session)}: {session.n_rows} rows at a time{of_each}, "
-        f"{prompts} prompt tokens, {session.gen_len} new tokens each; {sampling_text(record)}; "
-        f"prefill {record['prefill_seconds']:.1f} s"
+        f"{', '.join(filter(None, parts))}: {session.n_rows} rows at a time, {prompts} prompt tokens, "
+        f"{session.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
     )
 
 
@@ -84,28 +81,15 @@ def sampling_text(record: dict[str, Any]) -> str:
     return f"{record['verification']} at temperature {record['temperature']}{filters}, seed {record['seed']}"
 
 
-def _drafting(session: Session) -> str:
-    draft = session.draft
-    if draft is None:
-        return ""
+def _drafting(draft: ResolvedDraft) -> str:
     name = f" {draft.source.name}" if draft.source else ""
-    if draft.dtype is None:
-        return f", {draft.kind} draft{name}"
-    assert draft.policy is not None
+    if draft.dtype is None or draft.policy is None:
+        return f"{draft.kind} draft{name}"
     layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(map(str, draft.budgets)) or draft.capacity
-    policy = " chosen by attention" if draft.policy.n_observed else ""
-    where = " (positions inside the cache)" if draft.policy.in_cache_positions else ""
-    made_of = f"{name}{_on(session, session.draft_ranks)}{layers}{weights}"
-    return f", {dtype_name(draft.dtype)} draft{made_of}, {entries} KV entries{policy}{where}"
-
-
-def _on(session: Session, model: ModelRanks | None) -> str:
-    """The ranks that hold a model, where there are several at all."""
-    if model is None or session.ranks.size == 1:
-        return ""
-    return f" on rank{'s' if len(model.ranks) > 1 else ''} {' '.join(map(str, model.ranks))}"
+    how = " chosen by attention" if draft.policy.n_observed else ""
+    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries{how}"
 
 
 def table(record: dict[str, Any]) -> str:
@@ -166,16 +150,6 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not record["choices"] or draft is None:
         return found
-    if draft.auto_gamma and draft.gamma < AUTO_GAMMA:
-        smallest = draft.of_capacity(draft.capacities[-1]).policy
-        room = f"there are {draft.gamma} heads"
-        if isinstance(smallest, BudgetedPolicy):
-            room = f"a budget of {smallest.budget} has room for {smallest.room} tokens of a round"
-        found.append(f"gamma was chosen up to {draft.gamma}, not {AUTO_GAMMA}: {room}")
-    if (costs := record["measured_costs"]) and costs[0]["gammas"][-1] < draft.gamma:
-        found.append(
-            f"gamma was chosen up to {costs[0]['gammas'][-1]}: a longer --gen_len has the time to measure more"
-        )
     if seconds := record["measured_costs_seconds"]:
         what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
         found.append(f"{what} took {seconds:.1f} s, which is in no speedup")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from common.errors import ConfigError, OutOfMemoryError, flag
+from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.bench.plan import Plan
 from engine.noise import blocks_per_pass
@@ -33,8 +33,6 @@ PASS_BYTES = 16 * 8
 CUDA_BYTES = GIB
 # Buffers of one NCCL communicator (NVIDIA/nccl issue 864 reports 1.6 GB); symmetric memory's 8 MiB drown in them.
 NCCL_BYTES = 1600 * 10**6
-# Prompts are lists of Python's numbers, some 40 bytes each.
-MOST_PROMPT_TOKENS = 2**31
 # Tokens a row that a draft runs at once, at most: a standalone draft starts its rounds with two.
 DRAFT_BLOCK = 2
 
@@ -161,11 +159,11 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += capacity * draft.kv_per_token
     # Target and draft never attend at once.
-    dequantized, queries = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
-    if draft and draft.chooses:  # one layer's keys, and scores as above; the queries of all layers
+    dequantized, noted = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
+    if draft and draft.chooses:  # one layer's keys, and scores as above; what is noted of all layers
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-        queries = draft.config.n_layer * block * config.n_head * config.head_dim * itemsize
+        noted = draft.config.n_layer * block * config.n_kv_head * capacity * 4
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
@@ -178,7 +176,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": draft.draft_kv + queries if draft else 0,
+        "draft KV": draft.draft_kv + noted if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
@@ -195,6 +193,8 @@ def captured_rows(plan: Plan) -> int:
     gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.capacities))] if draft else [0]
     twice = 2 if plan.sampling.mode == "rejection" else 1
     longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
+    if draft and draft.policy and draft.policy.of_self_drafts:  # what is noted is captured apart
+        each += [1 + gamma for gamma in draft.gammas * len(draft.capacities)]
     return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
 
 
@@ -219,20 +219,9 @@ def available_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
-def used_bytes(device: str) -> int:
-    """Bytes that this process holds: its resident set on a CPU, what it has allocated on a GPU."""
-    if device == "cpu":
-        return psutil.Process().memory_info().rss
-    return torch.cuda.memory_allocated(torch.device(device))
-
-
 def require_room(plan: Plan) -> None:
-    """Raise OutOfMemoryError if the largest shard does not fit, or ConfigError for the prompts."""
+    """Raise OutOfMemoryError if the largest shard does not fit."""
     require_memory(memory_plan(plan), plan.n_rows, available_bytes(plan.device), plan.device)
-    if plan.n_prompts * plan.prefix_len > MOST_PROMPT_TOKENS:
-        where = f"{flag('num_prompts')} ({flag('B')}, if not given) and {flag('prefix_len')}"
-        seen, required = f"{plan.n_prompts} x {plan.prefix_len}", f"<= {MOST_PROMPT_TOKENS} tokens"
-        raise ConfigError("there are too many prompt tokens to hold", where, seen, required, "ask for fewer prompts")
 
 
 def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:
@@ -240,13 +229,9 @@ def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) ->
     needed = plan.total(batch)
     if needed <= available:
         return
+    fix = f"use a shorter {flag('prefix_len')}, a narrower {flag('dtype')}, {flag('quantize')} or more ranks"
     if largest := plan.largest_batch(available):
         fix = f"use {flag('B')} {largest}, the largest batch that fits"
-    elif plan.total(0) > available:
-        fix = "use a narrower --dtype, --quantize, more ranks or a smaller model"
-    else:
-        smaller = f", or a smaller draft budget ({flag('draft_budget')})" if plan.per_row["draft KV"] else ""
-        fix = f"use a shorter {flag('prefix_len')}{smaller}"
     listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in plan.items(batch).items() if size)
     what, seen = "the run does not fit into memory", f"{needed / GIB:.2f} GiB for a batch of {batch}"
     raise OutOfMemoryError(what, f"{device}: {listed}", seen, f"<= {available / GIB:.2f} GiB available", fix)

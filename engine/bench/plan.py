@@ -1,7 +1,6 @@
 """What a run's configuration means, checked before anything is loaded: models, text, ranks."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -33,9 +32,6 @@ from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
 from models.tensor_parallel import check_count
-
-# Seconds: ranks start further apart than the least, and the most is what their libraries can count to.
-RANK_TIMEOUTS = (1, 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -206,44 +202,33 @@ def resolve_several(
 
 
 def _check_files(config: RunConfig) -> None:
-    output, rows = config.output.output, config.rows.save_rows
-    require_appendable(output, "output")
-    require_appendable(rows, "save_rows")
-    if rows and output and os.path.realpath(rows) == os.path.realpath(output):
-        where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
-        raise ConfigError("rows and records would be mixed", where, output, "two files", fix)
-    shortest, longest = RANK_TIMEOUTS
-    if config.ranks and not shortest <= config.ranks.rank_timeout <= longest:
-        where, required = flag("rank_timeout"), f"{shortest} to {longest} seconds"
-        seen = config.ranks.rank_timeout
-        raise ConfigError("no rank can be waited for that long", where, seen, required, "leave it out")
+    require_appendable(config.output.output, "output")
+    require_appendable(config.rows.save_rows, "save_rows")
+    # At most what the libraries of the ranks can count to.
+    if config.ranks and not 1 <= (seconds := config.ranks.rank_timeout) <= 1_000_000:
+        what, required = "no rank can be waited for that long", "1 to 1000000 seconds"
+        raise ConfigError(what, flag("rank_timeout"), seconds, required, "leave it out")
 
 
 def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
     if config.draft is None or not config.draft.needs_baseline:
         return
-    where = f"{flag('draft')} {config.draft.name}"
-    if config.passes.no_baseline:
-        what, fix = "an oracle drafts the baseline's output, and there is none", f"leave out {flag('no_baseline')}"
-        raise ConfigError(what, where, flag("no_baseline"), "a baseline pass", fix)
-    if not sampling.reproducible:
-        what = "an oracle drafts what the same random numbers emitted, which rejection must not know"
-        seen = f"{flag('verification')} {sampling.mode} at temperature {sampling.params.temperature}"
-        raise ConfigError(what, where, seen, "greedy or coupled verification", f"use {flag('verification')} coupled")
+    if config.passes.no_baseline or not sampling.reproducible:
+        what, where = "an oracle drafts what plain decoding emitted", f"{flag('draft')} {config.draft.name}"
+        seen = f"{sampling.mode} verification" + f", {flag('no_baseline')}" * config.passes.no_baseline
+        required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"
+        fix = f"leave out {flag('no_baseline')}" if sampling.reproducible else f"use {flag('verification')} coupled"
+        raise ConfigError(what, where, seen, required, fix)
 
 
 def _check_context(plan: Plan) -> None:
-    context, is_own = plan.target.config.max_context, plan.own_prompts is not None
+    context = plan.target.config.max_context
     if plan.length <= context:
         return
     room = context - plan.gamma - 1
-    if room <= plan.gen_len:
-        fix = f"use a shorter {flag('gen_len')}: there is room for {room} prompt and new tokens together"
-    elif is_own:
-        fix = f"shorten the longest prompt to {room - plan.gen_len} tokens"
-    else:
-        fix = f"use {flag('prefix_len')} {room - plan.gen_len} or less"
-    what, prompts = "prompt + new tokens + gamma + 1 exceeds the model's context", "prompts" if is_own else "prefix_len"
+    fix = f"shorten prompts or {flag('gen_len')}: there is room for {room} prompt and new tokens together"
+    what = "prompt + new tokens + gamma + 1 exceeds the model's context"
+    prompts = "prefix_len" if plan.own_prompts is None else "prompts"
     where = f"{flag(prompts)}, {flag('gen_len')} and {flag('gamma')} on {plan.target.name}"
     seen = f"{plan.prefix_len} + {plan.gen_len} + {plan.gamma} + 1 = {plan.length} tokens"
     raise ConfigError(what, where, seen, f"<= {context}", fix)
@@ -271,16 +256,11 @@ def remarks(plan: Plan) -> list[str]:
     said = []
     if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
-    if draft and draft.layers is not None:
-        said.append(f"the draft runs {len(draft.layers)} of {plan.target.config.n_layer} layers: {draft.layers}")
     if draft and draft.policy and source:
         if tail := check_vocabulary(plan.target, source):
             said.append(tail)
         context, longest = source.config.max_context, plan.prefix_len + plan.gen_len + draft.gamma
-        in_cache = draft.policy.in_cache_positions
-        reach = min(draft.capacity, longest) if in_cache else longest
+        reach = min(draft.capacity, longest) if draft.policy.in_cache_positions else longest
         if reach > context:
             said.append(f"{source.name} was trained on {context} positions, and is used up to {reach}")
-        elif in_cache:
-            said.append(f"{source.name} counts positions inside its cache (trained context: {context})")
     return said

@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from common.checkout import ROOT
 from common.errors import ConfigError, DataError, flag
 from common.say import say
 from engine.bench.data import files_of, hub_files, rows_of, unreadable
-from models.checkpoints.manifest import atomic_path, sha256_of
+from models.checkpoints.manifest import atomic_path
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/{revision}/data/spec_bench/question.jsonl"
 SPEC_BENCH_REVISION = "fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
@@ -26,7 +25,7 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 UNCATEGORISED = "uncategorised"
 ID_KEYS, CATEGORY_KEYS = ("question_id", "id", "_id"), ("category", "dataset")
 KEYS = (*ID_KEYS, *CATEGORY_KEYS, "prompt", "turns", "context", "input")
-REQUIRED = "a text under `prompt` or `context`, or a list of texts under `turns`, in every line"
+REQUIRED = "in every line a text under `prompt` or `context`, or a list of texts under `turns`, none of them empty"
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,14 @@ def load_prompts(name: str) -> list[Prompt]:
     Sets by name: `spec-bench`, and `speed-bench` with `/qualitative` or `/throughput_1k` and the like. Placeholders are
     left out, and that is said. Errors: DataError.
     """
-    each = ((file, rows_of(file, KEYS, REQUIRED, "prompts")) for file in _files(name))
+    each = ((file, rows_of(file, KEYS, "prompts")) for file in _files(name))
     found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
-    where = f"{flag('prompts')} {name}"
-    if not found:
-        raise unreadable(Path(name), "an empty file", "at least one prompt", "prompts")
-    for number, prompt in enumerate(found, start=1):
-        if not all(turn.strip() for turn in prompt.turns):
-            seen = f"prompt {number} of {len(found)}"
-            raise DataError("a prompt is empty", where, seen, "text in every prompt", "leave it out")
     whole = [prompt for prompt in found if not any(PLACEHOLDER in turn for turn in prompt.turns)]
-    seen = f"{len(found) - len(whole)} of {len(found)} prompts"
+    seen = f"{len(found)} prompts, {len(found) - len(whole)} of them placeholders of a public copy"
     if not whole:
-        fix = "make a whole copy with the prepare_data.py of NVIDIA's Model-Optimizer, and name its file"
-        raise DataError("the prompts are placeholders", where, seen, "texts", fix)
+        raise unreadable(Path(name), seen, "at least one prompt", "prompts")
     if len(whole) < len(found):
-        say(f"note: {seen} of {name} are placeholders of this public copy, and are left out")
+        say(f"note: {name} has {seen}, which are left out")
     return whole
 
 
@@ -73,44 +64,36 @@ def by_category(
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         found.setdefault(prompt.category, []).append(prompt)
-    for name in categories:
-        if name not in found:
-            near = get_close_matches(name, found, 1)
-            fix = f"perhaps you meant {near[0]}" if near else "choose among these"
-            raise ConfigError("there is no such category", flag("categories"), name, ", ".join(found), fix)
+    if missing := [name for name in categories if name not in found]:
+        what, required = "there is no such category", ", ".join(found)
+        raise ConfigError(what, flag("categories"), ", ".join(missing), required, "choose among these")
     return {name: found[name][:per_category] for name in categories or found}
 
 
 def _files(name: str) -> list[Path]:
-    if own := files_of(name, [".txt"]):
-        return own
     kind, _, part = name.partition("/")
     fix = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
     what = f"{name} could not be fetched"
-    if name == "spec-bench":
+    if name == "spec-bench" and not os.path.exists(name):
         return [_spec_bench(what, fix)]
-    if kind == "speed-bench":
+    if kind == "speed-bench" and not os.path.exists(name):
         return hub_files(*SPEED_BENCH, f"{part or 'qualitative'}/test-*.parquet", what, fix)
-    is_folder = bool(name) and os.path.isdir(Path(name).expanduser())
-    seen = f"{name[:80]}: a folder without .txt files" if is_folder else name[:80] or "an empty name"
-    required = "a .txt file, a folder of them, a .jsonl or .parquet file, spec-bench or speed-bench/SPLIT"
-    fix = "check the spelling and the working directory"
-    raise DataError("there are no prompts", flag("prompts"), seen, required, fix)
+    return files_of(name, "prompts", [".txt"], others="spec-bench, speed-bench/SPLIT")
 
 
 def _spec_bench(what: str, fix: str) -> Path:
     """From GitHub, where it is published, once."""
-    if SPEC_BENCH_FILE.is_file() and sha256_of(SPEC_BENCH_FILE) == SPEC_BENCH_SHA256:
+    if SPEC_BENCH_FILE.is_file():
         return SPEC_BENCH_FILE
-    url, required = SPEC_BENCH.format(revision=SPEC_BENCH_REVISION), f"the file with sha256 {SPEC_BENCH_SHA256}"
+    url = SPEC_BENCH.format(revision=SPEC_BENCH_REVISION)
     say(f"fetching {url}")
     try:
         with urlopen(url, timeout=60) as answer:
             content = answer.read()
+        if (seen := hashlib.sha256(content).hexdigest()) != SPEC_BENCH_SHA256:
+            raise OSError(f"sha256 {seen}")
     except (OSError, HTTPException) as error:
-        raise DataError(what, url, error, required, fix) from None
-    if (seen := hashlib.sha256(content).hexdigest()) != SPEC_BENCH_SHA256:
-        raise DataError(what, url, f"sha256 {seen}", required, fix)
+        raise DataError(what, url, error, f"the file with sha256 {SPEC_BENCH_SHA256}", fix) from None
     with atomic_path(SPEC_BENCH_FILE) as partial:
         partial.write_bytes(content)
     return SPEC_BENCH_FILE
@@ -124,7 +107,7 @@ def _prompt(row: object, path: Path, number: int) -> Prompt:
         parts = own["context"], own.get("input") or ""
         said = "\n\n".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else None
     turns: list[Any] = said if isinstance(said, list) else [said]
-    if not turns or not all(isinstance(turn, str) for turn in turns):
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
         raise unreadable(path, seen, REQUIRED, "prompts")
     id_, category = (next((own[key] for key in keys if key in own), None) for keys in (ID_KEYS, CATEGORY_KEYS))

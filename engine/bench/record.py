@@ -126,7 +126,6 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "contention": {name: contention(session.processes.gathered(one.usage)) for name, one in passes.by_name.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
-        "startup_memory_bytes_per_rank": session.processes.gathered(session.startup_bytes),
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if session.target.has_text else None,
     }
     return rounded(record_of(benchmark, session, record))

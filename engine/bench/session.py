@@ -15,7 +15,7 @@ from common.say import dtype_name, say
 from engine.bench.config import RankOptions, RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
 from engine.bench.loading import load_draft, load_target
-from engine.bench.memory import require_room, used_bytes
+from engine.bench.memory import require_room
 from engine.bench.plan import Plan, remarks, resolve, with_draft
 from engine.bench.resolved import ResolvedDraft, resolve_sampling
 from engine.bench.text import PromptText
@@ -40,10 +40,9 @@ Value = TypeVar("Value")
 class Session(Plan):
     """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica.
 
-    models: what drafts, by (dtype, scheme, layers). startup_bytes: of the device's memory, before anything was loaded.
-    continuations: what the data set goes on with behind each prompt, if asked for. run: what the record and the saved
-    rows of a run have in common. put_off: errors that a run outlives, and ends with. processes: the ranks of all
-    replicas. numbered_from: the first prompt's index among those of all replicas.
+    models: what drafts, by (dtype, scheme, layers). continuations: what the data set goes on with behind each prompt,
+    if asked for. run: what the record and the saved rows of a run have in common. put_off: errors that a run outlives,
+    and ends with. processes: the ranks of all replicas. numbered_from: the first prompt's index among those of all.
     """
 
     runner: ModelRunner
@@ -55,7 +54,6 @@ class Session(Plan):
     numbered_from: int = 0
     draft_ranks: ModelRanks | None = None
     models: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    startup_bytes: int = 0
     continuations: list[list[int]] = field(default_factory=list)
     put_off: list[UserError] = field(default_factory=list)
 
@@ -69,11 +67,11 @@ class Session(Plan):
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
-        processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
+        n_replicas, options = plan.config.n_replicas, plan.config.ranks or RankOptions()
+        processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
-        startup_bytes = used_bytes(plan.device)
         target_ranks = model_ranks(ranks, plan.group)
         draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
         # Found now, and read when the prompts are cut.
@@ -100,7 +98,7 @@ class Session(Plan):
         own: dict[str, Any] = {"runner": runner, "prompts": prompts, "tokenizer": tokenizer, "numbered_from": first}
         own |= {"target_ranks": target_ranks, "draft_ranks": draft_ranks, "processes": processes, "models": models}
         run = processes.shared(lambda: uuid.uuid4().hex[:12])
-        return cls(**vars(plan), **own, run=run, startup_bytes=startup_bytes, continuations=continuations)
+        return cls(**vars(plan), **own, run=run, continuations=continuations)
 
     @property
     def plan(self) -> Plan:
@@ -208,11 +206,6 @@ class Session(Plan):
         stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
         configured = self.how | {"drafter": drafter, "stop_tokens": stop_tokens}
         return generate(self.runner, self.prompts, **configured | arguments)
-
-
-def _join_ranks(plan: Plan) -> Ranks:
-    options = plan.config.ranks or RankOptions()
-    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:

@@ -6,7 +6,6 @@ from common.say import dtype_name
 from engine.bench.config import AUTO
 from engine.bench.resolved import option_names
 from engine.bench.session import Session
-from models import Transformer
 
 
 def settings_record(session: Session) -> dict[str, Any]:
@@ -20,7 +19,6 @@ def settings_record(session: Session) -> dict[str, Any]:
         "device": str(runner.device),
         "dtype": dtype_name(session.dtype),
         "attention": runner.model.backend.name,
-        "draft_attention": _draft_attention(session),
         "compile": session.config.target.compile,
         "cuda_graphs": runner.graphs is not None,
         "quantize": session.config.target.quantize,
@@ -48,11 +46,3 @@ def _draft_record(session: Session) -> dict[str, Any]:
         "draft_policy": draft.policy.name if draft and draft.policy else None,
         **{name: own.get(name) for name in option_names()},
     }
-
-
-def _draft_attention(session: Session) -> str | None:
-    """The backend of what drafts; None where that has no attention of its own, or this rank no part of it."""
-    if (model := session.draft_model) is not None:
-        own = getattr(model, "body", model)
-        return own.backend.name if isinstance(own, Transformer) else None
-    return session.runner.model.backend.name if session.draft and session.draft.kind == "self" else None

@@ -39,10 +39,8 @@ def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptTe
     what, seen = "one's own prompts are taken whole, and all of them", f"given, with {flag('prompts')}"
     _refuse(given, what, seen=seen, required="either")
     if texts is not None and (isinstance(texts, str) or not texts or not all(texts) or not target.has_text):
-        what, where = "these prompts cannot be continued", "Session.open: prompts"
-        seen = repr(texts)[:80] + ("" if target.has_text else ", with random weights")
-        required = "a list of texts, none of them empty, and a trained model"
-        raise ConfigError(what, where, seen, required, "give [text, text, ...]")
+        what, required = "these prompts cannot be continued", "texts, none of them empty, and a trained model"
+        raise ConfigError(what, "Session.open: prompts", repr(texts)[:80], required, "give [text, text, ...]")
     tokenizer = target.tokenizer()
     given_texts: Sequence[PromptText] = [one.turns[0] for one in load_prompts(str(named))] if texts is None else texts
     prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in given_texts]

@@ -18,10 +18,10 @@ from engine.bench.cost_flags import CostFlags
 
 
 def main(flags: CostFlags) -> None:
-    from engine.bench.cost_report import report
+    from engine.bench.cost_report import report_measured, report_predicted
 
     flags.check()
-    report(flags)
+    (report_measured if flags.machine is None else report_predicted)(flags)
 
 
 if __name__ == "__main__":

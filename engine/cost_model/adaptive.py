@@ -55,7 +55,7 @@ class Adaptive:
             if 0 < gamma <= of_all_rows[0].at[-1]
         }
         measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in of_all_rows]
-        self._verified = [MOST_MEASURED if rate.n is None else min(rate.n, MOST_MEASURED) for rate in measured]
+        self._verified = [min(rate.n, MOST_MEASURED) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         self._last_drafter = 0
         self._of_all_rows, self._missed = of_all_rows, [0] * len(drafters)

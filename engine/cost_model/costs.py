@@ -15,12 +15,7 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
     (arXiv 2211.17192), equation 1. Summed as 1 + alpha + ... + alpha^gamma, which divides by nothing.
 
     alpha: the probability that a draft is accepted, given that those before it were, the same for every draft.
-    Errors: ConfigError.
     """
-    if not 0 <= alpha <= 1 or gamma < 0:
-        what, required = "rounds of no such acceptance rate or gamma", "0 <= alpha <= 1, gamma >= 0"
-        fix = "divide accepted drafts by verified ones; gamma 0 is plain decoding"
-        raise ConfigError(what, "tokens_per_round: alpha, gamma", f"{alpha}, {gamma}", required, fix)
     return float(sum(alpha**position for position in range(gamma + 1)))
 
 
@@ -105,11 +100,11 @@ class CostGrid:
 
     def at(self, batch: int, context: int, draft: tuple[str, int]) -> Costs:
         """Interpolated between the measured batches and contexts. Errors: ConfigError for what was not measured."""
-        if draft not in self.drafts:
-            raise _unmeasured("draft", draft, self.drafts)
-        for value, measured, name in ((batch, self.batches, "batch"), (context, self.contexts, "context")):
-            if not measured[0] <= value <= measured[-1]:
-                raise _unmeasured(name, value, f"{measured[0]} to {measured[-1]}")
+        known = self.batches[0] <= batch <= self.batches[-1] and self.contexts[0] <= context <= self.contexts[-1]
+        if draft not in self.drafts or not known:
+            what, seen = "costs of this were not measured", f"{draft}, {batch} rows of {context} tokens"
+            required = f"one of {self.drafts}, batches {self.batches}, contexts {self.contexts}, or between"
+            raise ConfigError(what, "CostGrid.at", seen, required, "measure a grid that has it")
         weights = np.outer(_weights(batch, self.batches), _weights(context, self.contexts))
         plain, verify, of_drafts, other = (
             np.tensordot(weights, ms, axes=2).tolist() for ms in (self.plain, self.verify, self.draft, self.other)
@@ -120,8 +115,3 @@ class CostGrid:
 def _weights(size: int, measured: Sequence[int]) -> list[float]:
     """Of what was measured at those sizes: how much each counts at another one, on the line between its neighbours."""
     return [float(np.interp(size, measured, only)) for only in np.eye(len(measured))]
-
-
-def _unmeasured(name: str, value: object, measured: object) -> ConfigError:
-    what, fix = f"costs of this {name} were not measured", f"measure a grid that has this {name}"
-    return ConfigError(what, f"CostGrid.at: {name}", value, measured, fix)

@@ -19,14 +19,13 @@ class Protocol(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """Devices of one kind, whose numbers these are: bytes of memory read per second; dense operations per second (a
-    multiplication and an addition are two) with 16 and with 32 bits; bytes of memory; seconds that a kernel takes
-    beside its work; rows of queries that attention multiplies at least; whether heads that share KV are rows of one
-    tile where there are several tokens, too; seconds of a forward that nothing else here explains."""
+    multiplication and an addition are two) with 16 and with 32 bits; seconds that a kernel takes beside its work; rows
+    of queries that attention multiplies at least; whether heads that share KV are rows of one tile where there are
+    several tokens, too; seconds of a forward that nothing else here explains."""
 
     bandwidth: float
     ops: float
     ops_32: float
-    memory: float = math.inf
     launch: float = 0.0
     protocols: tuple[Protocol, ...] = ()
     devices: int = 1
@@ -53,43 +52,38 @@ H100 = Protocol(6.6e-6, 0.6e-6, 141e9), Protocol(14e-6, 1.9e-6, 0.92 * 450e9)
 L40 = Protocol(6.6e-6, 1.0e-6, 32e9 / 2), Protocol(14e-6, 2.5e-6, 0.92 * 32e9)
 # NVIDIA's data sheets (A100 and H100: SXM): dense rates, half of those "with sparsity"; float32 outside tensor cores.
 MACHINES = {
-    "A100-40": Machine(1.555e12, 312e12, 19.5e12, 40e9, LAUNCH, A100),
-    "A100-80": Machine(2.039e12, 312e12, 19.5e12, 80e9, LAUNCH, A100),
-    "H100": Machine(3.35e12, 989.4e12, 67e12, 80e9, LAUNCH, H100),
-    "H200": Machine(4.8e12, 989.4e12, 67e12, 141e9, LAUNCH, H100),
-    "L40": Machine(864e9, 181.05e12, 90.5e12, 48e9, LAUNCH, L40),
-    "L40S": Machine(864e9, 362.05e12, 91.6e12, 48e9, LAUNCH, L40),
+    "A100-40": Machine(1.555e12, 312e12, 19.5e12, LAUNCH, A100),
+    "A100-80": Machine(2.039e12, 312e12, 19.5e12, LAUNCH, A100),
+    "H100": Machine(3.35e12, 989.4e12, 67e12, LAUNCH, H100),
+    "H200": Machine(4.8e12, 989.4e12, 67e12, LAUNCH, H100),
+    "L40": Machine(864e9, 181.05e12, 90.5e12, LAUNCH, L40),
+    "L40S": Machine(864e9, 362.05e12, 91.6e12, LAUNCH, L40),
 }
 MACHINES["A100"] = MACHINES["A100-80"]
-NUMBERS = ("bandwidth", "ops", "ops_32", "memory", "launch", "link", "latency")
-EXAMPLE = f"{flag('machine')} 8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
+NUMBERS = ("bandwidth", "ops", "ops_32", "launch", "link", "latency")
+EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 
 def find_machine(text: str) -> Machine:
     """Of "A100-80" or "8xA100-80", or of NUMBERS in SI units: "2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5", where
     `ops_32` is `ops` unless it is given, and what else is not given takes no time. Errors: ConfigError."""
     count, name = re.fullmatch(r"(?:(\d{1,4})x)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    machine, devices = _given(text, name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
-    if machine is None or devices < 1:
-        what, required = "no numbers are stored of this machine", f"one of {', '.join(MACHINES)}"
-        fix = f"use {flag('machine')} 8xA100, or your machine's numbers: {EXAMPLE}"
-        raise ConfigError(what, flag("machine"), text, f"{required}, behind 8x for eight of them; or numbers", fix)
-    if devices > 1 and not machine.protocols:
-        what, required = "several devices need a link between them", "link=, in bytes per second"
-        raise ConfigError(what, flag("machine"), text, required, "add link=3e11, or name one device")
+    machine, devices = _given(name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
+    if machine is None or devices < 1 or (devices > 1 and not machine.protocols):
+        required = f"one of {', '.join(MACHINES)}, behind 8x for eight of them; or numbers above 0 "
+        required += f"({', '.join(NUMBERS)}), of which it takes bandwidth, ops, and between several devices link"
+        fix = f"use {flag('machine')} 8xA100, or {flag('machine')} {EXAMPLE}"
+        raise ConfigError("nothing is known of this machine", flag("machine"), text, required, fix)
     return replace(machine, devices=devices)
 
 
-def _given(text: str, numbers: str) -> Machine:
-    found: dict[str, Any] = {}
-    for part in numbers.split(","):
-        key, _, value = part.partition("=")
-        found[key] = float(value) if re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d{1,3})?", value) else 0.0
-        if key not in NUMBERS or not 0 < found[key] < math.inf:
-            what, required = "a machine's number cannot be read", f"one of {', '.join(NUMBERS)}, and a number > 0"
-            raise ConfigError(what, flag("machine"), part, required, f"write it like {EXAMPLE}")
-    if not {"bandwidth", "ops"} <= found.keys():
-        what, required = "a machine's numbers are incomplete", "bandwidth= and ops= at least"
-        raise ConfigError(what, flag("machine"), text, required, f"write them like {EXAMPLE}")
+def _given(numbers: str) -> Machine | None:
+    """None where they cannot be read, or are not enough."""
+    try:
+        found: dict[str, Any] = {key: float(value) for key, value in (one.split("=") for one in numbers.split(","))}
+    except ValueError:
+        return None
+    if not {"bandwidth", "ops"} <= found.keys() <= {*NUMBERS} or not all(0 < one < math.inf for one in found.values()):
+        return None
     latency, link = found.pop("latency", 0.0), found.pop("link", None)
     return Machine(**{"ops_32": found["ops"]} | found, protocols=(Protocol(latency, 0.0, link),) if link else ())

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from common.errors import ConfigError
 from engine.acceptance import AcceptanceRate, verified_positions
 from engine.decoding import Decoder
 from engine.drafters import Drafter
@@ -22,8 +21,7 @@ class Rehearsal:
     gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
     the seconds of every round's parts "draft", "verify" and "other"; what a drafter catches up with is in none of them.
     `seconds`: what everything took, a draft model's runs of the prompts included.
-    Errors: ConfigError without prompts, or if nothing is to be decoded behind the first token; UserError if logits are
-    not finite.
+    Errors: UserError if logits are not finite.
     """
 
     def __init__(
@@ -39,11 +37,7 @@ class Rehearsal:
         **how: Any,
     ) -> None:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
-        if not self.prompts or max_new_tokens < 2:
-            seen = f"{len(prompts)} prompts, {max_new_tokens} new tokens"
-            what, required = "no round has a row that decodes", "a prompt, and 2 new tokens or more"
-            fix = "give more prompts, or a cache with more room"
-            raise ConfigError(what, "Rehearsal: prompts, max_new_tokens", seen, required, fix)
+        assert self.prompts and max_new_tokens > 1, "no round would have a row that decodes"
         self.runner, self._how = runner, how
         self._asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         self._asked["numbered_from"] = numbered_from

@@ -73,11 +73,3 @@ def predict_costs(
     drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))
     drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context))
     return Costs(plain, tuple(gammas), tuple(verify), drafted, 0.0)
-
-
-def device_bytes(target: Stored, machine: Machine, batch: int, context: int) -> float:
-    """Of weights and KV entries on the device that holds most; the embedding lies beside a head that is not tied."""
-    config = target.config
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim * ITEMSIZE[target.dtype]
-    share = math.ceil(config.n_kv_head / machine.devices) / config.n_kv_head
-    return (target.weight_bytes + embedding) / machine.devices + target.kv_bytes(context) * batch * share

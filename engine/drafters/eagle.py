@@ -12,6 +12,7 @@ from common.errors import ConfigError, flag
 from engine.drafters.base import ModelDrafter, Shown, check_target
 from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.drafters.observed import HeadConfig, ObservedStates
+from kv_cache import FullKVCache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,8 @@ class Eagle(ModelDrafter):
         super().__init__(runner.over(cache, head.body), gamma)
         head.borrow(runner.model)
         self._target, self._head, self.cache = runner, head, cache
+        # Another cache keeps the end of a prompt, and would be shown all of it.
+        self.follows_parts = isinstance(cache, FullKVCache)
         self.observer = self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
 
     def check(self, target: ModelRunner, length: int) -> None:

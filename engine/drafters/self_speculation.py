@@ -12,8 +12,8 @@ from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma, chec
 from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated, Verifier
-from kv_cache import BlockQueries, KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
-from kv_cache.verify_topk import received
+from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
+from kv_cache.verify_topk import copy_chosen
 from models.names import parse_layers
 
 if TYPE_CHECKING:
@@ -51,10 +51,11 @@ class SelfSpeculation(ModelDrafter, Verifier):
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
         self._n_rounds, self._observed = 0, None
-        if cache.refresh:
-            shape = len(cache.entries), cache.max_batch, gamma + 1, runner.model.config.n_head, cache.keys.shape[-1]
-            self._observed = BlockQueries(shape, cache.device, runner.model.dtype)
-        self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers, self._observed)
+        self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
+        if isinstance(cache, VerifyTopKCache):
+            sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
+            self._observed = cache.observer(gamma + 1, *sizes)
+            self._observe()
 
     def check(self, target: ModelRunner, length: int) -> None:
         check_target(self, self._target.cache, target.cache)
@@ -70,14 +71,22 @@ class SelfSpeculation(ModelDrafter, Verifier):
                 self._observed.forget(row)
 
     def is_due(self) -> bool:
+        if self._observed is None:
+            return False
         self._n_rounds += 1
-        return self._observed is not None and self._n_rounds % self.cache.refresh == 0
+        self._observe()
+        return self._n_rounds % self.cache.refresh == 0
+
+    def _observe(self) -> None:
+        """Observe the verification before entries are chosen anew, and no other."""
+        is_last = (self._n_rounds + 1) % self.cache.refresh == 0
+        self._through.observed = self._observed if is_last else None
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
-        receive = getattr(self._target.model.backend, "received", received)
-        own.choose(source, batch.lengths, self._observed, self.layers, receive)
+        copy = getattr(self._target.model.backend, "copy_chosen", copy_chosen)
+        own.choose(source, batch.lengths, self._observed, self.layers, copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)

@@ -34,14 +34,13 @@ def forced_acceptance(
     Errors: ConfigError for another number of prompts, or continuations that are not one length, or too short.
     """
     gamma, n_rows = drafter.gamma, runner.max_batch
-    lengths_given = {len(continuation) for continuation in continuations}
-    n_token = min(lengths_given, default=0)
-    if len(prompts) != n_rows or len(continuations) != n_rows or len(lengths_given) != 1 or n_token < gamma + 2:
+    n_token = min(map(len, continuations), default=0)
+    shape = len(prompts), len(continuations), max(map(len, continuations), default=0)
+    if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:
         what = "teacher forcing takes a prompt and a continuation for each row"
-        seen = f"{len(prompts)} prompts, {len(continuations)} continuations of {sorted(lengths_given)} tokens"
-        required = f"{n_rows} of each, the continuations all of one length, gamma + 2 = {gamma + 2} tokens or more"
-        fix = "give one prompt and one continuation per row, and more text or a smaller gamma"
-        raise ConfigError(what, "forced_acceptance: prompts, continuations", seen, required, fix)
+        seen = f"{shape[0]} prompts, {shape[1]} continuations of {n_token} to {shape[2]} tokens"
+        required = f"{n_rows} of each, continuations of one length, gamma + 2 = {gamma + 2} tokens or more"
+        raise ConfigError(what, "forced_acceptance", seen, required, "give as many of both as rows, or more text")
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)

@@ -59,35 +59,20 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
 
 
 def _tell_user_error(error: UserError, message: str) -> None:
-    """Say it once: what all ranks find together is said by the first, the leader's own by the leader, and of
-    ranks with an error of their own the first names itself."""
-    if isinstance(error, RankError):
-        if _is_first("ranks"):
-            tell(f"\nerror: {message}")
-    elif is_leader() or (not _leader_says(message) and _is_first(message)):
+    """Say it once: ranks that find the same leave it to the leader, or else to the first of them."""
+    if not is_leader():
+        time.sleep(LINGER_SECONDS)  # for the leader to find it, too, and torchrun to end this rank
+    if _on_store(lambda store: store.add(f"{_TOLD}/{message}", 1) == 1, True):
         _on_store(lambda store: store.set(_TOLD, message), None)
         tell(f"error: {message}" if is_leader() else f"\nerror on rank {own_rank()}: {message}")
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
     get_error_handler().record_exception(error.with_traceback(None))
 
 
-def _is_first(said: str) -> bool:
-    """Whether no other rank has asked before to say that."""
-    return _on_store(lambda store: store.add(f"{_TOLD}/{said}", 1) == 1, True)
-
-
-def _leader_says(message: str) -> bool:
-    """Whether the leader comes to the same error; it is given some time to."""
-    deadline = time.monotonic() + LINGER_SECONDS
-    while (told := _on_store(_told, None)) is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return told == message
-
-
 def _report_lost_rank(error: Exception) -> None:
     """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
     hangs = "timed out" in str(error).lower()
-    if _on_store(_told, None) is None:
+    if not _on_store(lambda store: store.check([_TOLD]), False):
         how, fix = "died", "see which rank torchrun names as the first to fail, and why"
         if hangs:
             others = " or ".join(str(rank) for rank in range(world_size()) if rank != own_rank())
@@ -109,8 +94,3 @@ def _on_store(do: Callable[[dist.Store], Answer], otherwise: Answer) -> Answer:
         return do(dist.distributed_c10d._get_default_store())
     except (RuntimeError, ValueError):
         return otherwise
-
-
-def _told(store: dist.Store) -> str | None:
-    """The error that a rank has told its user of."""
-    return store.get(_TOLD).decode() if store.check([_TOLD]) else None

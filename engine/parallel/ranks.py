@@ -7,7 +7,6 @@ prompts are divided over replicas, each replica has ranks of its own, of which t
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import ConfigError, RankError, flag, require_at_least
-from common.process import LEADER, own_rank, world_size
+from common.process import LEADER, world_size
 from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
 
@@ -171,16 +170,7 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
         torch.cuda.set_device(where)
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=timeout, device_id=where if on_gpu else None)
-        except dist.DistBackendError as error:
-            if "Duplicate GPU" not in str(error):
-                raise
-            what, visible = "two processes were given the same GPU", "CUDA_VISIBLE_DEVICES"
-            seen = f"{os.environ.get(visible)} on rank {own_rank()}, which uses {where}"
-            fix = "start at most as many processes as there are GPUs, or mask them so that no two see the same"
-            required = "a GPU of its own for every process"
-            raise ConfigError(what, f"{visible} of the processes", seen, required, fix) from None
+        dist.init_process_group(backend, timeout=timeout, device_id=where if on_gpu else None)
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check, group=dist.group.WORLD, timeout=timeout)
 
 

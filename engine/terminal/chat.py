@@ -15,10 +15,8 @@ class Chat(ModelFlags):
     """the most new tokens of an answer"""
     context: int = 4096
     """the most tokens of a conversation, if the model's context has as many; it is prefilled again for every answer"""
-    colour_drafts: bool = False
-    """colour the tokens that were drafted"""
 
     def run(self) -> None:
         from engine.terminal.conversation import converse
 
-        converse(self.config(), self.system, self.gen_len, self.context, self.colour_drafts)
+        converse(self.config(), self.system, self.gen_len, self.context)

@@ -31,21 +31,19 @@ QUESTIONS = (
     "Name the planets of the solar system in order, with one sentence about each of them.",
     "Write a Python function that returns the n-th Fibonacci number, and explain it line by line.",
 )
-# What two columns need of a terminal, in characters and lines.
-LEAST_WIDTH, LEAST_HEIGHT = 60, 12
 
 
 def compare(config: RunConfig, save: str | None) -> None:
     """Errors: UserError, before anything is loaded if it can be known then."""
     console = Console(stderr=True, highlight=False)
-    _check(save, config.output.output, console)
+    _check(save, config.output.output)
     session, names = _open(config)
     panes = Panes(names, console)
     done = speculation_passes(session, panes.watch)
     assert done.baseline is not None and done.speculative is not None
     record = make_record("compare", session, done) | {"prompts": config.rows.prompts}
     differs = first_difference(done.baseline.tokens, done.speculative.tokens) if session.sampling.reproducible else None
-    record["first_difference"] = differs and dict(zip(("row", "token"), differs, strict=True))
+    record["first_difference"] = differs
     head = headline(session, record, [len(prompt) for prompt in session.prompts])
     said = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.draft))]
     # On a screen that also shows the record, what people read is to stand below it.
@@ -53,7 +51,7 @@ def compare(config: RunConfig, save: str | None) -> None:
     publish(config.output.output, record, *([] if on_screen else said))
     if console.is_terminal:
         room = console.height - 2 - sum(1 + len(line) // console.width for line in said)
-        shown = panes.frame(console.width, max(LEAST_HEIGHT, room), is_running=False)
+        shown = panes.frame(console.width, room, is_running=False)
         console.print(shown, *(said if on_screen else []), sep="\n", markup=False)
     if save is not None:
         try:
@@ -83,12 +81,12 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
     return Session.open(replace(config, rows=rows), prompts), [*map(printable, texts)]
 
 
-def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> dict[str, int] | None:
     """The first row that is not the same in both, and its first token that is not; from 0."""
     for row, pair in enumerate(zip(a, b, strict=True)):
         for place, (mine, its) in enumerate(zip_longest(*pair)):
             if mine != its:
-                return row, place
+                return {"row": row, "token": place}
     return None
 
 
@@ -112,17 +110,14 @@ def verdict(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check(save: str | None, output: str | None, console: Console) -> None:
-    if save is not None:
-        folder = Path(save).resolve().parent
-        if os.path.isdir(Path(save)) or not os.access(save if os.path.exists(save) else folder, os.W_OK):
-            raise _unwritable(save[:80] or "an empty name")
-        if output is not None and Path(save).resolve() == Path(output).resolve():
-            raise _unwritable(f"{save}, the file of {flag('output')}, too")
-    if console.is_terminal and (console.width < LEAST_WIDTH or console.height < LEAST_HEIGHT):
-        seen, required = f"{console.width} x {console.height}", f"{LEAST_WIDTH} x {LEAST_HEIGHT} characters or more"
-        fix = "enlarge it, or leave out what is drawn: 2> FILE"
-        raise ConfigError("the terminal is too small for two columns", "the terminal", seen, required, fix)
+def _check(save: str | None, output: str | None) -> None:
+    if save is None:
+        return
+    page = Path(save).resolve()
+    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise _unwritable(save[:80] or "an empty name")
+    if output is not None and page == Path(output).resolve():
+        raise _unwritable(f"{save}, the file of {flag('output')}, too")
 
 
 def _unwritable(seen: object) -> ConfigError:

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rich.console import Console
-
 from common.errors import ConfigError, flag, require_at_least
 from common.say import say
 from engine.bench.config import AUTO, RunConfig, Sizes
-from engine.bench.plan import Plan, resolve, with_draft
+from engine.bench.plan import Plan, with_draft
 from engine.bench.session import Session
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
 from engine.stats import RoundStats
+from engine.terminal.in_turn import plan_of
 from engine.terminal.texts import printable, text_target
 from models.checkpoints.text_stream import TextStream
 
@@ -25,12 +24,12 @@ RESET, EXIT = "/reset", "/exit"
 Message = dict[str, str]
 
 
-def converse(config: RunConfig, system: str | None, gen_len: int, context: int, colour_drafts: bool) -> None:
+def converse(config: RunConfig, system: str | None, gen_len: int, context: int) -> None:
     """Answer what is typed, or each line of what is piped, by at most `gen_len` tokens. Errors: UserError."""
     require_at_least("gen_len", gen_len, 1)
     template = text_target(config).chat_template()
     session = Session.of_plan(_plan(config, context))
-    drafter, style = session.drafter(), "cyan" if colour_drafts else None
+    drafter = session.drafter()
     begin: list[Message] = [{"role": "system", "content": system}] if system else []
     said = begin
     for line in _lines():
@@ -45,40 +44,36 @@ def converse(config: RunConfig, system: str | None, gen_len: int, context: int, 
             prompt = template.encode(asked)
             room = session.capacity - len(prompt) - session.gamma - 1
             if room < 1:
-                way = f"{RESET} begins anew" if said != begin else "say it in fewer words"
-                say(f"  there is no room for that in {session.capacity} tokens; {way}, or use {flag('context')}")
+                say(f"  no room for that in {session.capacity} tokens: {RESET} begins anew, {flag('context')} has more")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
             request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
-            answer = _answer(session, drafter, request, style)
+            answer = _answer(session, drafter, request)
             said = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _plan(config: RunConfig, context: int) -> Plan:
     """With room for a conversation of so many tokens, none of which is known yet. Errors: UserError."""
-    plan = resolve(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
+    plan = plan_of(replace(config, sizes=Sizes(B=1, gen_len=1)), [[0]])
     assert plan.draft is not None
-    if plan.draft.automatic or plan.draft.config.needs_baseline:
-        where, seen = "gamma" if plan.draft.auto_gamma else "draft_budget", f"{AUTO}, by costs measured on prompts"
-        required, fix = "a number", "name one"
-        if plan.draft.config.needs_baseline:
-            where, seen = "draft", plan.draft.kind
-            required, fix = "a draft that needs no plain decoding before it", "leave it out: self drafts"
-        raise ConfigError("nothing is known of an answer beforehand", flag(where), seen, required, fix)
+    if plan.draft.automatic:
+        what = "costs are measured on prompts, and nothing is known of an answer beforehand"
+        where = flag("gamma" if plan.draft.auto_gamma else "draft_budget")
+        raise ConfigError(what, where, AUTO, "a number", f"use {where} with a number")
     room = min(context, plan.target.config.max_context)
     require_at_least("context", room, plan.gamma + 3)
     plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)
     return replace(plan, capacity=plan.length)
 
 
-def _answer(session: Session, drafter: Drafter, request: Request, style: str | None) -> str:
+def _answer(session: Session, drafter: Drafter, request: Request) -> str:
     """Write the answer as it grows, until Ctrl-C if that comes, then what speculation did; returns the answer. Errors:
     UserError if logits are not finite."""
     assert session.tokenizer is not None
-    console, stream, text, rounds = Console(highlight=False), TextStream(session.tokenizer), "", list[RoundStats]()
+    stream, text, rounds = TextStream(session.tokenizer), "", list[RoundStats]()
 
-    def write(piece: str, style: str | None = None) -> str:
-        console.out(printable(piece), end="", style=style)
+    def write(piece: str) -> str:
+        print(printable(piece), end="", flush=True)
         return piece
 
     # A decoder of its own: one that was interrupted in a round is of no use any more.
@@ -86,11 +81,9 @@ def _answer(session: Session, drafter: Drafter, request: Request, style: str | N
     decoder.submit(request)
     with suppress(KeyboardInterrupt):
         while True:
-            n_shown, accepted, stats = len(request.tokens), request.counts.accepted, decoder.step()
-            first = len(request.tokens) - (stats.emitted if stats else 0)
-            drafted = range(first, first + request.counts.accepted - accepted)
-            for place, token in enumerate(request.tokens[n_shown:], n_shown):
-                text += write(stream.add(token), style if place in drafted else None)
+            n_shown, stats = len(request.tokens), decoder.step()
+            for token in request.tokens[n_shown:]:
+                text += write(stream.add(token))
             if stats is None:
                 break
             rounds.append(stats)

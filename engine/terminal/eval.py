@@ -77,8 +77,7 @@ class Eval(ModelFlags):
                 append_or_put_off(self.save, rows[-1], session.put_off)
         found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
         drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
-        found["speculative"] |= {"acceptance_rate": drafted.acceptance_rate}
-        found["speculative"] |= {"mean_accepted_length": drafted.mean_accepted_length}
+        found["speculative"] |= {one: getattr(drafted, one) for one in ("acceptance_rate", "mean_accepted_length")}
         measured = {"run": session.run, "draft": session.draft.kind, "problem_seed": self.sampling.seed}
         measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
         record = record_of("eval", session, measured)

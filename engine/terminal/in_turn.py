@@ -17,19 +17,20 @@ from engine.bench.progress import progress_bar
 from engine.bench.record import rounded
 from engine.bench.session import Session
 from engine.bench.settings import settings_record
+from engine.bench.text import PromptText
 from engine.contention import contention, usage_so_far
 from engine.decoding import GenerateOutput
 from engine.stats import total
 from engine.terminal.texts import text_target
 
 
-def plan_of(config: RunConfig, texts: Sequence[str] | None = None) -> Plan:
+def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
     """As `resolve`. Errors: UserError, also for random weights, and for a draft that has to know beforehand what plain
     decoding makes of every prompt."""
     text_target(config)
     if config.draft and config.draft.needs_baseline:
-        what, where, fix = "both ways decode a few prompts in turn", flag("draft"), "use tests/selfspec_benchmark.py"
-        raise ConfigError(what, where, config.draft.name, "a draft that plain decoding need not come before", fix)
+        what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
+        raise ConfigError(what, flag("draft"), config.draft.name, required, "use tests/selfspec_benchmark.py")
     return resolve(config, texts)
 
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kv_cache.base import KVCache
 from kv_cache.entries import KV
+from kv_cache.verify_topk import copy_chosen
 from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
@@ -19,7 +21,7 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 # Slots per task. A constant, not a share of the capacity: sums over a row's slots are then cut in the same
 # places whatever the batch, the block or the capacity is, and come out the same to the last bit.
 PART = 1024
-# The kernel writes whole tiles, which divide this.
+# What every tile of the kernel divides.
 PADDING = 32
 
 
@@ -70,17 +72,28 @@ class CppAttention:
         partials = packed.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
         read = packed, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
         seen = prepared.slots, prepared.newest, prepared.oldest
-        _run(self._kernel.foretoken_attend, packed, kv, *read, *seen, partials, out)
+        scores = None
+        if kv.noted is not None:
+            scores = packed.new_empty(batch * n_kv_head, n_token * group, -(-kv.keys.shape[1] // PADDING) * PADDING)
+        _run(self._kernel.foretoken_attend, packed, kv, *read, *seen, partials, out, scores, kv.noted)
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
-    def received(self, q: Tensor, kv: KV, newest: Tensor) -> Tensor:
-        """As `kv_cache.verify_topk.received`."""
-        packed, n_slot = _packed(q, kv), kv.keys.shape[1]
-        batch, n_kv_head, _, group, _ = packed.shape
-        newest = newest.clamp(max=n_slot - 1).repeat_interleave(group, dim=1)
-        out = packed.new_empty(batch, n_kv_head, -(-n_slot // PADDING) * PADDING)
-        _run(self._kernel.foretoken_receive, packed, kv, packed, kv.rows, kv.keys, kv.key_scales, newest, out)
-        return out[..., :n_slot]
+    def copy_chosen(
+        self, to: KVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
+    ) -> None:
+        """As `kv_cache.verify_topk.copy_chosen`, in one pass where nothing is quantised anew."""
+        narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
+        if not narrows and source.entries.dtype != to.entries.dtype:
+            return copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
+        pairs = [(source.entries[from_layer], to.entries[to_layer])]
+        if source.scales is not None and to.scales is not None:
+            pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]
+        for read, written in pairs:
+            sizes = [*chosen.shape, read.shape[-1], *read.stride()[:4], *written.stride()[:4]]
+            layout, of = (ctypes.c_int64 * len(sizes))(*sizes), (read.element_size(), narrows)
+            tensors = read, written, source.row_indices.contiguous(), to.row_indices.contiguous(), chosen, is_new
+            threads = ctypes.c_int(torch.get_num_threads())
+            self._kernel.foretoken_copy_chosen(layout, *map(ctypes.c_int64, of), *map(_pointer, tensors), threads)
 
 
 def _packed(q: Tensor, kv: KV) -> Tensor:
@@ -94,7 +107,8 @@ def _run(kernel: Any, packed: Tensor, kv: KV, *tensors: Tensor | None) -> None:
     # The kernel's `Layout`: sizes, then strides by row, head and slot.
     scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
     strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
-    sizes = [batch, n_kv_head, kv.keys.shape[1], n_token * group, *strides, PART]
+    noted = (0, 0, 0) if kv.noted is None else kv.noted.stride()[:3]
+    sizes = [batch, n_kv_head, kv.keys.shape[1], n_token * group, *strides, PART, group, *noted]
     layout, of = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
     assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
     threads = ctypes.c_int(torch.get_num_threads())

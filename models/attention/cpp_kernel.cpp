@@ -24,7 +24,6 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
-constexpr int PADDING = 32;  // what a row of received attention is a multiple of, and every tile divides
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float vec __attribute__((vector_size(4 * W)));
@@ -35,7 +34,15 @@ typedef int8_t bvec __attribute__((vector_size(W)));
 typedef uint8_t ubvec __attribute__((vector_size(W)));
 typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4)));
 
-struct bfloat16 { uint16_t bits; };
+struct bfloat16 {
+    uint16_t bits;
+    bfloat16() = default;
+    explicit bfloat16(float x) {  // to the nearest, ties to even; x is finite
+        uint32_t all;
+        std::memcpy(&all, &x, sizeof all);
+        bits = (all + 0x7fff + (all >> 16 & 1)) >> 16;
+    }
+};
 struct float8 { uint8_t bits; };  // e4m3fn
 
 inline vec broadcast(float x) { return x - vec{}; }
@@ -112,6 +119,7 @@ struct Layout {
     int64_t key_row, key_head, key_slot, value_row, value_head, value_slot;  // strides in elements
     int64_t scale_row, scale_head, scale_slot;
     int64_t part;  // slots per task, whole tiles
+    int64_t group, noted_row, noted_token, noted_head;  // query heads of a KV head, and strides of what is noted
 };
 
 // A tile of n keys, its head dimension first: keys_t [D, TILE].
@@ -191,11 +199,12 @@ inline void in_passes(int64_t row, int64_t n_row, const Pass& pass) {
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
-// One part of one KV head: out [n_row, D] unnormalised, and per query row its largest score and its mass.
+// One part of one KV head: out [n_row, D] unnormalised, and per query row its largest score and its mass. kept: where
+// all scores go, [n_row, n_padded], if not null.
 template <int D, typename Entry>
 void attend_part(const Layout& at, const float* q, const Entry* keys, const Entry* values, const float* key_scales,
                  const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
-                 int64_t first, int64_t last, float* out, float* largest, float* mass) {
+                 int64_t first, int64_t last, float* kept, int64_t n_padded, float* out, float* largest, float* mass) {
     const int64_t n_row = at.n_row;
     alignas(64) float keys_t[D * TILE];
     std::vector<float> scores(n_row * TILE);
@@ -217,7 +226,11 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
             in_any += position >= from_any && position <= to_any;
             in_all += position >= from_all && position <= to_all;
         }
-        if (in_any == 0) continue;
+        if (in_any == 0) {
+            for (int64_t m = 0; kept && m < n_row; ++m)
+                std::fill_n(kept + m * n_padded + start, TILE, MINUS_INFINITY);
+            continue;
+        }
         transpose_keys<D>(keys + start * at.key_slot, at.key_slot, n, keys_t);
         in_passes(0, n_row, [&](int64_t m, auto size) {
             tile_scores<size, D>(q + m * D, keys_t, weights + m * TILE);
@@ -233,6 +246,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
                     if (slots[start + s] < oldest[m] || slots[start + s] > queries[m]) w[s] = MINUS_INFINITY;
                 for (int s = n; s < TILE; ++s) w[s] = MINUS_INFINITY;
             }
+            if (kept) std::memcpy(kept + m * n_padded + start, w, TILE * sizeof(float));
             vec top = load(w);
             for (int s = W; s < TILE; s += W) top = larger(top, load(w + s));
             const float highest = std::max(largest[m], largest_lane(top));
@@ -263,11 +277,23 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
     }
 }
 
+// What each slot gets of the attention of a token, averaged over its G heads: to [n_slot], by their scores
+// [G, n_padded] and the largest of them and the mass of each.
+inline void note_shares(const float* scores, int64_t n_padded, int64_t group, const float* highest, const float* mass,
+                        int64_t n_slot, float* to) {
+    for (int64_t start = 0; start < n_slot; start += W) {
+        vec share{};
+        for (int64_t g = 0; g < group; ++g)
+            share += exp2_of(load(scores + g * n_padded + start) - broadcast(highest[g])) / broadcast(mass[g] * group);
+        std::memcpy(to + start, &share, std::min<int64_t>(W, n_slot - start) * sizeof(float));
+    }
+}
+
 template <int D, typename Entry>
 void attend(const Layout& at, const float* q, const int64_t* rows, const void* keys, const void* values,
             const float* key_scales, const float* value_scales, const int64_t* slots, const int64_t* queries,
-            const int64_t* oldest, float* workspace, float* out, int n_thread) {
-    const int64_t n_part = (at.n_slot + at.part - 1) / at.part;
+            const int64_t* oldest, float* workspace, float* out, float* scores, float* noted, int n_thread) {
+    const int64_t n_part = (at.n_slot + at.part - 1) / at.part, n_padded = (at.n_slot + TILE - 1) / TILE * TILE;
     const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part;
     const int64_t per_task = at.n_row * (D + 2);
 #pragma omp parallel for num_threads(n_thread) schedule(dynamic, 1)
@@ -283,7 +309,8 @@ void attend(const Layout& at, const float* q, const int64_t* rows, const void* k
                               key_scales ? key_scales + scale_at : nullptr,
                               value_scales ? value_scales + scale_at : nullptr, slots + row * at.n_slot,
                               queries + row * at.n_row, oldest + row * at.n_row, first, last,
-                              partial, partial + at.n_row * D, partial + at.n_row * (D + 1));
+                              noted ? scores + head * at.n_row * n_padded : nullptr, n_padded, partial,
+                              partial + at.n_row * D, partial + at.n_row * (D + 1));
     }
 #pragma omp parallel for num_threads(n_thread) collapse(2) if (n_head * at.n_row >= 4096)
     for (int64_t head = 0; head < n_head; ++head)
@@ -304,64 +331,17 @@ void attend(const Layout& at, const float* q, const int64_t* rows, const void* k
                 for (int d = 0; d < D; ++d) o[d] += weight * partial[m * D + d];
             }
             for (int d = 0; d < D; ++d) o[d] /= total;
+            workspace[head * n_part * per_task + at.n_row * D + m] = highest;
+            workspace[head * n_part * per_task + at.n_row * (D + 1) + m] = total;
         }
-}
-
-// What the slots of one KV head get of the attention of its query rows, on average: out [n_padded]. Slots
-// lie in the order of their positions; query row m sees those up to newest[m]. scores: [n_tile, n_row, TILE].
-template <int D, typename Entry>
-void receive_head(const Layout& at, const float* q, const Entry* keys, const float* key_scales, const int64_t* newest,
-                  float* scores, int64_t n_padded, float* out) {
-    const int64_t n_row = at.n_row, n_seen = std::min(at.n_slot, *std::max_element(newest, newest + n_row) + 1);
-    alignas(64) float keys_t[D * TILE];
-    std::memset(out, 0, n_padded * sizeof(float));
-    for (int64_t start = 0; start < n_seen; start += TILE) {
-        float* tile = scores + start * n_row;
-        const int n = (int)std::min<int64_t>(n_seen - start, TILE);
-        transpose_keys<D>(keys + start * at.key_slot, at.key_slot, n, keys_t);
-        in_passes(0, n_row, [&](int64_t m, auto size) {
-            tile_scores<size, D>(q + m * D, keys_t, tile + m * TILE);
-        });
-        for (int64_t m = 0; m < n_row; ++m) {
-            if (key_scales)
-                for (int s = 0; s < n; ++s) tile[m * TILE + s] *= key_scales[(start + s) * at.scale_slot];
-            for (int64_t s = std::max<int64_t>(0, newest[m] + 1 - start); s < TILE; ++s)
-                tile[m * TILE + s] = MINUS_INFINITY;
-        }
-    }
-    for (int64_t m = 0; m < n_row; ++m) {
-        const auto vectors = [&](const auto& each) {
-            for (int64_t start = 0; start < n_seen; start += TILE)
-                for (int s = 0; s < TILE; s += W) each(scores + start * n_row + m * TILE + s, out + start + s);
-        };
-        vec top = broadcast(MINUS_INFINITY), sum{};
-        vectors([&](float* score, float*) { top = larger(top, load(score)); });
-        const vec highest = broadcast(largest_lane(top));
-        vectors([&](float* score, float*) {
-            const vec p = exp2_of(load(score) - highest);
-            sum += p;
-            store(score, p);
-        });
-        const vec share = broadcast(1 / (sum_of_lanes(sum) * (float)n_row));
-        vectors([&](float* score, float* to) { store(to, load(to) + load(score) * share); });
-    }
-}
-
-template <int D, typename Entry>
-void receive(const Layout& at, const float* q, const int64_t* rows, const void* keys, const float* key_scales,
-             const int64_t* newest, float* out, int n_thread) {
-    const int64_t n_padded = (at.n_slot + PADDING - 1) / PADDING * PADDING;
-#pragma omp parallel num_threads(n_thread)
-    {
-        std::vector<float> scores(at.n_row * n_padded);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t head = 0; head < at.batch * at.n_kv_head; ++head) {
-            const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head, stored = rows ? rows[row] : row;
-            receive_head<D, Entry>(at, q + head * at.n_row * D,
-                                   (const Entry*)keys + stored * at.key_row + kv_head * at.key_head,
-                                   key_scales ? key_scales + stored * at.scale_row + kv_head * at.scale_head : nullptr,
-                                   newest + row * at.n_row, scores.data(), n_padded, out + head * n_padded);
-        }
+    if (!noted) return;
+#pragma omp parallel for num_threads(n_thread) schedule(static)
+    for (int64_t task = 0; task < n_head * at.n_row / at.group; ++task) {
+        const int64_t m = task * at.group % at.n_row, head = task * at.group / at.n_row;
+        const int64_t row = head / at.n_kv_head, stored = rows ? rows[row] : row, token = m / at.group;
+        const float* merged = workspace + head * n_part * per_task + at.n_row * D + m;
+        note_shares(scores + (head * at.n_row + m) * n_padded, n_padded, at.group, merged, merged + at.n_row, at.n_slot,
+                    noted + stored * at.noted_row + token * at.noted_token + head % at.n_kv_head * at.noted_head);
     }
 }
 
@@ -380,29 +360,55 @@ int with_types(int64_t head_dim, int64_t entries, const Run& run) {
     return entries == 3 ? with(float8{}) : 1;
 }
 
+// Copies vectors of `size` elements at the chosen slots of each row and head to the first slots there, of rows that are
+// new. Strides are those of keys and values, rows and heads, and slots.
+template <typename From, typename To>
+void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* from_rows, const int64_t* to_rows,
+                 const int64_t* chosen, const bool* is_new, int n_thread) {
+    const int64_t batch = sizes[0], n_head = sizes[1], n = sizes[2], size = sizes[3], *step = sizes + 4, *put = sizes + 8;
+#pragma omp parallel for num_threads(n_thread) schedule(dynamic, 1)
+    for (int64_t task = 0; task < 2 * batch * n_head; ++task) {
+        const int64_t both = task / (batch * n_head), row = task / n_head % batch, head = task % n_head;
+        if (!is_new[row]) continue;
+        const From* source = from + both * step[0] + from_rows[row] * step[1] + head * step[2];
+        To* target = to + both * put[0] + to_rows[row] * put[1] + head * put[2];
+        const int64_t* slots = chosen + (row * n_head + head) * n;
+        for (int64_t i = 0; i < n; ++i, target += put[3]) {
+            const From* ahead = source + slots[std::min(i + 8, n - 1)] * step[3];
+            for (int64_t d = 0; d < size; d += 64 / sizeof(From)) __builtin_prefetch(ahead + d);
+            const From* vector = source + slots[i] * step[3];
+            for (int64_t d = 0; d < size; ++d) target[d] = To(vector[d]);
+        }
+    }
+}
+
 }  // namespace
 
 // 8-bit entries have scales. rows: that of the entries which each row of queries attends to, or null if these are the
-// same.
+// same. noted: as of `KV.noted`, for which scores has room for all, in whole tiles; null if nothing is.
 extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
                                 const int64_t* rows, const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* queries,
-                                const int64_t* oldest, float* workspace, float* out, int n_thread) {
+                                const int64_t* oldest, float* workspace, float* out, float* scores, float* noted,
+                                int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
     return with_types(head_dim, entries, [&](auto size, auto entry) {
         attend<size, decltype(entry)>(at, q, rows, keys, values, key_scales, value_scales, slots, queries, oldest,
-                                      workspace, out, n_thread);
+                                      workspace, out, scores, noted, n_thread);
     });
 }
 
-// As `receive_head`, for all rows and heads.
-extern "C" int foretoken_receive(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
-                                 const int64_t* rows, const void* keys, const float* key_scales,
-                                 const int64_t* newest, float* out, int n_thread) {
-    Layout at;
-    std::memcpy(&at, layout, sizeof at);
-    return with_types(head_dim, entries, [&](auto size, auto entry) {
-        receive<size, decltype(entry)>(at, q, rows, keys, key_scales, newest, out, n_thread);
-    });
+// sizes: rows, heads, slots, elements, then strides of what is read and of what is written. narrows: from float to
+// bfloat16; else elements of item_size bytes are copied.
+extern "C" int foretoken_copy_chosen(const int64_t* sizes, int64_t item_size, int64_t narrows, const void* from, void* to,
+                                     const int64_t* from_rows, const int64_t* to_rows, const int64_t* chosen,
+                                     const bool* is_new, int n_thread) {
+    const auto copy = [&](auto read, auto written) {
+        copy_chosen(sizes, (const decltype(read)*)from, (decltype(written)*)to, from_rows, to_rows, chosen, is_new, n_thread);
+        return 0;
+    };
+    if (narrows) return copy(float{}, bfloat16{});
+    if (item_size == 4) return copy(float{}, float{});
+    return item_size == 2 ? copy(bfloat16{}, bfloat16{}) : copy(int8_t{}, int8_t{});
 }

@@ -43,6 +43,8 @@ class TorchAttention:
 
     def attend(self, q: Tensor, kv: KV, prepared: Tensor | CausalBias) -> Tensor:
         k, v = (x.transpose(1, 2) for x in kv.dequantized(q.dtype))
+        if kv.noted is not None:
+            note(q, k, prepared, kv)
         if q.shape[1] > MAX_BLOCK:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=prepared, enable_gqa=True)
             return out.transpose(1, 2)
@@ -53,3 +55,16 @@ class TorchAttention:
         out = F.scaled_dot_product_attention(packed, k, v, attn_mask=prepared)
         out = out.view(batch, n_kv_head, group, n_token, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(batch, n_token, n_head, head_dim)
+
+
+def note(q: Tensor, keys: Tensor, bias: Tensor | CausalBias, kv: KV) -> None:
+    """Fill `kv.noted` by a product of its own: of `q [B, T, H, D]` with `keys [B, n_kv_head, C, D]`, masked by what
+    TorchAttention prepares."""
+    assert isinstance(bias, Tensor) and kv.noted is not None, "chunks are not noted"
+    (batch, n_token, _, head_dim), (n_kv_head, n_slot) = q.shape, keys.shape[1:3]
+    grouped = q.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (grouped @ keys.mT).float() * head_dim**-0.5
+    scores = scores.view(batch, n_kv_head, -1, n_token, n_slot) + bias[:, :, None, -n_token:].float()
+    shares = scores.softmax(dim=-1).mean(dim=2).transpose(1, 2)
+    rows = torch.arange(batch, device=q.device) if kv.rows is None else kv.rows
+    kv.noted[rows, :n_token, :, :n_slot] = shares.to(kv.noted.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kv_cache.entries import KV
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
-from models.attention.triton_kernels import combine, split_kv
+from models.attention.triton_kernels import combine, note, split_kv
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,6 +25,7 @@ MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipel
 SLOTS_PER_ROW = 16
 DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
+NOTE_SLOTS, NOTE_WARPS = 1024, 4  # that one program of `note` takes, and that run it
 MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
 
 
@@ -155,15 +156,21 @@ def plan(
     chunk = chunk_length(n_slot, n_program, tile, sm_count, min_chunk or min_chunk_length(n_row))
     n_chunk = triton.cdiv(n_slot, chunk)
     is_split = n_chunk > 1
-    out = partial = log_sums = q.new_empty(batch, n_token, n_head, head_dim)
+    is_noted = kv.noted is not None
+    out = partial = log_sums = kept = q.new_empty(batch, n_token, n_head, head_dim)
     if is_split:
         partial = q.new_empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32)
+    if is_split or is_noted:
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
+    if is_noted:
+        assert block.slots.in_order, "noted by position"
+        kept = q.new_empty(batch, n_token, n_head, n_slot, dtype=torch.float32)
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions, window = block.positions, block.spec.sliding_window
     entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
     others = {"q": q, "queries": block.queries, "positions": positions, "out": partial, "log_sums": log_sums}
+    others["kept"] = kept
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
     strides = _strides(q=q) | _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
     sizes = {"n_token": n_token, "n_kv_head": n_kv_head, "n_slot": n_slot, "chunk": chunk, "n_chunk": n_chunk}
@@ -175,6 +182,7 @@ def plan(
         "scale": head_dim**-0.5 * math.log2(math.e),
         "MAPPED": kv.rows is not None,
         "QUANTIZED": kv.key_scales is not None,
+        "NOTED": is_noted,
         "IN_ORDER": block.slots.in_order,
         "WINDOWED": window is not None,
         "SPLIT": is_split,
@@ -185,6 +193,14 @@ def plan(
         arguments = {"partial": partial, "log_sums": log_sums, "out": out, "n_chunk": n_chunk}
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
+    if kv.noted is not None:
+        names = "kept", "log_sums", "stored_rows", "queries", "window", "GROUP", "MAPPED", "WINDOWED", *sizes
+        arguments = {name: launches[0].arguments[name] for name in names if name != "chunk"}
+        row, token, head, _ = kv.noted.stride()
+        arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
+        arguments |= {"SLOTS": NOTE_SLOTS}
+        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SLOTS)
+        launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out
 
 

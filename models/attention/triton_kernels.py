@@ -9,14 +9,15 @@ UNSEEN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _attend_tile(
-    state, slot, q, query, stop, pointers, strides, scale, window,
-    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr,
+    state, slot, q, query, stop, pointers, strides, scale, window, kept,
+    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, NOTED: tl.constexpr,
     IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
 
     `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in
-    units of log 2. The pointers are those of the row and head; one tile is 32-bit offsets away from them.
+    units of log 2, and go to `kept`, where each row's are, if NOTED. The pointers are those of the row and head; one
+    tile is 32-bit offsets away from them.
     """
     best, total, acc = state
     keys, values, key_scales, value_scales, positions = pointers
@@ -59,6 +60,10 @@ def _attend_tile(
             visible &= position[None, :] > query[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
 
+    if NOTED:
+        tl.store(
+            kept[:, None] + (slot + offsets)[None, :], scores, mask=(query[:, None] >= 0) & (slot + offsets < stop)
+        )
     new_best = tl.maximum(best, tl.max(scores, 1))
     # A row that has seen nothing yet has -inf for its best: -inf - -inf is not 0.
     base = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
@@ -74,12 +79,13 @@ def _attend_tile(
 # What changes from call to call must not compile another variant in the middle of a run.
 @triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "window"])
 def split_kv(
-    q, keys, values, key_scales, value_scales, stored_rows, queries, positions, out, log_sums,
+    q, keys, values, key_scales, value_scales, stored_rows, queries, positions, out, log_sums, kept,
     q_row, q_token, q_head, k_row, k_slot, k_head, v_row, v_slot, v_head,
     ks_row, ks_slot, ks_head, vs_row, vs_slot, vs_head, positions_row,
     n_token, n_kv_head, n_slot, chunk, n_chunk, window, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_TOKENS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    MAPPED: tl.constexpr, QUANTIZED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    MAPPED: tl.constexpr, QUANTIZED: tl.constexpr, NOTED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS of the `n_token * GROUP` rows of one row and KV head, over one chunk of its slots.
 
@@ -87,7 +93,8 @@ def split_kv(
     Grid `[row blocks, chunks, B * n_kv_head]`. Softmax is that of Milakov and Gimelshein (2018), the chunks
     those of Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token, H, n_chunk, HEAD_DIM]`
     takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
-    where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result.
+    where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result. With
+    NOTED, `kept` float32 `[B, n_token, H, n_slot]` takes the scores of what was looked at, and `log_sums` is filled.
     """
     chunk_index = tl.program_id(1)
     b = (tl.program_id(2) // n_kv_head).to(tl.int64)
@@ -132,19 +139,22 @@ def split_kv(
     state = (best, total, acc)
     pointers = (keys, values, key_scales, value_scales, positions)
     strides = (k_slot, v_slot, ks_slot, vs_slot)
-    shared = (q_tile, query, stop, pointers, strides, scale, window)
+    kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * n_slot if NOTED else token
+    shared = (q_tile, query, stop, pointers, strides, scale, window, kept_at)
     masked_from = start
     if IN_ORDER and not WINDOWED:
         # Every query of the row sees the slots up to the earliest one's position.
         masked_from += tl.maximum(tl.minimum(stop, earliest + 1) - start, 0) // SLOTS * SLOTS
         for slot in tl.range(start, masked_from, SLOTS):
-            state = _attend_tile(state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, IN_ORDER, WINDOWED, MASKED=False)
+            state = _attend_tile(
+                state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, MASKED=False
+            )
     for slot in tl.range(masked_from, stop, SLOTS):
-        state = _attend_tile(state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, IN_ORDER, WINDOWED, MASKED=True)
+        state = _attend_tile(state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, MASKED=True)
 
     best, total, acc = state
     sums = tl.where(total > 0, total, 1.0)
-    if SPLIT:
+    if SPLIT or NOTED:
         tl.store(log_sums + out_row, best + tl.log2(sums), mask=real)
     out_at = out + out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / sums[:, None]).to(out.dtype.element_ty), mask=real[:, None])
@@ -173,3 +183,36 @@ def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.
         acc = acc * decay + tl.sum(tile * weights[:, None], 0)
         best = new_best
     tl.store(out + row * HEAD_DIM + dims, (acc / total).to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "n_chunk", "window"])
+def note(
+    kept, log_sums, stored_rows, queries, noted, noted_row, noted_token, noted_head,
+    n_token, n_kv_head, n_slot, n_chunk, window,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Turn SLOTS scores that `split_kv` kept of one token and KV head into shares of attention, averaged over the heads
+    of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot]` float32; grid `[B * n_token * n_kv_head, blocks]`.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    b, token, h = index // (n_token * n_kv_head), index // n_kv_head % n_token, index % n_kv_head
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    query = tl.load(queries + b * n_token + token)
+    seen = (slot < n_slot) & (slot <= query)
+    if WINDOWED:
+        seen &= slot > query - window
+    share = tl.zeros([SLOTS], tl.float32)
+    for g in tl.static_range(GROUP):
+        row = index * GROUP + g
+        best, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+        for chunk in tl.range(0, n_chunk):
+            log_sum = tl.load(log_sums + row * n_chunk + chunk)
+            new_best = tl.maximum(best, log_sum)
+            base = tl.where(new_best == float("-inf"), 0.0, new_best)
+            total = total * tl.exp2(best - base) + tl.exp2(log_sum - base)
+            best = new_best
+        score = tl.load(kept + row * n_slot + slot, mask=seen, other=float("-inf"))
+        share += tl.exp2(score - best) / (total * GROUP)
+    stored = tl.load(stored_rows + b) if MAPPED else b
+    to = noted + stored * noted_row + token * noted_token + h * noted_head + slot
+    tl.store(to, share, mask=slot < n_slot)

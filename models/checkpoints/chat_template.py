@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +19,9 @@ from models.checkpoints.tokenizer import Tokenizer
 from models.config import read_config
 
 Message = Mapping[str, str]
+# Noncharacters of Unicode, which no text has: they set control tokens that somebody says apart from the template's own.
+BEGIN, END = "\ufdd0", "\ufdd1"
+UNMARKED = partial(re.sub, f"[{BEGIN}{END}]", "")
 # Of transformers, which collects what the model says between these two; they print nothing.
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
@@ -49,18 +51,12 @@ class ChatTemplate:
         """Its token ids, with no BOS but the template's own. A control token that stands in a message is plain text."""
         controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
         control = "|".join(map(re.escape, controls)) or "(?!)"
-        said = {char for message in messages for text in message.values() for char in text}
-        unsaid = [*islice((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in said), 2)]
-        if len(unsaid) < 2:
-            what, seen = "a conversation has too many different characters", "all of U+E000 to U+F8FF"
-            required = "two of these that nobody says, to mark control tokens with"
-            raise ConfigError(what, self.path, seen, required, "leave out characters of private use")
-        begin, end = unsaid
-        marked = [
-            {key: re.sub(control, rf"{begin}\g<0>{end}", text) for key, text in message.items()} for message in messages
-        ]
-        parts = re.split(f"{begin}({control}){end}", self.render(marked))
-        texts = (re.sub(f"[{begin}{end}]", "", part) for part in parts)
+
+        def marked(text: str) -> str:
+            return re.sub(control, rf"{BEGIN}\g<0>{END}", UNMARKED(text))
+
+        rendered = self.render([{key: marked(text) for key, text in message.items()} for message in messages])
+        texts = map(UNMARKED, re.split(f"{BEGIN}({control}){END}", rendered))
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
 
 

@@ -70,17 +70,6 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     return parts
 
 
-def match_tensors(
-    folder: Path, tensors: Mapping[str, SourceTensor], config: ModelConfig
-) -> dict[str, tuple[SourceTensor, ...]]:
-    """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown."""
-    if config.n_layer > len(tensors):  # of which each layer has several: not to be listed for a billion layers
-        seen, layers = f"{len(tensors)} tensors", f"{config.n_layer} layers"
-        raise CheckpointError("tensors are missing", folder, seen, layers, USE_PLAIN)
-    tied_head = {"lm_head.weight"} if config.tie_embeddings else set()
-    return match_parts(folder, tensors, source_parts(config), tied_head)
-
-
 def match_parts(
     folder: Path,
     tensors: Mapping[str, SourceTensor],
@@ -88,7 +77,7 @@ def match_parts(
     ignored: Collection[str] = (),
     fix: str = USE_PLAIN,
 ) -> dict[str, tuple[SourceTensor, ...]]:
-    """The same of any table of names and shapes."""
+    """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless ignored."""
     required = dict(part for stacked in parts.values() for part in stacked)
     if missing := [name for name in required if name not in tensors]:
         wanted = f"all {len(required)} of the config"

@@ -1,8 +1,6 @@
 """Checkpoints of the Hugging Face Hub: what to fetch, resumed, verified, with one clear error per failure."""
 
-import errno
 import fnmatch
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,30 +8,13 @@ import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
-from models.checkpoints.manifest import describe, read_manifest, update_manifest
-from models.checkpoints.tokenizer import TOKENIZER_FILES
+from models.checkpoints.manifest import WEIGHTS, describe, read_manifest, update_manifest
 
 SIDE_PATTERNS = ("config.json", "generation_config.json", "tokenizer.*", "tokenizer_config.json", "chat_template.jinja")
 WEIGHT_PATTERNS = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
     ("*.gguf",),
-)
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
-FAILURES = {
-    401: ("the Hub wants a token", "a valid token", "pass --hf_token, or check the repository's name"),
-    403: ("the Hub refuses this token", "access to the repository", "accept its licence on its Hub page"),
-    404: ("the Hub has no such repository", "owner/name of a model", "check --repo_id"),
-}
-NOT_WRITTEN = (
-    "the download cannot be written",
-    "a writable folder with enough free space",
-    "free some space, or choose another --out_dir; a later run resumes",
-)
-NOT_REACHED = (
-    "the Hub cannot be reached",
-    "a connection to the Hub",
-    "check the network (and HF_ENDPOINT, HF_HUB_OFFLINE), then run download.py again: it resumes",
 )
 
 
@@ -55,7 +36,10 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     except CheckpointError:
         raise
     except Exception as error:  # its HTTP library, and so the class of its errors, differs between releases
-        raise _explain(repo_id, error) from error
+        seen = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        required = "a repository's name, access to it, a connection to the Hub, and room on the disk"
+        fix = "mend that (--repo_id, --hf_token, its licence on its Hub page) and run download.py again: it resumes"
+        raise CheckpointError("the download did not work", repo_id, seen, required, fix) from None
     if not names:
         what, seen = "the repository holds no weights", ", ".join(sorted(siblings)[:6]) or "no files"
         required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
@@ -63,12 +47,9 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         raise CheckpointError(what, repo_id, seen, required, fix)
     entries = describe(out_dir, names)
     for name, entry in entries.items():
-        stated, size, sha256 = siblings[name], entry["size"], entry["sha256"]
-        stated_sha256 = stated.lfs.sha256 if stated.lfs else sha256
-        if stated.size not in (None, size) or stated_sha256 != sha256:
-            seen, required = f"{size} bytes, sha256 {sha256}", f"{stated.size} bytes, sha256 {stated_sha256}"
-            what, fix = "a downloaded file is damaged", "delete that file and run download.py again"
-            raise CheckpointError(what, out_dir / name, seen, required, fix)
+        lfs, fix = siblings[name].lfs, "delete that file and run download.py again"
+        if lfs and lfs.sha256 != entry["sha256"]:
+            raise CheckpointError("a file is damaged", out_dir / name, entry["sha256"], f"sha256 {lfs.sha256}", fix)
     update_manifest(out_dir, entries)
 
 
@@ -83,26 +64,9 @@ def select_files(names: Iterable[str]) -> list[str]:
 
 def _refuse_mixing(repo_id: str, out_dir: Path, names: Sequence[str]) -> None:
     """Weights or a tokenizer of another checkpoint would be taken for this one's."""
-    patterns = [*itertools.chain(*WEIGHT_PATTERNS), "config.json", *TOKENIZER_FILES]
     listed = read_manifest(out_dir)["files"].items()
-    others = [name for name, entry in listed if name not in names and not entry.get("generated")]
-    others = list(filter_repo_objects(others, allow_patterns=patterns))
-    if names and others:
+    downloaded = {name for name, entry in listed if name != WEIGHTS and not entry.get("generated")}
+    if names and (others := sorted(downloaded.difference(names))):
         what, seen = "the folder holds another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
         required, fix = "a folder of its own for each checkpoint", "choose another one with --out_dir"
         raise CheckpointError(what, out_dir, seen, required, fix)
-
-
-def _explain(repo_id: str, error: Exception) -> CheckpointError:
-    kind, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", 0)
-    if kind == "GatedRepoError":
-        failure = FAILURES[403]
-    elif isinstance(error, ValueError) and not status:
-        failure = FAILURES[404]
-    elif isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        failure = NOT_WRITTEN
-    else:
-        failure = FAILURES.get(status, NOT_REACHED)
-    seen = f"{kind}: {str(error).strip().partition(chr(10))[0]}" + (f" (HTTP {status})" if status else "")
-    what, required, fix = failure
-    return CheckpointError(what, repo_id, seen, required, fix)

@@ -33,15 +33,15 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     metadata, stored = read_gguf(path)
     architecture = str(metadata.get("general.architecture", "(none given)"))
     has_config = CONFIG in side_files
-    _require_supported(path, metadata, architecture, scaled=ROPE_FACTORS in stored and not has_config)
     described = path.with_name(CONFIG) if has_config else path
     hf_config = read_config(described) if has_config else _hf_config(path, metadata, stored, architecture)
     config = ModelConfig.from_hf(hf_config, where=str(described))
-    tensors, names = {}, _hf_names(config, min(config.n_layer, len(stored)))  # not of a billion layers
+    tensors, names = {}, _hf_names(config)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
-        if name != ROPE_FACTORS:
+        # The factors are only the result of a rope scaling: without a config.json that has its settings, unknown.
+        if name != ROPE_FACTORS or not has_config:
             tensors[names.get(name, name)] = tensor
     tokenizer = tokenizer_json(path, metadata) if set(TOKENIZER_FILES).isdisjoint(side_files) else None
     chat = None if {CHAT_TEMPLATE, TOKENIZER_CONFIG} & set(side_files) else metadata.get("tokenizer.chat_template")
@@ -55,8 +55,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     """
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
-            reader = _ExactReader(path)
-            _require_exact_size(reader)
+            reader = GGUFReader(path)
             metadata = {name: entry.contents() for name, entry in reader.fields.items()}
             shapes = [tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors]
     except Exception as error:  # on a damaged header the package raises whatever comes first
@@ -79,46 +78,6 @@ def _dequantized(tensor: ReaderTensor, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)).reshape(shape)
 
 
-class _ExactReader(GGUFReader):
-    """The package's reader, which past the end of the file would go on with fewer values than it was asked for."""
-
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        values = super()._get(offset, dtype, count, override_order)
-        if len(values) != count:
-            raise ValueError(f"{count} values at byte {offset} are not all in the file")
-        return values
-
-
-def _require_exact_size(reader: GGUFReader) -> None:
-    """Tensors follow one another, each padded to the alignment, up to the end of the file, as in llama.cpp's reader.
-
-    A byte too many or too few anywhere shows in this, since nothing else says where a value has to lie.
-    """
-    end = reader.data_offset
-    for tensor in reader.tensors:
-        if tensor.data_offset != end:
-            raise ValueError(f"{tensor.name} at byte {tensor.data_offset} instead of {end}")
-        end += -(-tensor.n_bytes // reader.alignment) * reader.alignment
-    if len(reader.data) != end:
-        raise ValueError(f"{len(reader.data)} bytes, of which the header describes {end}")
-
-
-def _require_supported(path: Path, metadata: dict[str, Any], architecture: str, scaled: bool) -> None:
-    """scaled: by factors that hold only the result of the rope scaling, not the settings."""
-    experts, parts = metadata.get(f"{architecture}.expert_count", 0), metadata.get("split.count", 1)
-    dense, use_dense = f"a dense model of {' or '.join(ARCHITECTURES)}", "use a GGUF of a Llama, Mistral or Qwen2 model"
-    merge = "merge the parts with llama.cpp's gguf-split --merge"
-    unscaled, copy = "a config.json with rope_scaling beside it", "copy config.json of the original model there"
-    for is_refused, seen, required, fix in (
-        (architecture not in ARCHITECTURES, f"architecture {architecture}", dense, use_dense),
-        (experts, f"{architecture} with {experts} experts", dense, use_dense),
-        (parts > 1, f"one of {parts} parts", "one file", merge),
-        (scaled, ROPE_FACTORS, unscaled, copy),
-    ):
-        if is_refused:
-            raise CheckpointError("this GGUF is not supported", path, seen, required, fix)
-
-
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
     """The metadata as the keys of a Hugging Face config.json."""
     prefix = f"{architecture}."
@@ -128,7 +87,7 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
         dim, n_head = own["embedding_length"], own["attention.head_count"]
         head_dim = own.get("attention.key_length", dim // n_head)
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[architecture]],
+            "architectures": [ARCHITECTURES.get(architecture, architecture)],
             "model_type": architecture,
             "hidden_act": "silu",
             "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -165,10 +124,10 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _hf_names(config: ModelConfig, n_layer: int) -> dict[str, str]:
-    """By GGUF name, the Hugging Face name of each tensor that a model of so many layers may have."""
-    table = get_tensor_name_map(MODEL_ARCH.LLAMA, n_layer)
-    parts = chain(*source_parts(replace(config, n_layer=n_layer, tie_embeddings=False, qkv_bias=True)).values())
+def _hf_names(config: ModelConfig) -> dict[str, str]:
+    """By GGUF name, the Hugging Face name of each tensor that a model of that size may have."""
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, config.n_layer)
+    parts = chain(*source_parts(replace(config, tie_embeddings=False, qkv_bias=True)).values())
     return {str(table.get_name(name, (".weight", ".bias"))): name for name, _ in parts}
 
 

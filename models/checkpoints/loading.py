@@ -1,5 +1,7 @@
 """model.pth: what it holds, how it is written, and how it becomes a Transformer."""
 
+import ctypes
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,9 @@ from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
-from models.checkpoints.convert import DTYPES, is_finite, source_parts
-from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files, read_manifest
+from models.checkpoints.convert import is_finite, source_parts
+from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files
 from models.checkpoints.tokenizer import TOKENIZER_FILES
-from models.checkpoints.torch_files import check_archive, copy_out
 from models.config import ModelConfig
 from models.llama import Transformer, attention_spec
 from models.packed_linear import pack_linears, pack_model
@@ -71,7 +72,7 @@ def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Map a model.pth (or the one in a folder) into memory and check it against its config (None: the config.json
-    beside it) and its manifest (`check_files` has `verify`), or else the check sums in the file itself.
+    beside it) and its manifest (`check_files` has `verify`).
 
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Errors: CheckpointError, ConfigError.
     """
@@ -83,10 +84,9 @@ def read_checkpoint(
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
     try:
-        if path.name not in read_manifest(path.parent)["files"]:
-            check_archive(path)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
+        shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
@@ -96,7 +96,9 @@ def read_checkpoint(
         seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
         what = "the weights belong to another config"
         raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
-    _check_tensors(path, state_dict, expected_shapes(expected))
+    if shapes != (wanted := expected_shapes(expected)):
+        found, missed = sorted(shapes.items() - wanted.items()), sorted(wanted.items() - shapes.items())
+        raise CheckpointError("the tensors are not the config's", path, found[:4], missed[:4], CONVERT_AGAIN)
     return expected, state_dict
 
 
@@ -164,7 +166,7 @@ def load_model(
             name = f"{module}.{own_name}"
             tensor = state_dict.pop(name)
             if load_format == "pth":
-                tensor = copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
+                tensor = _copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
                 if not is_finite(tensor):
                     seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
                     raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
@@ -184,20 +186,25 @@ def load_model(
     return model
 
 
+def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back.
+
+    Without that, the resident set grows by the whole file, of which a shard may need a fraction.
+    """
+    # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
+    storage = mapped.untyped_storage()
+    is_view = part.untyped_storage().data_ptr() == storage.data_ptr()
+    copied = part.to(device=device, dtype=dtype, copy=is_view, memory_format=torch.contiguous_format)
+    if copied.is_cuda:
+        torch.cuda.synchronize(copied.device)
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first and hasattr(mmap, "MADV_DONTNEED"):  # a system without it keeps them until the file is unmapped
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+    return copied
+
+
 def _dummy_config(path: Path) -> ModelConfig:
     given = path.name == CONFIG
     file = path if given else (path.parent if path.suffix == ".pth" else path) / CONFIG
     return ModelConfig.from_json(file) if given or file.is_file() else preset_config(str(path))
-
-
-def _check_tensors(path: Path, state_dict: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if state_dict.keys() != shapes.keys():
-        missing, unknown = sorted(shapes.keys() - state_dict.keys()), sorted(state_dict.keys() - shapes.keys())
-        seen, required = f"missing {missing[:4]}, unknown {unknown[:4]}", f"the {len(shapes)} tensors of the config"
-        raise CheckpointError("the weights have other names", path, seen, required, CONVERT_AGAIN)
-    for name, shape in shapes.items():
-        tensor = state_dict[name]
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype not in DTYPES:
-            seen = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            required = f"{shape} floating point"
-            raise CheckpointError("a tensor is not what it should be", path, f"{name} {seen}", required, CONVERT_AGAIN)

@@ -12,13 +12,11 @@ from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
-from models.checkpoints.manifest import CONFIG, WEIGHTS, check_files, read_manifest
+from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, sha256_of
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
 from models.presets import preset_config, preset_name
-
-UNCONVERTED = (".gguf", ".safetensors", ".bin")  # what downloads have their weights in
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,9 @@ class ModelSource:
 
     @property
     def manifest_sha256(self) -> str | None:
-        """Of everything that its checkpoint's manifest says; None without one."""
-        return read_manifest(_folder(self.path)).get("sha256")
+        """Of its checkpoint's manifest, which has the sums of all files; None without one."""
+        manifest = _folder(self.path) / MANIFEST
+        return sha256_of(manifest) if manifest.is_file() else None
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))
@@ -82,27 +81,15 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
         return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
-    if Path(path).suffix.lower() in UNCONVERTED and not os.path.isdir(path):
-        required = f"the {WEIGHTS} that {CONVERT} makes of it, or its folder"
-        fix = f"run: python {CONVERT} --checkpoint_dir {folder}, then use {where} {folder / WEIGHTS}"
-        raise CheckpointError("a download is no converted checkpoint", where, path, required, fix)
-    if is_default and not (folder / WEIGHTS).exists():
-        what = "the built-in default model has not been fetched and converted"
-        fix = f"run `python download.py` and `python {CONVERT}`, or `make demo`"
-        raise CheckpointError(what, folder, f"no {WEIGHTS}", "the converted default checkpoint", fix)
-    if not os.path.isdir(folder) or not (os.path.exists(path) or os.path.exists(folder / CONFIG)):
-        fix = f"download it (download.py), then convert it ({CONVERT} --checkpoint_dir FOLDER)"
-        raise CheckpointError("there is no such checkpoint", where, path, f"a {WEIGHTS}, or its folder", fix)
-    config = ModelConfig.from_json(folder / CONFIG)
-    weights = Path(path) if Path(path).suffix == ".pth" else folder / WEIGHTS
+    weights = folder / WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
-        if weights.is_file():
-            check_files(folder, (weights.name, CONFIG), sizes_only=True)
+        check_files(folder, (weights.name, CONFIG))
         if not zipfile.is_zipfile(weights):
-            seen = "no zip archive, or not to its end" if weights.is_file() else "no such file"
-            fix = f"run: python {CONVERT} --force --checkpoint_dir {folder}"
-            required = f"a {WEIGHTS} written by {CONVERT}"
-            raise CheckpointError("the weights cannot be read", weights, seen, required, fix)
+            required, fix = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder", "run `make demo`"
+            if not is_default:
+                fix = f"download it (download.py), then run: python {CONVERT} --checkpoint_dir {folder}"
+            raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
+    config = ModelConfig.from_json(folder / CONFIG)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify)
 
@@ -112,7 +99,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
 
     Models without text are compared by size. Errors: ConfigError naming the first id that differs.
     """
-    pieces = None
     if target.has_text and draft.has_text:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
@@ -121,15 +107,8 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
                 seen, required = f"{its!r} and {mine!r}", "the same token for every id"
                 fix = f"use a draft of the target's family, or make one: {CONVERT} --drop_layers"
                 raise ConfigError("the draft has another vocabulary than the target", where, seen, required, fix)
-        pieces = len(ours), len(theirs)
-    for sizes, have, so in (
-        ((target.config.vocab_size, draft.config.vocab_size), "has the token ids", "which are never drafted"),
-        (pieces, "has tokens for the ids", "which are padding to the other"),
-    ):
-        if sizes and sizes[0] != sizes[1]:
-            owner = target.name if sizes[0] > sizes[1] else draft.name
-            return f"only {owner} {have} {min(sizes)} to {max(sizes) - 1}, {so}"
-    return None
+    (fewer, _), (more, owner) = sorted((source.config.vocab_size, source.name) for source in (target, draft))
+    return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted" if fewer < more else None
 
 
 def _folder(path: str) -> Path:

@@ -1,6 +1,7 @@
 """A downloaded checkpoint as lazily read tensors under their Hugging Face names, whatever its format."""
 
 import json
+import zipfile
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from common.errors import CheckpointError
 from models.checkpoints.convert import DTYPES, Source, SourceTensor
 from models.checkpoints.gguf_source import open_gguf
 from models.checkpoints.manifest import CONFIG, own_side_files
-from models.checkpoints.torch_files import check_archive
 from models.config import ModelConfig, read_config
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
@@ -24,28 +24,25 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 SAFETENSORS_DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}
 
 
-def open_source(folder: Path, side_files_are_theirs: bool = False) -> Source:
+def open_source(folder: Path) -> Source:
     """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order.
 
-    Reads headers, and what it takes to compare the files with the folder's manifest; `side_files_are_theirs` as for
-    `own_side_files`. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model.
+    Reads headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model.
     """
     if not folder.is_dir():
         missing, required = "the checkpoint folder is missing", "a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if files := _find_shards(folder, stem, suffix):
-            side_files = own_side_files(folder, files, side_files_are_theirs)
-            tensors = _open_shards(files)
-            hf_config = read_config(folder / CONFIG)
+            tensors, hf_config = _open_shards(files), read_config(folder / CONFIG)
             config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
-            return Source(files, tensors, hf_config, config, side_files)
+            return Source(files, tensors, hf_config, config, own_side_files(folder))
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) != 1:
         seen = ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf"
         required = "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf"
         raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
-    return open_gguf(ggufs[0], own_side_files(folder, ggufs, side_files_are_theirs))
+    return open_gguf(ggufs[0], own_side_files(folder))
 
 
 def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
@@ -73,15 +70,10 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
-        files = tuple(folder / name for name in names)
+        return tuple(folder / name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         required = '{"weight_map": {tensor: shard}}'
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
-    for file in files:
-        if not file.is_file():
-            required = f"every shard that {index.name} names"
-            raise CheckpointError("a shard is missing", file, "no such file", required, DOWNLOAD_AGAIN)
-    return files
 
 
 def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
@@ -90,7 +82,7 @@ def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
-        raise CheckpointError("a shard is truncated or garbled", path, seen, required, DOWNLOAD_AGAIN) from None
+        raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
     tensors = {}
     for name, (shape, dtype, read) in stored.items():
         if name.endswith(IGNORED_SUFFIXES):
@@ -116,7 +108,7 @@ def _read_safetensors(path: Path) -> Stored:
 
 
 def _read_bin(path: Path) -> Stored:
-    in_zip = check_archive(path)  # not in the format before torch 1.6, which cannot be mapped
+    in_zip = zipfile.is_zipfile(path)  # not in the format before torch 1.6, which cannot be mapped
     stored: Stored = {}
     for name, value in torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True).items():
         is_tensor = isinstance(value, Tensor)

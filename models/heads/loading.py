@@ -14,7 +14,7 @@ from models.checkpoints.convert import DTYPES, Part, SourceTensor, match_parts, 
 from models.checkpoints.manifest import CONFIG
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.source_weights import open_tensors
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig, positive, read_config
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.medusa import MedusaHeads, MedusaShape
 from models.packed_linear import pack_linears
@@ -142,8 +142,9 @@ def _medusa_shape(
     where: Path, values: Mapping[str, Any], tensors: Mapping[str, SourceTensor], target: ModelConfig
 ) -> MedusaShape:
     """As many heads as there are, or should be by the config, which is often left at its default."""
-    n_head = max(_count(values, "medusa_num_heads", where), 1 + max(int(name.split(".")[0]) for name in tensors))
-    n_layer = _count(values, "medusa_num_layers", where, 1)
+    in_file = 1 + max(int(name.split(".")[0]) for name in tensors)
+    n_head = max(positive(values, "medusa_num_heads", str(where), in_file), in_file)
+    n_layer = positive(values, "medusa_num_layers", str(where), 1)
     own_output = any(name.count(".") == 2 for name in tensors)
     return MedusaShape(n_head, n_layer, target.dim, target.vocab_size, own_output)
 
@@ -170,7 +171,7 @@ def _eagle_shape(
     return EagleShape(
         config,
         target.dim,
-        draft_vocab_size=_count(values, "draft_vocab_size", where, config.vocab_size) if own_output else None,
+        draft_vocab_size=positive(values, "draft_vocab_size", str(where), config.vocab_size) if own_output else None,
         inputs_of=_inputs_of(where, values, target.n_layer) if is_third else (),
         own_embedding=own_embedding,
         fc_bias="fc.bias" in tensors,
@@ -195,16 +196,8 @@ def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int
     ids = offsets + torch.arange(n_draft) if offsets.shape == (n_draft,) else torch.tensor([-1])
     if fits := ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all()):
         chosen[ids] = True
-    marked = tensors["t2d"].read() if "t2d" in tensors else chosen
-    if not fits or int(chosen.sum()) < n_draft or not torch.equal(marked, chosen):
+    if not fits or int(chosen.sum()) < n_draft:
         seen = f"d2t {tuple(offsets.shape)}, {offsets.dtype}, of {int(chosen.sum())} ids"
-        required = f"{n_draft} ids below {vocab_size}, no two the same, and those that t2d marks"
+        required = f"{n_draft} ids below {vocab_size}, no two the same"
         raise CheckpointError("the head's vocabulary is no part of the target's", path, seen, required, FIX)
     return ids
-
-
-def _count(values: Mapping[str, Any], key: str, where: Path, default: int = 0) -> int:
-    value = values.get(key)
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise CheckpointError(f"{key} is not a positive integer", where, repr(value), ">= 1", FIX)
-    return default if value is None else value

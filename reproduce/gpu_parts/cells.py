@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from common.errors import OutOfMemoryError
-from common.provenance import provenance
 
 DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 # After such an error nothing runs on the device any more, not from this process.
@@ -91,11 +90,10 @@ def shared(build: Callable[..., Value]) -> Callable[..., Value]:
     return get
 
 
-def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[Record], object]) -> bool:
-    """Run cells in order and emit the record of each as it ends, those behind `deadline` (seconds since the epoch) as
+def run_cells(cells: Iterable[Cell], deadline: float, keep: Callable[[Cell, Record], object]) -> bool:
+    """Run cells in order and keep what comes of each as it ends, those behind `deadline` (seconds since the epoch) as
     skipped; stop and return False if the device broke.
     """
-    origin = provenance()
     for cell in cells:
         began, is_broken = time.time(), False
         try:
@@ -106,8 +104,7 @@ def run_cells(cells: Iterable[Cell], deadline: float, emit: Callable[[Record], o
             result = {"status": SKIPPED, "reason": str(reason)}
         except Exception as error:
             result, is_broken = describe(error), breaks_device(error)
-        head = {"benchmark": cell.benchmark, "part": cell.part, "cell": cell.name}
-        emit(origin | head | result | {"seconds": round(time.time() - began, 3)})
+        keep(cell, result | {"seconds": round(time.time() - began, 3)})
         if is_broken:
             return False
     return True

@@ -14,7 +14,6 @@ from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve
 from engine.bench.record import make_record, rounded
 from engine.bench.session import Session
-from engine.cost_model.costs import tokens_per_round
 from engine.drafters.self_speculation import SelfConfig
 from engine.timing import PhaseTimer
 from kv_cache.streaming import Streaming
@@ -22,7 +21,6 @@ from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from models.presets import PRESETS
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
 from reproduce.gpu_parts.devices import copy_bandwidth
-from reproduce.paper.published import SELF, published, target_name
 
 COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
 SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
@@ -34,7 +32,6 @@ TINY = "tiny"
 TINY_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 512}
 TINY_CONFIG = PRESETS["JackFram/llama-68m"] | TINY_SIZES | {"num_key_value_heads": 1}
 GAMMA = 3
-ALPHA_SOURCE = "MagicDec, arXiv 2408.11049: Llama-3.1-8B, StreamingLLM, budget 512, PG-19; bfloat16 draft weights"
 
 
 def cells(options: Options) -> list[Cell]:
@@ -145,24 +142,18 @@ def _prefilled(options: Options, batch: int, prefix: int) -> tuple[Filled, Recor
 
 
 def costs(options: Options, setting: tuple[str, int, int, str], weights: str, budget: int) -> Record:
-    """A benchmark's record of random weights, what a plain step reads, and the speedup that the costs predict."""
-    model, _, context, _ = setting
+    """A benchmark's record of random weights, and what a plain step reads."""
     filled = _dummy_filled(options, *setting)
     record = filled.record("gpu_costs", self_draft(GAMMA, budget, weights), Sampling())
-    is_published = budget == published().draft_budget
-    alpha = published().alpha(target_name({"model": model}), SELF, context) if is_published else None
     config, plan, cache = filled.session.runner.model.config, filled.session.plan, filled.session.runner.cache
     # What a plain step has to read: of an embedding that is not the head almost nothing, and the KV of its context.
     n_weights = config.n_parameters - (0 if config.tie_embeddings else config.vocab_size * config.dim)
-    read = n_weights * plan.dtype.itemsize + cache.n_bytes * (context + plan.gen_len // 2) // cache.capacity
-    step_ms = record["baseline_step_ms"]
-    predicted = None if alpha is None else tokens_per_round(alpha, GAMMA) * step_ms / record["round_ms"]
-    bandwidth = 1e3 * read / step_ms
+    read = n_weights * plan.dtype.itemsize + cache.n_bytes * (plan.prefix_len + plan.gen_len // 2) // cache.capacity
+    bandwidth = 1e3 * read / record["baseline_step_ms"]
     own = {"prefill_seconds": None, "cache_content": "random entries, not a prefill"}
     own |= {"rounds": sum(choice["rounds"] for choice in record["choices"])}
-    own |= {"predicted_speedup": predicted, "predicted_with_alpha": alpha}
-    own |= {"alpha_source": None if alpha is None else ALPHA_SOURCE, "baseline_bytes_per_step": read}
-    own |= {"baseline_bytes_per_second": bandwidth, "baseline_share_of_copy": bandwidth / copy_bandwidth(options)}
+    own |= {"baseline_bytes_per_step": read, "baseline_bytes_per_second": bandwidth}
+    own |= {"baseline_share_of_copy": bandwidth / copy_bandwidth(options)}
     return record | rounded(own)
 
 

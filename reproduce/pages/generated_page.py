@@ -1,6 +1,5 @@
 """Pages that are made of records: which of them count, how tables name where they come from, how a page is written."""
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,13 @@ RESULTS, GPU = ROOT / "reproduce" / "results", "gpu.jsonl"
 
 
 @dataclass(frozen=True)
-class Flags:
-    check: bool = False  # write nothing; exit code 1 if the page is stale
+class NoFlags:
+    pass
 
-    def write_or_check(self, page: Path, wanted: str) -> None:
-        """Write the page, or exit with code 1 if it says something else."""
-        if not self.check:
-            page.write_text(wanted, encoding="utf-8")
-            print(f"wrote {page}")
-        elif page.read_text(encoding="utf-8") != wanted:
-            sys.exit(f"{page} is not what its records say: python reproduce/{Path(sys.argv[0]).name}")
+
+def write(page: Path, text: str) -> None:
+    page.write_text(text, encoding="utf-8")
+    print(f"wrote {page}")
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
@@ -50,13 +46,9 @@ def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
     return list(kept.values())
 
 
-def link(text: str, record: Record) -> str:
-    return f"[{text}](results/{record['file']})"
-
-
 def source(records: Sequence[Record]) -> str:
     """Which files, commits and machines a table comes from."""
-    files = dict.fromkeys(link(record["file"], record) for record in records)
+    files = dict.fromkeys(f"[{record['file']}](results/{record['file']})" for record in records)
     commits = dict.fromkeys(f"`{(record.get('git_commit') or 'unknown')[:12]}`" for record in records)
     machines = {}
     for record in records:

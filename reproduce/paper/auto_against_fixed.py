@@ -5,16 +5,13 @@ it), whichever has the larger median speedup. That is a little too strict: what 
 is partly the luckier one, less so the more repeats there are.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from operator import itemgetter
 from statistics import fmean, median
 
 from common.tables import markdown
 from reproduce.paper.columns import NONE, section
-from reproduce.paper.figures import POINTS, Panel, lines
 from reproduce.paper.published import Record
 
 # What gamma_cell.py calls the modes that choose from round to round, and what they are called in Markdown. The first is
@@ -29,8 +26,6 @@ LEAST_GEN_LEN = 2
 # The aim: what an automatic mode keeps, at least, of the better of gamma 3 and plain decoding.
 LEAST_RATIO = 0.95
 USUAL_GAMMA = 3
-# How sure the interval of a median is, at least.
-CONFIDENCE = 0.9
 SPEEDUP = itemgetter("speedup")
 
 
@@ -40,11 +35,10 @@ def runs_of(records: Sequence[Record]) -> list[Record]:
 
 def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
     """Each run that has this mode, with the row of the mode (`auto`), and of the fixed choices that it is held against:
-    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat. index: the place among
-    all runs.
+    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat.
     """
     found = []
-    for index, run in enumerate(runs_of(records)):
+    for run in runs_of(records):
         rows = {row["way"]: row for row in run["rows"]}
         if mode not in rows:
             continue
@@ -56,31 +50,12 @@ def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
         rates = auto["tokens_per_second"], max(plain, usual, key=SPEEDUP)["tokens_per_second"]
         ratios = [own / better for own, better in zip(*rates, strict=True)]
         compared = {"auto": auto, "usual": usual, "best": max([plain, *fixed], key=SPEEDUP), "ratios": ratios}
-        found.append(run | compared | {"index": index, "ratio": median(ratios), "interval": interval(ratios)})
+        found.append(run | compared | {"ratio": median(ratios)})
     return found
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Two of the repeats' ratios between which the median of such repeats lies with CONFIDENCE, if they are
-    independent: the n-th lowest and highest, n by the binomial distribution (e.g. Conover 1999, section 3.2). None
-    of so few repeats that even the lowest and the highest are not enough. Text and prompts are the same in all
-    repeats: this is about the machine.
-    """
-    ordered, n_repeats = sorted(ratios), len(ratios)
-    below = accumulate(math.comb(n_repeats, n) / 2**n_repeats for n in range(n_repeats))
-    outside = sum(1 - 2 * share >= CONFIDENCE for share in below)
-    return (ordered[outside - 1], ordered[-outside]) if outside else None
 
 
 def _fixed(row: Record) -> str:
     return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
-
-
-def _shares(run: Record) -> str | None:
-    """In percent, which share of the rounds of all repeats drafted with which budget; None if it was not chosen."""
-    counts = Counter(budget or 0 for budget in chain(*(run["auto"]["budgets"] or ())))
-    shares = (f"{budget or 'plain'}: {100 * n / counts.total():.0f}" for budget, n in sorted(counts.items()))
-    return " ".join(shares) or None
 
 
 COLUMNS = section(
@@ -89,21 +64,16 @@ COLUMNS = section(
     usual=lambda run: _fixed(run["usual"]),
     best=lambda run: _fixed(run["best"]),
     mean_gamma=lambda run: fmean(chain(*run["auto"]["gammas"])),
-    shares=_shares,
     repeats=lambda run: len(run["ratios"]),
-    interval=lambda run: run["interval"] and "{:.2f} to {:.2f}".format(*run["interval"]),
     lowest=lambda run: min(run["ratios"]),
 )
 
 
 def summary(rows: Sequence[Record]) -> str:
-    """How many runs fall short of the aim, and how many surely do or do not; of at least one."""
-    ratios, intervals = [row["ratio"] for row in rows], [row["interval"] for row in rows if row["interval"]]
+    """How many runs fall short of the aim; of at least one."""
+    ratios = [row["ratio"] for row in rows]
     n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
     verdict = "no median lies below" if not n_below else f"{n_below} of {len(rows)} medians below"
-    if intervals:
-        above, below = sum(low >= LEAST_RATIO for low, _ in intervals), sum(high < LEAST_RATIO for _, high in intervals)
-        verdict += f"; of {len(intervals)} intervals, {above} as a whole above and {below} below"
     return f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest median is {min(ratios):.4f}"
 
 
@@ -113,15 +83,3 @@ def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] 
     if not compared:
         return f"{title}: {NONE}."
     return f"{title}:\n\n{render(compared, COLUMNS)}\n\n{summary(compared).capitalize()}."
-
-
-def panel(records: Sequence[Record]) -> Panel:
-    """Speedups of the runs, in the order of the table; what is fixed has the best of the measured budgets."""
-    auto, both = (against_fixed(mode, records) for mode in MODES)
-    shown = {"best fixed": (both, "best"), "gamma 3 or nearest": (both, "usual")}
-    shown |= {"gamma auto, largest budget": (auto, "auto"), "gamma and budget auto": (both, "auto")}
-    points = [run[what] | {"label": label, "at": run["index"]} for label, (runs, what) in shown.items() for run in runs]
-    series = lines(points, "label", "at", "speedup", style=POINTS)
-    names = [f"{run['B']} x {run['prefix_len']}" for run in runs_of(records)]
-    axes = "rows x context (tokens)", "speedup"
-    return Panel("choosing from round to round", *axes, series, is_log_x=False, is_speedup=True, x_names=names)

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.tables import Column, console
-from reproduce.paper.published import SELF, Record, draft_name, is_of, is_setting_of, published, speedup, target_name
+from common.tables import Column
+from reproduce.paper.published import SELF, Record, draft_name, speedup, target_name
 
 NONE = "not measured"
 SLOWER = "*"
@@ -97,35 +97,15 @@ def of(*names: str | Column) -> list[Column]:
     return [COLUMNS[name] if isinstance(name, str) else name for name in names]
 
 
-SETTING = of("target", "draft", "prefix_len", "B", "gamma", "draft_budget")
-ACCEPTANCE = of("target", "draft", "prefix_len", "B", "gamma", "budget or all", "draft_policy", "text")
 DRAFT = of("gamma", "draft_budget", "draft_weights")
 STEPS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms")
 SPECULATION = of("speedup", "wall_speedup", *STEPS, "acceptance_rate", "mean_accepted_length")
-ACCEPTED = of(*ACCEPTANCE, PUBLISHED, "acceptance_rate", "judged", "distinct_4gram_fraction")
-FLOW = of("plain ms per token", "baseline_tokens_per_second", "ms per token", "decode_tokens_per_second")
 
 
 def by_size(record: Record) -> tuple:
     """For `sorted`: self-speculation first, then from small to large."""
     who = target_name(record), draft_name(record) != SELF, draft_name(record)
     return *who, *(record.get(key) or 0 for key in ("prefix_len", "B", "gamma", "draft_budget"))
-
-
-def beside(records: Iterable[Record], facts: Sequence[Record], any_target: bool = False) -> list[Record]:
-    """Each record with the published numbers of its setting, under their origin or PUBLISHED, then each setting without
-    a record, as one that measured nothing; by size. any_target: also numbers of another target than the record's.
-    """
-    counts = is_setting_of if any_target else is_of
-    found = [(record, [fact for fact in facts if counts(fact, record)]) for record in records]
-    measured_facts = [fact for _, known in found for fact in known]
-    missing: dict[tuple, list[Record]] = {}
-    for fact in facts:
-        if fact not in measured_facts:
-            missing.setdefault(by_size(fact), []).append(fact)
-    found += [(known[0], known) for known in missing.values()]
-    rows = [record | {fact.get("origin", PUBLISHED): fact["value"] for fact in known} for record, known in found]
-    return sorted(rows, key=by_size)
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:
@@ -135,22 +115,3 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
 
 def machine_name(record: Record) -> str:
     return str(record.get("gpu") or record.get("machine"))
-
-
-def side_by_side(
-    title: str, records: Sequence[Record], note: str, rows: Iterable[Record], columns: Sequence[Column]
-) -> str:
-    """A table for the console: above it what was published, what was measured, and that one is not the other."""
-    lines = [f"  {title}\n", f"  published: {published().setting}"]
-    lines += [f"  measured:  {text}" for text in dict.fromkeys(map(_measured, records))]
-    if not records:
-        lines.append(f"  measured:  nothing; every measured figure is {NONE!r}")
-    elif not {target_name(record) for record in records} & published().checkpoint_names.keys():
-        lines.append("  Another model on another machine: compare where the columns rise and fall, not their values.")
-    return "\n".join([*lines, f"  {note}\n", console(rows, columns)])
-
-
-def _measured(record: Record) -> str:
-    text = "the built-in book" if record.get("dataset") in (None, "default") else record["dataset"]
-    said = "random weights" if record.get("load_format") == "dummy" else text
-    return f"{target_name(record)}, {said}, {machine_name(record)}, {record.get('dtype') or 'dtype unknown'}"

@@ -1,8 +1,6 @@
 """Runs that are compared: interleaved, in the other order every other time, so that drift of the machine is in all."""
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 Key, Value = TypeVar("Key"), TypeVar("Value")
@@ -15,8 +13,3 @@ def in_turns(runs: Mapping[Key, Callable[[], Value]], repeats: int) -> dict[Key,
         for name in list(runs)[:: -1 if repeat % 2 else 1]:
             found[name].append(runs[name]())
     return found
-
-
-def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Of two runs' numbers, each over the one of the same repeat."""
-    return median(map(operator.truediv, above, below))

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ class Published:
     @property
     def speedups(self) -> list[Record]:
         return [*self.speedup_tables, *self.figure_6]
-
-    @property
-    def by_machine(self) -> dict[str, list[Record]]:
-        """The speedups of the tables."""
-        return grouped(self.speedup_tables, itemgetter("origin"))
 
     @property
     def setting(self) -> str:

@@ -1,11 +1,12 @@
 """What the scripts of published tables and figures share: where their records go, and how these are shown."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from common.checkout import ROOT
 from models.names import Dtype, Scheme
@@ -30,25 +31,24 @@ class Flags(sweep.Flags):
     all: bool = False  # show every record in --output, not only those of these cells
 
 
-class View(NamedTuple):
-    """What records are shown as: a table on the console, and figures by their names."""
-
-    table: Callable[[list[Record]], str]
-    figures: dict[str, Callable[[list[Record]], Figure]]
-
-
-def showing(file: str, *views: View) -> tuple[Callable[[Any], None], Any]:
-    """Of a script: measures the cells of a grid into the file of that name, and shows them; and its flags."""
+def showing(
+    file: str, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
+) -> tuple[Callable[[Any], None], Any]:
+    """Of a script: measures the cells of a grid into the file of that name, and shows them, as a text for the console
+    and as figures by their names; and its flags.
+    """
 
     @dataclass(frozen=True)
     class Own(Flags):
         grid: str | None = str((GRIDS / file).with_suffix(".toml"))  # TOML file of sweeps
         output: str | None = str(REPRODUCTION / file)  # append the rows to this file
 
-    return lambda flags: present(flags, views), Own
+    return lambda flags: present(flags, table, drawings), Own
 
 
-def present(flags: Flags, views: tuple[View, ...]) -> None:
+def present(
+    flags: Flags, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
+) -> None:
     """Measure the cells that have no record yet, draw the figures, print the tables; exit code 1 if a cell failed.
 
     Where every cell failed, the figures that are there stay as they are.
@@ -58,11 +58,9 @@ def present(flags: Flags, views: tuple[View, ...]) -> None:
     cells = () if flags.list else {cell.key for cell in flags.cells()}
     rows = read_rows(flags.file)
     shown = [row for key, row in rows.items() if key in cells or flags.all]
-    records = [row["record"] for row in shown if row["status"] == OK]
-    if records:
-        drawings = {name: draw(records) for view in views for name, draw in view.figures.items()}
-        drawn = [path for name, one in drawings.items() for path in figures.save(one, name, Path(flags.figures))]
-        print(*(f"\n{view.table(records)}" for view in views), "", *(f"  {path}" for path in drawn), sep="\n")
+    if records := [row["record"] for row in shown if row["status"] == OK]:
+        drawn = [figures.save(draw(records), name, Path(flags.figures)) for name, draw in drawings.items()]
+        print(f"\n{table(records)}", "", *(f"  {path}" for path in chain(*drawn)), sep="\n")
     if not went_well:
         sys.exit(1)
 

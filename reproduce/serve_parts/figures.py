@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import count, pairwise
+from itertools import count
 
 import numpy
 
 from common.errors import DataError, flag
 from reproduce.paper.published import Record
-from reproduce.serve_parts.clients import COUNTED, Answer, Phase
+from reproduce.serve_parts.clients import COUNTED, Phase
 
 
 def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
@@ -67,12 +67,6 @@ def percentiles(name: str, seconds: Sequence[float]) -> Record:
 
 def ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
-
-
-def full_gaps(answers: Sequence[Answer]) -> list[float]:
-    """Seconds between two events of an answer, while none is yet to begin and none has ended."""
-    first, last = max(one.times[0] for one in answers), min(one.times[-1] for one in answers)
-    return [b - a for one in answers for a, b in pairwise(one.times) if first <= a and b <= last]
 
 
 def beside(plain: Sequence[Phase], own: Sequence[Phase]) -> Record:

@@ -4,17 +4,15 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from common.checkout import ROOT
 from common.errors import ConfigError
 
 VALUES = (bool, int, float, str, list, tuple, type(None))
-TABLE = {"script": str, "flags": dict, "axes": dict}
-EXAMPLE = "start from reproduce/grids/example.toml"
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,8 @@ class Cell:
     @property
     def key(self) -> str:
         """16 hexadecimal digits of what is run, whatever the order of the flags."""
-        return hashlib.sha256(_canonical([self.script, self.given]).encode()).hexdigest()[:16]
+        said = json.dumps([self.script, self.given], sort_keys=True, separators=(",", ":"), default=str)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def label(self, without: Sequence[str] = (), show_script: bool = True) -> str:
         """The script and its flags, for people."""
@@ -66,10 +65,6 @@ class Cell:
     def text_of(self, name: str) -> str:
         """A flag's value as a text, false where the cell goes without it."""
         return value_text(self.given.get(name, False))
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def value_text(value: object) -> str:
@@ -94,7 +89,7 @@ def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
 def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     """A cell for every combination of the axes' values, the last axis varying fastest. Errors: ConfigError."""
     for name, values in axes.items():
-        if not isinstance(values, (list, tuple)) or not values or name in fixed:
+        if not values or name in fixed:
             seen = f"{value_text(fixed[name])}, and the axis {value_text(values)}" if name in fixed else values
             required = "a list of one value or more, of a flag that is not among the fixed ones"
             fix = f"list the values of --{name}, or leave out one of the two"
@@ -102,46 +97,45 @@ def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[o
     return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in product(*axes.values())]
 
 
-def read_grid(path: str | Path) -> list[dict[str, Any]]:
-    """The tables `[[sweep]]` of a TOML file. Errors: ConfigError naming the file and the table.
+@dataclass(frozen=True)
+class Sweep:
+    """A table [[sweep]] of a file. flags: the same for all its cells. axes: lists of values."""
 
-    Each has `script`, and may have `[sweep.flags]` (the same for all its cells) and `[sweep.axes]` (a list of values
-    per flag).
-    """
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    script: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def read_grid(path: str | Path) -> list[Sweep]:
+    """The tables `[[sweep]]` of a TOML file. Errors: ConfigError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    required = 'a TOML file of tables [[sweep]]: script = "...", and optionally [sweep.flags] and [sweep.axes]'
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: no TOML, or no UTF-8
-        required = "a TOML file with tables [[sweep]]"
-        raise ConfigError("the grid cannot be read", path, error, required, EXAMPLE) from None
-    tables = content.get("sweep")
-    if set(content) != {"sweep"} or not isinstance(tables, list):
-        seen, required = ", ".join(content) or "an empty file", "tables [[sweep]] and nothing else"
-        raise ConfigError("the grid is not made of sweeps", path, seen, required, EXAMPLE)
-    for number, table in enumerate(tables, 1):
-        said = table if isinstance(table, dict) else {"a sweep": table}
-        wrong = [f"{name} = {value}" for name, value in said.items() if not isinstance(value, TABLE.get(name, ()))]
-        if wrong or "script" not in said:
-            required = 'script = "...", and optionally [sweep.flags] and [sweep.axes]'
-            what, where, seen = "a sweep has other entries than it should", f"{path}: sweep {number}", "no script"
-            raise ConfigError(what, where, (*wrong, seen)[0], required, EXAMPLE)
-    return tables
+        return TypeAdapter(dict[Literal["sweep"], list[Sweep]]).validate_python(content).get("sweep", [])
+    except (OSError, ValueError) as error:  # also of what is no TOML, no UTF-8, or not made of sweeps
+        wrong = error.errors() if isinstance(error, ValidationError) else []
+        seen = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong) or error
+        fix = "start from reproduce/grids/example.toml"
+        raise ConfigError("the grid cannot be read", path, seen, required, fix) from None
 
 
-def cells_of(tables: Sequence[dict[str, Any]], fixed: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Cell]:
+def cells_of(sweeps: Sequence[Sweep], fixed: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Cell]:
     """All sweeps' cells. fixed, axes: stand in the place of a sweep's own; what no sweep has is every one's. Errors:
     ConfigError.
     """
-    names = [{*table.get("flags", {}), *table.get("axes", {})} for table in tables]
+    names = [{*sweep.flags, *sweep.axes} for sweep in sweeps]
     found = []
-    for table, own in zip(tables, names, strict=True):
+    for sweep, own in zip(sweeps, names, strict=True):
         here = {name for name in (*fixed, *axes) if name in own or not any(name in others for others in names)}
-        parts = (("flags", fixed), ("axes", axes))
         flags, ranges = (
-            {name: value for name, value in table.get(part, {}).items() if name not in here}
+            {name: value for name, value in said.items() if name not in here}
             | {name: value for name, value in given.items() if name in here}
-            for part, given in parts
+            for said, given in ((sweep.flags, fixed), (sweep.axes, axes))
         )
-        found += grid(table["script"], flags, ranges)
+        found += grid(sweep.script, flags, ranges)
     return found
 
 

@@ -8,7 +8,6 @@ runner's last child keeps until it is gone, too, lets one runner at a time write
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,12 +19,10 @@ from common.errors import ConfigError, UserError, flag
 from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from reproduce.sweeping.cells import Cell, labels, select
-from reproduce.sweeping.child import run_child
+from reproduce.sweeping.cells import Cell, labels
+from reproduce.sweeping.child import last_object, run_child
 
 OK, FAILED = "ok", "failed"
-# How long a runner waits for the lock: the processes of one that was killed a moment ago need it to end.
-LOCK_PATIENCE_SECONDS, LOCK_POLL_SECONDS = 3.0, 0.02
 
 
 def read_rows(output: str | Path) -> dict[str, dict]:
@@ -41,20 +38,14 @@ def read_rows(output: str | Path) -> dict[str, dict]:
 
 
 def run_cells(
-    cells: Sequence[Cell],
-    output: str | Path,
-    *,
-    retry_failed: bool = False,
-    timeout_s: float | None = None,
-    only: Sequence[str] = (),
+    cells: Sequence[Cell], output: str | Path, *, retry_failed: bool = False, timeout_s: float | None = None
 ) -> list[dict]:
     """Run every cell that has no row in `output`, append its row, and return the cells' rows, in their order.
 
     A cell that fails, or takes longer than `timeout_s`, is a row with its error, and is not run again unless
-    `retry_failed`. only: as in `select`; rows of other cells are returned, too, if they are there. What a cell
-    says goes to `<output>.logs/<key>.log`. Errors: ConfigError, also if another runner writes to `output`.
+    `retry_failed`. What a cell says goes to `<output>.logs/<key>.log`, what it prints to `<key>.out`. Errors:
+    ConfigError.
     """
-    selected = select(cells, only) if cells else []
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
         fix = "leave it out to let cells take their time"
         raise ConfigError("no cell can end in this time", flag("timeout"), timeout_s, "> 0 seconds", fix)
@@ -62,17 +53,17 @@ def run_cells(
     path, final = Path(output).resolve(), (OK,) if retry_failed else (OK, FAILED)
     with _only_runner(path) as lock:
         rows = read_rows(path)
-        states = {cell.key: rows.get(cell.key, {}).get("status") for cell in selected}
-        n_done, seconds = sum(state in final for state in states.values()), list[float]()
-        say(f"{n_done} of {len(selected)} cells have a row in {path}, {len(selected) - n_done} to run")
-        for cell, label in zip(selected, labels(selected), strict=True):
-            if states[cell.key] in final:
-                continue
-            say(f"[{n_done + 1} of {len(selected)}]  {label}")
+        waiting = [cell for cell in cells if rows.get(cell.key, {}).get("status") not in final]
+        n_done, seconds = len(cells) - len(waiting), list[float]()
+        say(f"{n_done} of {len(cells)} cells have a row in {path}, {len(waiting)} to run")
+        named = dict(zip((cell.key for cell in cells), labels(cells), strict=True))
+        for cell in waiting:
+            label = named[cell.key]
+            say(f"[{n_done + 1} of {len(cells)}]  {label}")
             try:
                 row = _run(cell, path, timeout_s, lock)
             except KeyboardInterrupt:
-                say(f"\ninterrupted: {n_done} of {len(selected)} cells have a row in {path}; {label} was cut off")
+                say(f"\ninterrupted: {n_done} of {len(cells)} cells have a row in {path}; {label} was cut off")
                 say("run the same command again to go on")
                 raise
             try:
@@ -81,17 +72,21 @@ def run_cells(
                 print(json.dumps(row), flush=True)
                 raise
             rows[cell.key], n_done, seconds = row, n_done + 1, [*seconds, row["seconds"]]
-            left = f"about {mean(seconds) * (len(selected) - n_done) / 60:.0f} min left"
+            left = f"about {mean(seconds) * (len(cells) - n_done) / 60:.0f} min left"
             said = f"{row['status']} in {row['seconds']:.1f} s, {left}\n{row['error'] or ''}".rstrip()
             say("    " + said.replace("\n", "\n    "))
-    return [rows[cell.key] for cell in cells if cell.key in rows]
+    return [rows[cell.key] for cell in cells]
 
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
     origin = {"git_commit": git_commit(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
-    outcome = run_child(cell.argv(), logs_of(output) / f"{cell.key}.log", timeout_s, keep_open=[lock])
-    row = {"key": cell.key, "script": cell.script, "flags": cell.given, "status": FAILED if outcome.error else OK}
-    return row | {"error": outcome.error, "seconds": outcome.seconds, "record": outcome.record} | origin
+    log, printed = (logs_of(output) / f"{cell.key}.{kind}" for kind in ("log", "out"))
+    outcome = run_child(cell.argv(), log, timeout_s, printed=printed, keep_open=[lock])
+    record, error = last_object(printed.read_bytes()), outcome.error
+    if error is None and record is None:
+        error = f"exit code 0, but no line of its stdout is a JSON object; see {printed.parent.name}/{printed.name}"
+    row = {"key": cell.key, "script": cell.script, "flags": cell.given, "status": FAILED if error else OK}
+    return row | {"error": error, "seconds": outcome.seconds, "record": record} | origin
 
 
 def logs_of(output: str | Path) -> Path:
@@ -113,22 +108,17 @@ def make_logs(output: str | Path) -> Path:
 
 @contextmanager
 def _only_runner(output: Path) -> Iterator[int]:
-    """Hold the lock of `output`; yields its file descriptor, which keeps it as long as any process has it open."""
-    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-    with (make_logs(output) / "lock").open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    seen = f"{output}, locked by process {file.read().strip() or 'unknown'} or its child"
-                    what, required = "another runner writes to the same file", "one runner at a time"
-                    fix = "wait until it is done, end it, or choose another --output"
-                    raise ConfigError(what, flag("output"), seen, required, fix) from None
-                time.sleep(LOCK_POLL_SECONDS)
-        file.truncate(0)
+    """Wait for the lock of `output` and hold it; yields its file descriptor, which keeps it as long as any process has
+    it open: also a killed runner's last child.
+    """
+    with (make_logs(output) / "lock").open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another runner of {output}, process {file.read().strip() or 'unknown'}, or its child")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate()
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield file.fileno()

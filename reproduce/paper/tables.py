@@ -1,0 +1,121 @@
+"""The tables of published numbers and of runs, for scripts and for the page: published ones with what was measured of
+the same beside them, then all that was measured.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from common.tables import Column, console
+from models.checkpoints.default_model import DEFAULT_NAME
+from reproduce.paper import columns
+from reproduce.paper.columns import KINDS, NONE, by_size, machine_name, of, over, speedup_text
+from reproduce.paper.predicted import is_acceptance_known, predict
+from reproduce.paper.published import Record, is_of, is_setting_of, published
+
+MEASURED, SHAPE = "measured on the same model", "measured on the same shape"
+TARGET, DRAFT, CONTEXT, ROWS = of("target", "draft", "prefix_len", "B")
+GAMMA = Column("gamma", "gamma", missing="not shown")
+VALUE = Column("value", "published", columns.published_text)
+SPEEDUP_VALUE = Column("value", "published", columns.published_speedup_text)
+RATIO = Column("kind", "ratio", KINDS.get, align="<")
+RUN = of("target", "draft", "prefix_len", "B", "gamma", "draft_budget", "draft_weights")
+SPEEDUP = of("speedup", "wall_speedup", "formula", "acceptance_rate", "mean_accepted_length", "identical")
+COSTS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms", "verify / plain", "draft / plain")
+FLOW = of("plain ms per token", "baseline_tokens_per_second", "ms per token", "decode_tokens_per_second")
+ACCEPTED = of("target", "draft", "prefix_len", "B", "gamma", "budget or all", "draft_policy", "text", "acceptance_rate")
+ACCEPTED += of("acceptance_per_position", "judged", "mean_accepted_length")
+LOOPS = of("distinct_4gram_fraction")
+
+
+class Table(NamedTuple):
+    rows: Sequence[Record]
+    columns: Sequence[Column]
+
+
+def side_by_side(title: str, note: str, *tables: Table) -> str:
+    """For the console."""
+    head = f"  {title}\n\n  published: {published().setting}\n  {note}"
+    return "\n\n".join([head, *(console(*table) if table.rows else f"  {NONE}" for table in tables)])
+
+
+def published_speedups(facts: Sequence[Record], runs: Sequence[Record]) -> Table:
+    own = beside(MEASURED, runs, itemgetter("speedup"), speedup_text)
+    return Table(facts, [TARGET, DRAFT, CONTEXT, ROWS, GAMMA, SPEEDUP_VALUE, BY_ROOFLINE, own])
+
+
+def published_acceptance(rows: Sequence[Record]) -> Table:
+    built_in, rate, shown = [row for row in rows if row["model"] == DEFAULT_NAME], "acceptance_rate", "{:.3f}".format
+    near = beside("same context on the built-in model", built_in, itemgetter(rate), shown, is_setting_of)
+    own = beside(MEASURED, rows, itemgetter(rate), shown)
+    return Table(published().acceptance, [TARGET, DRAFT, CONTEXT, VALUE, own, near])
+
+
+def published_ratios(runs: Sequence[Record]) -> Table:
+    """Of draft steps only where the draft's weights are stored as the target's, as in what was published."""
+    plain = [run for run in runs if run.get("draft_weights") in (None, "same")]
+    plain = [run for run in plain if run.get("draft_dtype") == run.get("dtype")]
+    ratios = {
+        kind: beside(SHAPE, own, over(f"{kind}_step_ms"), "{:.2f}".format)
+        for kind, own in (("verify", runs), ("draft", plain))
+    }
+    own = Column(lambda fact: ratios[fact["kind"]].cell(fact), SHAPE, align="<")
+    return Table(published().ratios, [RATIO, TARGET, AT, CONTEXT, ROWS, VALUE, BY_ROOFLINE, own])
+
+
+def beside(
+    head: str,
+    records: Sequence[Record],
+    value: Callable[[Record], Any],
+    show: Callable[[Any], str],
+    counts: Callable[[Record, Record], bool] = is_of,
+) -> Column:
+    """What was measured of each published number, and in which setting."""
+
+    def listed(fact: Record) -> str:
+        found = [record for record in records if counts(fact, record) and value(record) is not None]
+        return "; ".join(f"{show(value(one))} ({details(one)})" for one in found) or NONE
+
+    return Column(listed, head, align="<")
+
+
+def details(record: Record) -> str:
+    if "text" in record:
+        return f"{record['text']} text, {machine_name(record)}"
+    weights = "random weights, " if record.get("load_format") == "dummy" else ""
+    kv = record.get("kv_dtype")
+    own = f", {kv} KV" if kv and kv != record.get("dtype") else ""
+    return f"{weights}{machine_name(record)}, gamma {record['gamma']}, {record['prefix_len']} tokens{own}"
+
+
+def by_roofline(fact: Record) -> str:
+    """What data sheets predict, and how far that is off; marked where the acceptance is assumed."""
+    value, is_ratio = predict(fact), "kind" in fact
+    mark = "" if is_ratio or is_acceptance_known(fact) else "?"
+    return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
+
+
+def at(fact: Record) -> str:
+    return f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}"
+
+
+BY_ROOFLINE = Column(by_roofline, "predicted by the roofline (error)", align="<")
+AT = Column(at, "at", align="<")
+
+
+def speedups(runs: Sequence[Record]) -> Table:
+    return Table(sorted(runs, key=by_size), [*RUN, *SPEEDUP, *LOOPS])
+
+
+def costs(runs: Sequence[Record]) -> Table:
+    return Table(sorted(runs, key=by_size), [*RUN, *COSTS])
+
+
+def flow(runs: Sequence[Record]) -> Table:
+    return Table(sorted(runs, key=by_size), [*RUN, *FLOW])
+
+
+def acceptance(rows: Sequence[Record]) -> Table:
+    order = itemgetter("text", "draft_policy")
+    rows = sorted(rows, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
+    return Table(rows, [*ACCEPTED, *LOOPS])
