@@ -3,13 +3,16 @@
     python reproduce/acceptance.py --B 8 --prefix_len 7500 --policies streaming snapkv --budgets 64 128 256 512
 
 greedy: what the target writes at temperature 0, which loops sooner or later, and a loop is easy to draft;
-sampled: what it writes at --temperature; book: the data set's own text behind each prompt, teacher-forced. The
+sampled: what it writes at --temperature; book: the data set's own text behind each prompt, teacher-forced;
+passkey and multikey: the right answers to questions about facts that stand early in a prompt, teacher-forced. The
 share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
 """
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,9 +30,11 @@ from common.say import say
 from common.tables import console
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
+from engine.counts import Counts
 from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS, of
+from reproduce.paper.needles import KINDS, needles
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
 OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
@@ -55,7 +60,7 @@ class Flags:
     """a standalone draft's converted checkpoint"""
     policies: tuple[PolicyName, ...] = ("streaming", "snapkv")  # cache policies
     budgets: tuple[int, ...] = (128, 512)  # KV entries per row, for all but full
-    texts: tuple[Literal[TEXTS], ...] = TEXTS  # type: ignore[valid-type]
+    texts: tuple[Literal[(*TEXTS, *KINDS)], ...] = TEXTS  # type: ignore[valid-type]
     """what is drafted"""
 
     def check(self) -> None:
@@ -96,7 +101,9 @@ def main(flags: Flags) -> None:
     session = engine.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
     prefill_seconds = passes.prefill(session)
     rows = []
-    for draft, text in itertools.product(drafts, flags.texts):
+    asked = [text for text in flags.texts if text in KINDS]  # of prompts of their own, which are prefilled in turn
+    pairs = [*itertools.product(drafts, [text for text in flags.texts if text not in KINDS])]
+    for draft, text in pairs + [(draft, text) for text in asked for draft in drafts]:
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(record.rounded(_row(own, text)))
         say(f"{rows[-1]['draft_policy']}, {text}: {rows[-1]['acceptance_rate']}")
@@ -112,18 +119,34 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
     from engine.stats import total
 
     drafter = session.drafter()
-    if text == "book":
-        written = session.continuations
-        counts = total(forced_acceptance(session.runner, drafter, session.prompts, written))
+    if text == "book" or text in KINDS:
+        prompts, written = session.prompts, session.continuations
+        if text in KINDS:
+            assert session.tokenizer is not None, "a model that was trained has text"
+            encode = partial(session.tokenizer.encode, add_bos=False)
+            prompts, written = needles(text, prompts, encode, session.gen_len)
+        each = forced_acceptance(session.runner, drafter, prompts, written)
     else:
         output = passes.decode(session, text, drafter)
-        counts, written = output.stats.counts, output.tokens
+        each, written = output.stats.rows, output.tokens
+    counts = total(each)
     session.runner.drop_graphs()
     own = {name: value for name, value in settings_record(session).items() if name in ROW_SETTINGS}
     own |= {"draft_budget": None} if own["draft_policy"] == "full" else {}
-    counted = {"acceptance_rate": counts.acceptance_rate, "judged": counts.verified}
+    counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": standard_error(each)}
+    counted |= {"judged": counts.verified}
     counted |= {name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")}
     return {"text": text, **own, **counted, "distinct_4gram_fraction": record.distinct_4gram_fraction(written)}
+
+
+def standard_error(rows: Sequence[Counts]) -> float | None:
+    """Of the acceptance of all rows together, by how much rows differ (the ratio estimator's); None for one row."""
+    n_verified, n_rows = sum(row.verified for row in rows), len(rows)
+    if n_rows < 2 or not n_verified:
+        return None
+    rate = sum(row.accepted for row in rows) / n_verified
+    squares = sum((row.accepted - rate * row.verified) ** 2 for row in rows)
+    return (squares * n_rows / (n_rows - 1)) ** 0.5 / n_verified
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ class Speculated(Drafter):
         self.verification_cache = outer.verification_cache
         if self._cache is not None:
             check_gamma(max(outer.gamma, inner.gamma), self._cache.max_block)
-            self.verification_cache = WriteThroughKVCache(outer.verification_cache, self._cache, outer.layers)
+            through = outer.verification_cache
+            through.target = WriteThroughKVCache(through.target, self._cache, outer.layers)
         # Of all rows: rounds, drafted, emitted; then how often each place was verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
 

@@ -1,0 +1,44 @@
+"""Needles: facts early in a long text that is asked for them at its end (in the style of RULER, arXiv 2404.06654)."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from common.errors import ConfigError
+
+NEEDLE = "One of the special magic codes for {key} is: {value}. "
+QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
+KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lotus maple nectar opal pearl"
+# Of each kind: facts that are told, and those of them that are asked for (RULER's single, and multi-key and -query).
+KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
+# Where facts lie, in parts of the text: early, so that no recent window has them.
+EARLIEST, LATEST = 0.05, 0.5
+
+
+def needles(
+    kind: str, texts: Sequence[Sequence[int]], encode: Callable[[str], list[int]], n_answer: int, seed: int = 0
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of the texts' lengths, in which facts and a question stand in place of some of the text; and the right
+    answers behind them, cut to the shortest of these, or to `n_answer` tokens.
+
+    Errors: ConfigError for a text that has no room for them.
+    """
+    rng, prompts, answers = random.Random(f"{seed} {kind}"), [], []
+    n_told, n_asked = KINDS[kind]
+    for text in texts:
+        told = {key: f"{rng.getrandbits(64):016x}" for key in rng.sample(KEYS.split(), n_told)}
+        asked = rng.sample(list(told), n_asked)
+        facts = [encode("\n" + NEEDLE.format(key=key, value=value)) for key, value in told.items()]
+        question = encode(QUESTION.format(keys=" and ".join(asked)))
+        n_left = len(text) - sum(map(len, facts)) - len(question)
+        if n_left < len(text) // 2:
+            what, fix = "a prompt has no room for facts and a question", "raise --prefix_len, or leave out these texts"
+            raise ConfigError(what, f"needles, {kind}", f"{len(text)} tokens", "twice what these take", fix)
+        places = sorted(int(n_left * rng.uniform(EARLIEST, LATEST)) for _ in facts)
+        prompt, last = list[int](), 0
+        for place, fact in zip(places, facts, strict=True):
+            prompt += [*text[last:place], *fact]
+            last = place
+        prompts.append([*prompt, *text[last:n_left], *question])
+        answers.append(encode(", ".join(f"{key}: {told[key]}" for key in asked) + "."))
+    shortest = min(n_answer, *map(len, answers))
+    return prompts, [answer[:shortest] for answer in answers]

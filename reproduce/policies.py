@@ -1,0 +1,81 @@
+"""Every policy of a self-draft's cache by its budget: acceptance on each kind of text, and what it costs and gains.
+
+python reproduce/policies.py
+python reproduce/policies.py --axis prefix_len=7500 --axis B=8 --fixed budgets=[75,225,375,525,750]
+
+Resumable: cells that have a record are not run again. Needles (passkey, multikey) are asked for at the end of a text
+that tells them early, where a recent window has forgotten them; what is judged is the right answer, teacher-forced.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.startup
+
+from common import cli
+from common.tables import console
+from reproduce.paper import columns
+from reproduce.paper.figures import Figure, Panel, lines
+from reproduce.paper.published import Record
+from reproduce.paper.reproduction import showing
+
+ACCEPTED = columns.of(
+    *("target", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "text", "acceptance_rate"),
+    *("acceptance_standard_error", "judged", "mean_accepted_length"),
+)
+SPEED = columns.of(
+    *("target", "prefix_len", "B", "temperature", "draft_policy", "draft_budget", "speedup", "draft_step_ms"),
+    *("refresh_ms", "verify_step_ms", "round_ms", "acceptance_rate", "peak_memory_bytes", "identical"),
+)
+ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
+REFRESH = "Refresh: what a round takes longer that chooses anew. Rates are of the rounds in which all rows are busy."
+
+
+def judged(records: list[Record]) -> list[Record]:
+    """The rows of acceptance, of which a record has several."""
+    return columns.rows_of([record for record in records if "rows" in record])
+
+
+def timed(records: list[Record]) -> list[Record]:
+    return [record for record in records if "speedup" in record]
+
+
+def table(records: list[Record]) -> str:
+    """For the console."""
+    parts = []
+    for title, rows, shown, note in (
+        ("Acceptance by policy", judged(records), ACCEPTED, ERRORS),
+        ("Speed by policy", timed(records), SPEED, REFRESH),
+    ):
+        ordered = sorted(rows, key=lambda row: [str(row.get(one)) for one in ("text", "B", "draft_policy")])
+        parts.append(f"  {title}\n\n{console(ordered, shown)}\n\n  {note}")
+    return "\n\n".join(parts)
+
+
+def by_panel(
+    title: str, rows_of: Callable, panel: str, y: str, y_label: str, is_speedup: bool, records: list[Record]
+) -> Figure:
+    """A panel for each value of a setting, in each a line for each policy over the entries that it reads."""
+    rows = rows_of(records)
+    shown = []
+    for value in dict.fromkeys((row["prefix_len"], row[panel]) for row in rows):
+        own = [row for row in rows if (row["prefix_len"], row[panel]) == value and row["draft_budget"]]
+        curves = lines(own, "draft_policy", "draft_budget", y)
+        name = f"context of {value[0]} tokens, {panel} {value[1]}"
+        shown.append(Panel(name, "budget, KV entries read", y_label, curves, is_speedup=is_speedup))
+    return Figure(title, shown or [Panel("nothing measured", "budget, KV entries read", y_label, [])])
+
+
+FIGURES = {
+    "policies_acceptance": partial(
+        by_panel, "Acceptance by entries read", judged, "text", "acceptance_rate", "acceptance rate", False
+    ),
+    "policies_speedup": partial(by_panel, "Speedup by budget", timed, "B", "speedup", "speedup", True),
+}
+
+if __name__ == "__main__":
+    cli.run_alone(*showing("policies.jsonl", table, FIGURES))

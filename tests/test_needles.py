@@ -1,0 +1,47 @@
+"""Needles: prompts of the length asked for, with facts that stand early, which the answers repeat."""
+
+import re
+
+import pytest
+
+from common.errors import ConfigError
+from engine.counts import Counts
+from reproduce.acceptance import standard_error
+from reproduce.paper.needles import KINDS, LATEST, needles
+
+TEXTS = [[1] * 2400, [2] * 2100, [3] * 2250]
+
+
+def encode(text: str) -> list[int]:
+    """A token for each character, none of them one of the texts'."""
+    return [ord(character) for character in text]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_asked_stands_early_and_is_answered(kind):
+    n_told, n_asked = KINDS[kind]
+    prompts, answers = needles(kind, TEXTS, encode, 99)
+    assert [len(prompt) for prompt in prompts] == [2400, 2100, 2250] and len({*map(len, answers)}) == 1
+    for prompt, answer, own in zip(prompts, answers, (1, 2, 3), strict=True):
+        text, said = ("".join(map(chr, tokens)) for tokens in (prompt, answer))
+        told = re.findall(r"magic codes for (\w+) is: (\w{16})", text)
+        question = text[text.index("What are all") :]
+        asked = re.findall(r"\w+", re.findall("text for (.*)[?]", question)[0].replace(" and ", " "))
+        assert len(told) == n_told and len(asked) == n_asked and question.endswith("They are: ")
+        assert prompt[0] == own and text.rindex("One of the special") < LATEST * len(prompt) + 90 * n_told
+        right = ", ".join(f"{key}: {dict(told)[key]}" for key in asked) + "."
+        assert right.startswith(said) and len(right) - len(said) < 8
+    assert needles(kind, TEXTS, encode, 7)[1] == [answer[:7] for answer in answers]
+    assert needles(kind, TEXTS, encode, 99) == (prompts, answers) != needles(kind, TEXTS, encode, 99, seed=1)
+
+
+def test_a_short_prompt_has_no_room_for_a_fact():
+    with pytest.raises(ConfigError, match="has no room for facts"):
+        needles("multikey", [[1] * 200], encode, 99)
+
+
+def test_the_standard_error_is_that_of_rows():
+    """As far as they differ, weighted by what was judged of each; rows that agree have none."""
+    one, other = Counts(verified_at=[10], accepted_at=[8]), Counts(verified_at=[30], accepted_at=[12])
+    assert standard_error([one, one]) == 0 and standard_error([one]) is None
+    assert standard_error([one, other]) == pytest.approx((2 * (3**2 + 3**2)) ** 0.5 / 40)
