@@ -27,7 +27,7 @@ class QuantizedKVCache(KVCache):
     channel for itself; values along channels, each token for itself. `group` tokens are quantised at once, when all of
     them lie `window` or more before a block that is written; until then they are in the ring, as in the paper's two
     buffers. Reading unpacks one layer into a buffer that all layers share. The codes are a copy of their own, whatever
-    the target's cache is stored in. Errors: ConfigError if `group` is below 1, `window` shorter, or head_dim odd.
+    the target's cache is stored in. Errors: ConfigError if `group` is below 1, or `window` shorter.
 
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
@@ -44,7 +44,7 @@ class QuantizedKVCache(KVCache):
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_quantized(group, window, config.head_dim)
+        check_quantized(group, window)
         # A group begins at most `window + 2 * group` tokens before the block that it is quantised at, which has `group`
         # tokens at most: none of them is written over before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
@@ -52,7 +52,7 @@ class QuantizedKVCache(KVCache):
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         rows, n_slot = (config.n_layer, 2, max_batch, config.n_kv_head), n_group * group
-        self._codes = torch.zeros(*rows, n_slot, config.head_dim // 2, dtype=torch.uint8, device=device)
+        self._codes = torch.zeros(*rows, n_slot, -(-config.head_dim // 2), dtype=torch.uint8, device=device)
         # Of each group its smallest number and its step.
         grid = torch.zeros((), dtype=torch.bfloat16, device=device)
         self._key_grids = grid.new_zeros(*rows, n_group, config.head_dim)
@@ -105,7 +105,7 @@ class QuantizedKVCache(KVCache):
         key_codes, key_grid = quantize4(keys, 2)
         value_codes, value_grid = quantize4(values.unflatten(-1, (-1, along)), -1)
         codes = torch.stack([key_codes, value_codes.flatten(-2)], dim=3).flatten(1, 2)
-        low, high = codes.chunk(2, dim=-1)
+        low, high = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).chunk(2, dim=-1)
         slots = (groups[..., None] * self.group + torch.arange(self.group, device=self.device)).flatten(1)
         for held, places, new in (
             (self._codes, slots, low | high << 4),
@@ -120,7 +120,7 @@ class QuantizedKVCache(KVCache):
         n_group, last = -(-n_slot // self.group), self._unpacked.shape[3] - 1
         rows = slice(None) if self.rows is None else self.rows
         codes = self._codes[layer, :, rows, :, : n_group * self.group]
-        x = torch.cat([codes & LEVELS, codes >> 4], dim=-1).to(self._unpacked.dtype)
+        x = torch.cat([codes & LEVELS, codes >> 4], dim=-1)[..., : self._unpacked.shape[-1]].to(self._unpacked.dtype)
         low, step = self._key_grids[layer, :, rows, :, :n_group, None]
         x[0].unflatten(2, (n_group, self.group)).mul_(step).add_(low)
         low, step = self._value_grids[layer, :, rows, :, : n_group * self.group, :, None]
@@ -192,16 +192,13 @@ def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tens
     return ((x - low) / step).round().clamp(0, LEVELS).to(torch.uint8), (low, step)
 
 
-def check_quantized(group: int, window: int, head_dim: int = 2) -> None:
-    """Raise ConfigError unless a window holds a group, and two numbers of an entry make a byte."""
+def check_quantized(group: int, window: int) -> None:
+    """Raise ConfigError unless a window holds a group."""
     if not 1 <= group <= window:
         what = "a group of tokens does not fit the window that is not quantised"
         where = f"{flag('quant_group')} and {flag('quant_window')}"
         fix = f"raise {flag('quant_window')} or lower {flag('quant_group')}"
         raise ConfigError(what, where, f"group {group}, window {window}", "1 <= group <= window", fix)
-    if head_dim % 2:
-        fix = "use another --draft_policy"
-        raise ConfigError("two numbers of an entry do not make a byte", "head_dim", head_dim, "an even one", fix)
 
 
 @dataclass(frozen=True)

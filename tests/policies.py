@@ -82,4 +82,4 @@ POLICIES = {
 }
 # A self-draft copies the target's keys, which are rotated already.
 OF_SELF_DRAFTS = tuple(name for name in POLICIES if "positions" not in name)
-BY_POSITION = tuple(name for name in OF_SELF_DRAFTS if not POLICIES[name].by_attention)
+BY_POSITION = tuple(name for name in OF_SELF_DRAFTS if not POLICIES[name].by_attention and POLICIES[name].is_exact)

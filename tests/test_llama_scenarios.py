@@ -21,7 +21,7 @@ SHAPES = {
 
 class LlamaWorld:
     heads = ("medusa", "eagle-1, streaming", "eagle-3, streaming")
-    drafters = ("snapkv", "verify_topk", "retrieval", "standalone, snapkv", *heads)
+    drafters = ("snapkv", "verify_topk", "retrieval", "quantized", "standalone, snapkv", *heads)
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])
