@@ -71,7 +71,7 @@ def test_what_cannot_run_is_found(tmp_path: Path) -> None:
         f"torchrun --nnodes=2 --nproc_per_node=8 {selfspec} {llama}": "8 KV heads, 16 ranks",
         f"torchrun --nproc_per_node=4 {selfspec} {llama} --rank_group 0 1": "--rank_group",
         f"python {selfspec} --prefix_len 9000": "exceeds the model's context",
-        f"python {selfspec} --model /data/model.pth": "no such checkpoint",
+        f"python {selfspec} --model /data/model.pth": "no converted checkpoint",
         f"python {selfspec} --no_such_flag": "unrecognized arguments",
         f"python reproduce/sweep.py --script {selfspec} --axis B=1,64 --fixed gen_len=9000 --output o": "context",
         "python download.py --no_such_flag": "unrecognized arguments",
