@@ -134,13 +134,9 @@ def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, confi
 
 
 def main(flags: Flags) -> None:
-    folder = flags.checkpoint_dir
-    if folder.is_file():
-        where, fix = flag("checkpoint_dir"), f"use {flag('checkpoint_dir')} {folder.parent}"
-        required = "the folder that it is in, with its configuration and its tokenizer"
-        raise ConfigError("a file is no checkpoint folder", where, folder, required, fix)
     layers = tuple(parse_layers(flags.drop_layers)) if flags.drop_layers else ()
-    convert(folder, flags.out_dir or folder, layers_to_drop=layers, dtype=flags.dtype, force=flags.force)
+    out_dir = flags.out_dir or flags.checkpoint_dir
+    convert(flags.checkpoint_dir, out_dir, layers_to_drop=layers, dtype=flags.dtype, force=flags.force)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Rou
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            observed = verifies and getattr(self.verification_cache, "observed", None) is not None
+            observed = verifies and getattr(self.verification_cache, "is_observed", False)
             part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), observed)
             outputs = self._captured(method.__name__, of, part) if self._captured else part()
             if result is not None:

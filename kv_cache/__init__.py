@@ -5,6 +5,7 @@ from kv_cache.entries import KV
 from kv_cache.full import Full, FullKVCache
 from kv_cache.over import BlockAttention, BlockQueries, Observed, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.policy import BudgetedPolicy, Policy, policies
+from kv_cache.quantized import Quantized, QuantizedKVCache
 from kv_cache.retrieval import Retrieval, RetrievalKVCache
 from kv_cache.snapkv import SnapKV, SnapKVCache
 from kv_cache.streaming import Streaming, StreamingKVCache

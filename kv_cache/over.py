@@ -122,6 +122,11 @@ class WriteThroughKVCache:
     def positions(self) -> torch.Tensor:
         return self.target.positions
 
+    @property
+    def is_observed(self) -> bool:
+        inner = isinstance(self.target, WriteThroughKVCache) and self.target.is_observed
+        return inner or self.observed is not None
+
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.target.rotary_positions(positions)
 
@@ -136,7 +141,7 @@ class WriteThroughKVCache:
             self.draft.write(self._draft_layer[layer], slots[1], new)
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
-        kv = self.target.read(layer)
+        kv = self.target.read(layer, queries)
         if self.observed is None or queries is None or layer not in self._draft_layer:
             return kv
         return self.observed.see(self._draft_layer[layer], self.draft.row_indices, queries, kv)

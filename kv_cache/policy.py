@@ -25,6 +25,8 @@ class Policy(ABC):
     name: ClassVar[str]
     # Whether it takes verifications through the cache that they choose from.
     of_self_drafts: ClassVar[bool] = False
+    # Whether its cache takes other bytes than so many entries do.
+    has_own_storage: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:
@@ -33,10 +35,6 @@ class Policy(ABC):
     @abstractmethod
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         """An empty cache for rows of up to `length` tokens."""
-
-    def keys_beside(self, length: int) -> int:
-        """Keys that a row takes room for beside its entries."""
-        return 0
 
     @property
     def room(self) -> int:

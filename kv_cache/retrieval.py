@@ -160,9 +160,6 @@ class Retrieval(SnapKV):
         check_topk(self.budget, self.snapkv_window, self.n_sink, self.refresh)
         check_chunk(self.chunk, self.snapkv_window)
 
-    def keys_beside(self, length: int) -> int:
-        return length // self.chunk
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         own = self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.chunk
         return RetrievalKVCache(config, max_batch, self.budget, length, *own)

@@ -9,18 +9,18 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 
 from common.errors import ConfigError, flag, require_at_least
-from kv_cache.base import Device, KVCache, KVShape
+from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import stored_as
 from kv_cache.over import BlockAttention, Observed
 from kv_cache.snapkv import SnapKV, SnapKVCache
 
 # Into a layer of a cache, of a layer of another: its entries at slots `[B, n_kv_head, n]`, which take the first n slots
-# of the rows that a mask `[B]` names.
-Copy: TypeAlias = "Callable[[KVCache, int, KVCache, int, torch.Tensor, torch.Tensor], None]"
+# of the rows that a mask `[B]` names, in any order.
+Copy: TypeAlias = "Callable[[VerifyTopKCache, int, KVCache, int, torch.Tensor, torch.Tensor], None]"
 
 
 def copy_chosen(
-    to: KVCache, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
+    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
 ) -> None:
     """As a `Copy`, from any storage to any."""
     own_rows = slice(None) if to.rows is None else to.rows
@@ -56,6 +56,12 @@ class VerifyTopKCache(SnapKVCache):
         check_topk(budget, window, n_first, refresh)
         super().__init__(config, max_batch, budget, window, device, dtype)
         self.n_first, self._refresh, self.score_queries = n_first, refresh, score_queries
+        # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
+        self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
+
+    def reset_row(self, row: int) -> None:
+        super().reset_row(row)
+        self.held[:, row] = EMPTY
 
     @property
     def refresh(self) -> int:

@@ -112,13 +112,9 @@ class ModelConfig:
         if values.get("hidden_act", "silu") != "silu":
             raise _refuse("unsupported activation", f"{where}: hidden_act", values["hidden_act"], "silu")
         qwen, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
-        for key in ("mlp_bias", "use_sliding_window", *([] if qwen else ["attention_bias"])):
-            if values.get(key):
-                raise _refuse(f"{key} is not supported", where, values[key], "false or absent")
+        if values.get("use_sliding_window"):
+            raise _refuse("use_sliding_window is not supported", where, values["use_sliding_window"], "false or absent")
         n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
-        if values.get("head_dim") is None and dim % n_head:
-            seen = f"hidden_size {dim}, num_attention_heads {n_head}"
-            raise _refuse("hidden_size does not divide into heads", where, seen, "a multiple, or head_dim given")
         # transformers gives a Mistral configuration without this key a window of 4096.
         window = {"sliding_window": values.get("sliding_window", 4096 if mistral else None)}
         windowed = not qwen and window["sliding_window"] is not None
@@ -192,10 +188,7 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        if low >= high:
-            seen = f"low_freq_factor {low}, high_freq_factor {high}"
-            raise _refuse("the llama3 rope factors leave no ramp between them", where, seen, "low < high")
+        corners = number("low_freq_factor"), number("high_freq_factor")
         original_context = positive(rope, "original_max_position_embeddings", where)
-        return RopeScaling("llama3", number("factor"), low, high, original_context)
+        return RopeScaling("llama3", number("factor"), *corners, original_context)
     raise _refuse("unsupported rope type", where, kind, "default, linear or llama3")

@@ -187,11 +187,8 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
         if layer is None:
             steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
             where = f"--quantize or --draft_weights {scheme}: {name}, as this rank holds it"
-            seen, what = (
-                f"{child.in_features} inputs, {child.out_features} outputs",
-                "a layer's shape has no quantised kernel",
-            )
-            raise ConfigError(what, where, seen, steps, "leave these weights as they are")
+            seen, fix = f"{child.in_features} inputs, {child.out_features} outputs", "leave these weights as they are"
+            raise ConfigError("a layer's shape has no quantised kernel", where, seen, steps, fix)
         setattr(module, name, layer)
 
 

@@ -27,7 +27,6 @@ from common.errors import require_at_least
 from common.jsonl import publish
 from common.tables import Column, console
 from engine.bench.config import Rows, RunConfig, Sizes, Text
-from engine.drafters import Drafter
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import measured, of, over, rows_of
 from reproduce.paper.published import Record
@@ -68,19 +67,17 @@ def main(flags: Flags) -> None:
     session = open_session(run, list(configs.values()))
     passes.prefill(session)
     contenders = [plain := Contender(PLAIN, session.variant(draft=None))]
-    held: dict[str, list[Drafter]] = {PLAIN: []}
     for name, draft in configs.items():
-        own, held[name] = session.variant(draft=draft), []
-        contenders.append(Contender(name, own, plain, held[name], {"gamma": draft.gamma}))
+        contenders.append(Contender(name, session.variant(draft=draft), plain, [], {"gamma": draft.gamma}))
     passes.warm_up(plain.session)
     texts = passes.decode(plain.session, PLAIN).tokens  # what an oracle drafts
     for repeat in range(flags.repeats):
         for one in contenders if repeat % 2 == 0 else reversed(contenders):
             if one.plain:
-                held[one.name][:] = one.session.drafters(texts)
+                one.drafters[:] = one.session.drafters(texts)
                 passes.warm_up(one.session, one.drafters)
             one.run()
-            held[one.name].clear()
+            one.drafters.clear()
     found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
     record = record_of(BENCHMARK, plain.session, found, without=("gamma", "draft_budget"))

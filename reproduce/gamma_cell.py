@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -95,7 +94,7 @@ class Contender:
     name: str
     session: engine.Session
     plain: Contender | None = None
-    drafters: Sequence[engine.Drafter] = ()
+    drafters: list[engine.Drafter] = field(default_factory=list)
     draft: dict[str, Any] = field(default_factory=dict)
     outputs: list[Decoded] = field(default_factory=list)
     costs: list[RunCosts] = field(default_factory=list)

@@ -88,14 +88,8 @@ def read_records(paths: Sequence[str]) -> list[Record]:
 
 
 def panel(records: Sequence[Record], x: str, y: str) -> Panel:
-    """Median `y` over `x`, a line for each combination of the other settings that vary.
-
-    Lines are named by as many settings as tell them apart.
-    """
-    varied: list[str] = []
-    for name in SETTINGS:
-        if name != x and _n_combinations(records, [*varied, name]) > _n_combinations(records, varied):
-            varied.append(name)
+    """Median `y` over `x`, a line for each combination of the other settings that vary."""
+    varied = [name for name in SETTINGS if name != x and len({repr(record.get(name)) for record in records}) > 1]
     points: dict[tuple[str, float], list[float]] = {}
     for record in records:
         label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
@@ -104,10 +98,6 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     medians = [{"label": label, "x": at, "y": median(values)} for (label, at), values in points.items()]
     is_log = x in DOUBLED and min(record[x] for record in records) > 0
     return Panel(y, x, y, lines(medians, "label", "x", "y"), is_log_x=is_log, is_speedup=y.endswith("speedup"))
-
-
-def _n_combinations(records: Sequence[Record], names: Sequence[str]) -> int:
-    return len({tuple(repr(record.get(name)) for name in names) for record in records})
 
 
 def _is_number(value: object) -> bool:

@@ -24,10 +24,10 @@ from reproduce.paper.reproduction import SPEEDUPS, showing
 
 SPEEDUP, COSTS = "Speedup over plain decoding", "Costs in steps of plain decoding"
 FLOW = "Throughput against latency"
-NOTE = f"""{columns.SLOWER}: slower than plain decoding. Measured: while all rows are busy, and to the last row; by
-  the formula: what the published formula makes of the measured acceptance and step times. Figure 6 was read off a plot,
-  to about 0.02; published ratios are theoretical, measured ones medians of timed rounds. Of throughput against latency
-  no numbers are published: ms a token is what a row waits, tokens/s are of all rows while all are busy."""
+NOTE = f"""{columns.SLOWER}: slower than plain decoding. Measured: while all rows are busy, and to the last row; by the
+  formula: what the published formula makes of the measured acceptance and step times. Figure 6 was read off a plot, to
+  about 0.02; published ratios are theoretical, measured ones medians of timed rounds. Of throughput against latency no
+  numbers are published: ms a token is what a row waits, tokens/s are of all rows while all are busy."""
 RATIOS = {kind: [fact for fact in published().ratios if fact["kind"] == kind] for kind in KINDS}
 FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 

@@ -1,8 +1,8 @@
 """The command line of the server: what is served, how it drafts, where it listens, and what it refuses."""
 
-import math
 import os
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import arg
@@ -118,25 +118,20 @@ class ServeFlags:
 
     def check(self) -> None:
         """Errors: ConfigError for a number too small, and for what cannot be served."""
-        limits, least = (
-            vars(self.limits) | vars(self.batch),
-            {"max_queue": 0, "request_seconds": 0.001, "drain_seconds": 0},
-        )
-        limits |= {"drain_seconds": self.http.drain_seconds}
-        for name, value in limits.items():
-            if value is not None and not isinstance(value, bool | str):
-                if not math.isfinite(value):
-                    where, required = flag(name), "a finite number"
-                    raise ConfigError("a limit is no number", where, value, required, f"leave out {where}")
-                require_at_least(name, value, least.get(name, 1))
+        least = {"max_queue": 0, "request_seconds": 0.001, "drain_seconds": 0}
+        given = vars(self.limits) | vars(self.batch) | {"drain_seconds": self.http.drain_seconds}
+        numbers = {name: one for name, one in given.items() if one is not None and not isinstance(one, bool | str)}
+        port, n_replicas, weights = self.http.port, self.ranks.data_parallel, self.target.load_format
+        one_each = "1: start a server for every replica"
+        checks = [(isfinite(n), name, "a limit is no number", n, "a finite number") for name, n in numbers.items()]
+        checks += [
+            (0 <= port <= LAST_PORT, "port", "there is no such port", port, f"0 to {LAST_PORT}"),
+            (n_replicas == 1, "data_parallel", "a server has one copy of the model", n_replicas, one_each),
+            (weights != "dummy", "load_format", "random weights have nothing to say", weights, "a trained model"),
+        ]
+        for fits, name, what, seen, required in checks:
+            if not fits:
+                raise ConfigError(what, flag(name), seen, required, f"leave out {flag(name)}")
+        for name, value in numbers.items():
+            require_at_least(name, value, least.get(name, 1))
         self.http.key()
-        if not 0 <= self.http.port <= LAST_PORT:
-            where, required = flag("port"), f"0 to {LAST_PORT}"
-            raise ConfigError("there is no such port", where, self.http.port, required, f"leave out {where}")
-        if self.ranks.data_parallel != 1:
-            where, required = flag("data_parallel"), "1: every replica is a server of its own"
-            fix = f"leave out {where}, and start one server a replica"
-            raise ConfigError("a server has one copy of the model", where, self.ranks.data_parallel, required, fix)
-        if self.target.load_format == "dummy":
-            where, what = flag("load_format"), "random weights have nothing to say"
-            raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")

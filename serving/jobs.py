@@ -135,15 +135,9 @@ class Job:
             "draft_n": counts.drafted,
             "draft_n_accepted": counts.accepted,
         }
-        speculation = {
-            "rounds": counts.rounds,
-            "drafted": counts.drafted,
-            "verified": counts.verified,
-            "accepted": counts.accepted,
-            "acceptance_rate": rounded(counts.acceptance_rate),
-            "mean_accepted_length": rounded(counts.mean_accepted_length),
-        }
-        return {"timings": timings, "speculation": speculation}
+        numbers = {name: getattr(counts, name) for name in ("rounds", "drafted", "verified", "accepted")}
+        rates = {name: rounded(getattr(counts, name)) for name in ("acceptance_rate", "mean_accepted_length")}
+        return {"timings": timings, "speculation": numbers | rates}
 
     def log(self) -> dict[str, Any]:
         """For the log line of its request, without any text."""

@@ -63,17 +63,7 @@ class Orders(NamedTuple):
     stop: bool
 
 
-class Emitted(Progress):
-    """Calls back whenever tokens were emitted: behind a prompt's prefill already, before the round that follows."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def emitted(self, n_tokens: int) -> None:
-        self._call()
-
-
-class Scheduler:
+class Scheduler(Progress):
     """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
     on every rank. tell: is called on the leader with what each prefill and each round did."""
 
@@ -85,7 +75,7 @@ class Scheduler:
             session.runner,
             pacing,
             verification=batch.verification,
-            progress=Emitted(self._tell_new),
+            progress=self,
             prefill_tokens=chunk,
             reuses=not batch.no_prefix_reuse,
         )
@@ -131,7 +121,7 @@ class Scheduler:
                 return
             self._obey(orders)
             done = self._decoder.step() if self._running else None
-            self._tell_new()
+            self.emitted()
             if done is not None:
                 rest = time.perf_counter() - began - done.seconds - (self._decoder.prefill_seconds - prefilled)
                 self.n_rounds, self.round_seconds = self.n_rounds + 1, self.round_seconds + done.seconds
@@ -170,7 +160,8 @@ class Scheduler:
             except UserError as error:
                 one.finish_reason, one.error = "error", str(error)
 
-    def _tell_new(self) -> None:
+    def emitted(self, n_tokens: int = 0) -> None:
+        """Tell what is new: behind a prompt's prefill already, before the round that follows."""
         new = [one for one in self._running.values() if len(one.tokens) > one.n_told or one.finish_reason]
         if new:
             self.tell([self._update(one) for one in new])

@@ -32,7 +32,7 @@ from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-OF_SELF = ("streaming", "snapkv", "verify_topk", "retrieval")
+OF_SELF = ("streaming", "snapkv", "verify_topk", "retrieval", "quantized")
 OF_CACHES = (*(f"self, {policy}" for policy in OF_SELF), *(f"standalone, {policy}" for policy in POLICIES))
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}

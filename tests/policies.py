@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_cache import FullKVCache, KVCache, RetrievalKVCache, SnapKVCache, StreamingKVCache, VerifyTopKCache
+from kv_cache import (
+    FullKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RetrievalKVCache,
+    SnapKVCache,
+    StreamingKVCache,
+    VerifyTopKCache,
+)
 from kv_cache.base import KVShape
 
 
@@ -30,10 +38,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Policy:
-    """make: an empty cache of that size. by_attention: whether it selects by queries, which a model has to have."""
+    """make: an empty cache of that size. by_attention: whether it selects by queries, which a model has to have.
+    is_exact: whether it holds entries as they are."""
 
     make: Callable[[KVShape, Size], KVCache]
     by_attention: bool = False
+    is_exact: bool = True
 
 
 POLICIES = {
@@ -62,6 +72,12 @@ POLICIES = {
             **{"dtype": size.dtype, "n_first": 0, "refresh": 1, "chunk": min(3, size.window)},
         ),
         by_attention=True,
+    ),
+    "quantized": Policy(
+        lambda config, size: QuantizedKVCache(
+            config, size.n_rows, size.longest, group=size.window, window=size.window, dtype=size.dtype
+        ),
+        is_exact=False,
     ),
 }
 # A self-draft copies the target's keys, which are rotated already.

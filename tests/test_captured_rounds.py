@@ -102,7 +102,8 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
         assert one.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
     sometimes = "verify_topk, every other round"  # what is observed is captured apart, and one chooses after two
-    n_parts = {"none": 3, "verify_topk": 5, "retrieval": 5, "speculated, streaming": 5, sometimes: 7}.get(kind, 4)
+    more = {"verify_topk": 5, "retrieval": 5, "speculated, streaming": 5, sometimes: 7}
+    n_parts = {"none": 3, **more}.get(kind, 4)
     sizes = {round_.busy for one in replayed for round_ in one.stats.rounds}
     assert len(graphs) == len(sizes) * n_parts, "the second run captures nothing"
     n_rounds = sum(len(one.stats.rounds) for one in replayed)

@@ -116,15 +116,14 @@ def test_another_conversion_replaces_the_first(source: Path, change: str) -> Non
     read_checkpoint(source, verify=True)
 
 
-def test_dummy_weights(tmp_path: Path) -> None:
-    write_side_files(tmp_path, UNTIED)
-    by_path = load_model(tmp_path, load_format="dummy", prepack=False)
-    by_config = load_model("anything", load_format="dummy", config=CONFIG, dtype=torch.bfloat16)
-    assert by_path.config == by_config.config == CONFIG
-    for name, tensor in by_path.state_dict().items():
+def test_dummy_weights() -> None:
+    first, second = (load_model("none", config=CONFIG, load_format="dummy", prepack=False) for _ in range(2))
+    in_half = load_model("none", load_format="dummy", config=CONFIG, dtype=torch.bfloat16)
+    assert first.config == in_half.config == CONFIG
+    for name, tensor in first.state_dict().items():
         if name.endswith("norm.weight"):
             assert torch.equal(tensor, torch.ones_like(tensor))
         else:
             assert 0.01 < float(tensor.std()) < 0.03
-    assert {parameter.dtype for parameter in by_config.parameters()} == {torch.bfloat16}
-    assert_same(dict(by_path.state_dict()), dict(load_model(tmp_path, load_format="dummy", prepack=False).state_dict()))
+    assert {parameter.dtype for parameter in in_half.parameters()} == {torch.bfloat16}
+    assert_same(dict(first.state_dict()), dict(second.state_dict()))

@@ -10,7 +10,7 @@ from attention_cases import Case, FakeSlots, make_case
 
 from kv_cache import KV, FullKVCache
 from kv_cache.entries import largest
-from kv_cache.verify_topk import copy_chosen
+from kv_cache.verify_topk import VerifyTopKCache, copy_chosen
 from models import ModelConfig, cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
@@ -84,18 +84,29 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
 @pytest.mark.parametrize("source", ENTRIES)
 @pytest.mark.parametrize("target", ENTRIES)
 def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
-    """Of rows by name, of which one is not new, into rows by name; what nobody chose stays."""
+    """Of rows by name, of which one is not new, into rows by name; chosen again and again, of which some stays."""
     config = ModelConfig(vocab_size=8, n_layer=3, dim=64, n_head=2, n_kv_head=2, head_dim=24, ffn_dim=8, max_context=99)
-    one, own, again = (FullKVCache(config, 4, 50, dtype=dtype) for dtype in (source, target, target))
+    one = FullKVCache(config, 4, 50, dtype=source)
+    own, again = (VerifyTopKCache(config, 4, 30, 9, dtype=target, n_first=1) for _ in range(2))
     one.entries.copy_(torch.randint(-90, 90, one.entries.shape) / (1 if one.scales is not None else 7))
     if one.scales is not None:
         one.scales.uniform_()
-    chosen = torch.stack([torch.stack([torch.randperm(50)[:21] for _ in range(2)]) for _ in range(3)])
-    rows, is_new = torch.tensor([3, 0, 1]), torch.tensor([True, False, True])
-    for to, how in ((own, backend.copy_chosen), (again, copy_chosen)):
-        how(to.view(rows), 2, one.view(rows, 48), 0, chosen, is_new)
-    assert torch.equal(own.entries.float(), again.entries.float()) and own.entries[2].float().any()
-    assert own.scales is None or torch.equal(own.scales, again.scales)
+    rows = torch.tensor([3, 0, 1])
+
+    def entries_of(cache: VerifyTopKCache) -> torch.Tensor:
+        """Sums over each entry's numbers, keys and values together, in ascending order."""
+        values = cache.entries.float() * (1 if cache.scales is None else cache.scales[..., None])
+        return (values[:, 0] + 3 * values[:, 1]).sum(dim=-1).sort(dim=-1).values
+
+    for is_new in ([True, False, True], [True, True, False], [True, True, True]):
+        chosen = torch.stack([torch.stack([torch.randperm(48)[:21] for _ in range(2)]) for _ in range(3)])
+        for cache, how in ((again, copy_chosen), (own, backend.copy_chosen)):
+            how(cache.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
+        assert torch.equal(entries_of(own), entries_of(again)) and entries_of(own)[2].any()
+    own.reset_row(0)
+    own.entries[:, :, 0] = 0
+    backend.copy_chosen(own.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
+    assert torch.equal(entries_of(own), entries_of(again)), "filled anew, a row holds nothing of it"
 
 
 def test_every_finite_float8_is_read_as_pytorch_reads_it(backend):

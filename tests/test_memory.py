@@ -191,11 +191,8 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     # What verification chooses takes scores and keys of a layer, and what is noted of a block.
     chooses = plan_of(TINY, footprint=replace(own, chooses=True))
     assert chooses.per_row["dequantised KV"] == CAPACITY * (12 * BLOCK * TINY.n_head + 4 * 2 * 8) > of_draft
-    noted = TINY.n_layer * BLOCK * TINY.n_kv_head * CAPACITY * 4
+    noted = TINY.n_layer * TINY.n_kv_head * (4 * BLOCK * CAPACITY + 8 * BUDGET)
     assert chooses.per_row["draft KV"] == plan_of(TINY, footprint=own).per_row["draft KV"] + noted
-    # Keys beside the entries are not in 8 bits.
-    beside = plan_of(TINY, footprint=replace(own, beside=3)).per_row["draft KV"]
-    assert beside == plan_of(TINY, footprint=own).per_row["draft KV"] + 3 * TINY.n_layer * 2 * TINY.head_dim * 4
     # Of several budgets' caches one is read at a time, but all are held.
     several = plan_of(TINY, footprint=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
     assert several.per_row["dequantised KV"] == of_draft

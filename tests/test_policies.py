@@ -38,7 +38,7 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
         assert out.tokens == expected
         counts.append(out.stats.counts)
     assert counts[0] == counts[1]
-    assert (counts[0].acceptance_rate == 1.0) == ((kind, policy) == ("self", "full"))
+    assert not POLICIES[policy].is_exact or (counts[0].acceptance_rate == 1.0) == ((kind, policy) == ("self", "full"))
 
 
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
@@ -58,6 +58,8 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
         kept = cache.positions[row][held].tolist()
         assert len(set(kept)) == len(kept) == len(cache.retained_positions(len(prompt)))
         assert max(kept) == len(prompt) - 1
+        if not POLICIES[policy].is_exact:
+            continue
         # Every entry is one that the target holds for this row, of the same layer and head.
         for own, whole in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
             mine, theirs = own[:, row][:, :, held], whole[:, row, :, : len(prompt)]

@@ -17,8 +17,9 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.modes import MODES
 from engine.runner import ModelRunner
-from kv_cache import StreamingKVCache
+from kv_cache import QuantizedKVCache, StreamingKVCache
 from kv_cache.full import Full
+from kv_cache.quantized import Quantized
 from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming
 
@@ -64,6 +65,15 @@ def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, mo
         session.generate(drafter)
         assert [runner is session.runner for runner in filled].count(False) == 2 * n_runs
         filled.clear()
+
+
+def test_the_memory_plan_counts_what_a_cache_in_4_bits_holds(config) -> None:
+    draft = SelfConfig(policy=Quantized(quant_group=4, quant_window=4), draft_dtype="same", draft_kv_dtype="int8")
+    session = Session.open(replace(config, draft=draft), TEXTS)
+    cache = session.drafter().cache
+    assert isinstance(cache, QuantizedKVCache) and session.generate(session.drafter()).stats.accepted
+    planned = memory_plan(session.plan).per_row
+    assert 2 * planned["draft KV"] == cache.n_bytes and planned["dequantised KV"] > 0
 
 
 def test_a_variant_shares_weights_and_cache(session: Session) -> None:

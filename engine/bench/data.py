@@ -76,7 +76,7 @@ def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[ar
 
 def _book_files(dataset: str) -> list[Path]:
     if dataset == PG19:
-        fix = f"name a text, or {BUILT_IN} for the built-in book; or name a folder of those files"
+        fix = f"name a text: {flag('dataset')} FOLDER_OR_FILE, such as those files; or use {flag('dataset')} {BUILT_IN}"
         return hub_files(PG19_REPOSITORY, PG19_REVISION, PG19_TEST, "PG-19 could not be fetched", fix)
     if dataset == BUILT_IN:
         if DEFAULT_BOOK.is_file():

@@ -62,7 +62,7 @@ class Footprint:
     capacities: KV entries a row of each cache, one of which is read at a time. kv_dtype: of entries, None for `dtype`.
     dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
     shares_weights: with the target. prefills: whether it runs prompts. observed: queries that select entries (SnapKV);
-    chooses: whether verifications do, too. beside: keys a row held beside its caches.
+    chooses: whether verifications do, too. row_bytes: of its caches' rows, where not `kv_per_token` of each entry.
     """
 
     config: ModelConfig
@@ -75,7 +75,7 @@ class Footprint:
     prefills: bool = True
     observed: int = 0
     chooses: bool = False
-    beside: int = 0
+    row_bytes: int | None = None
 
     def weights(self, device: str) -> int:
         """Bytes of one copy of the weights; repacking or quantising holds a tied embedding twice."""
@@ -94,11 +94,9 @@ class Footprint:
         return FullKVCache(self.config, 1, 1, "meta", self.kv_dtype or self.dtype).n_bytes
 
     @property
-    def draft_kv(self) -> int:
-        """Bytes a row of its caches, and of what is beside their entries, which is not in 8 bits."""
-        config, size = self.config, 4 if self.kv_dtype in largest() else (self.kv_dtype or self.dtype).itemsize
-        beside = self.beside * config.n_layer * config.n_kv_head * config.head_dim * size
-        return sum(self.capacities) * self.kv_per_token + beside
+    def kv_per_row(self) -> int:
+        """Bytes of a row in all of its caches."""
+        return sum(self.capacities) * self.kv_per_token if self.row_bytes is None else self.row_bytes
 
     @property
     def largest_dequantized_layer(self) -> int:
@@ -129,11 +127,17 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     if draft.layers is not None:
         config = replace(config, n_layer=len(draft.layers))
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
-    prefills, stored = draft.source is not None and not is_head, (draft.quantize, draft.kv_dtype, dequantizes)
+    prefills = draft.source is not None and not is_head
     capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
     as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
-    beside = (draft.policy.keys_beside(plan.capacity) + 2 * draft.inner_budget) * len(draft.capacities)
-    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, beside)
+    dequantizes = (lambda n_token: True) if draft.policy.has_own_storage else dequantizes  # what it unpacks
+    stored = draft.quantize, draft.kv_dtype, dequantizes
+    each = (draft.of_capacity(entries).policy for entries in capacities)
+    sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
+    row_bytes = sum(policy.new_cache(*sizes).n_bytes for policy in each if policy)
+    if draft.inner_budget:
+        row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
+    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, row_bytes)
     return plan_memory(plan, target, own)
 
 
@@ -163,7 +167,8 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
     if draft and draft.chooses:  # one layer's keys, and scores as above; what is noted of all layers
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-        noted = draft.config.n_layer * block * config.n_kv_head * capacity * 4
+        chosen = 8 * sum(draft.capacities)  # where each entry came from
+        noted = draft.config.n_layer * config.n_kv_head * (4 * block * capacity + chosen)
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
@@ -176,7 +181,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": draft.draft_kv + noted if draft else 0,
+        "draft KV": draft.kv_per_row + noted if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,

@@ -67,8 +67,7 @@ class Session(Plan):
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
         require_room(plan)
-        n_replicas, options = plan.config.n_replicas, plan.config.ranks or RankOptions()
-        processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
+        processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
@@ -206,6 +205,11 @@ class Session(Plan):
         stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
         configured = self.how | {"drafter": drafter, "stop_tokens": stop_tokens}
         return generate(self.runner, self.prompts, **configured | arguments)
+
+
+def _join_ranks(plan: Plan) -> Ranks:
+    options = plan.config.ranks or RankOptions()
+    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:

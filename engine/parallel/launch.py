@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import RankError, UserError, flag
 from common.exit import readers_may_leave, tell
-from common.process import is_leader, own_rank, world_size
+from common.process import is_leader, own_rank
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
 # torchrun looks at its processes ten times a second: in this time it ends whoever only waits to be ended.
@@ -73,13 +73,10 @@ def _report_lost_rank(error: Exception) -> None:
     """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
     hangs = "timed out" in str(error).lower()
     if not _on_store(lambda store: store.check([_TOLD]), False):
-        how, fix = "died", "see which rank torchrun names as the first to fail, and why"
-        if hangs:
-            others = " or ".join(str(rank) for rank in range(world_size()) if rank != own_rank())
-            how = f"did not answer in time ({flag('rank_timeout')})"
-            fix = f"look at what rank {others} is doing; torchrun will name this one, which waited"
+        how = f"did not answer in time ({flag('rank_timeout')})" if hangs else "died"
         what = f"rank {own_rank()} lost another rank, which {how}"
-        fix += f"; rows that had finished are in {flag('save_rows')}, if it was given"
+        fix = "see which rank torchrun names as the first to fail, or if it names this one, what the others are doing; "
+        fix += f"rows that had finished are in {flag('save_rows')}, if it was given"
         lost = RankError(what, "a collective", error, "an answer of every rank", fix)
         tell(f"\nerror: {lost}")
     if hangs:

@@ -54,10 +54,7 @@ def compare(config: RunConfig, save: str | None) -> None:
         shown = panes.frame(console.width, room, is_running=False)
         console.print(shown, *(said if on_screen else []), sep="\n", markup=False)
     if save is not None:
-        try:
-            Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(error) from None
+        Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
 
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
@@ -111,15 +108,11 @@ def verdict(record: dict[str, Any]) -> list[str]:
 
 
 def _check(save: str | None, output: str | None) -> None:
+    """Errors: ConfigError for a page that cannot be written."""
     if save is None:
         return
     page = Path(save).resolve()
-    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
-        raise _unwritable(save[:80] or "an empty name")
-    if output is not None and page == Path(output).resolve():
-        raise _unwritable(f"{save}, the file of {flag('output')}, too")
-
-
-def _unwritable(seen: object) -> ConfigError:
-    required, fix = "a file of its own in an existing, writable folder", "choose another file"
-    return ConfigError("a page cannot be written", flag("save"), seen, required, fix)
+    can_write = not page.is_dir() and os.access(page if page.exists() else page.parent, os.W_OK)
+    if not can_write or (output is not None and page == Path(output).resolve()):
+        required, fix = "a file of its own in an existing, writable folder", "choose another file"
+        raise ConfigError("a page cannot be written", flag("save"), save[:80] or "an empty name", required, fix)

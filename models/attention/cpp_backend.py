@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_cache.base import KVCache
 from kv_cache.entries import KV
-from kv_cache.verify_topk import copy_chosen
+from kv_cache.verify_topk import VerifyTopKCache, copy_chosen
 from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
@@ -79,12 +79,17 @@ class CppAttention:
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
     def copy_chosen(
-        self, to: KVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
+        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """As `kv_cache.verify_topk.copy_chosen`, in one pass where nothing is quantised anew."""
+        """As `kv_cache.verify_topk.copy_chosen`; where nothing is quantised anew, of what `to` lacks."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
+        threads = ctypes.c_int(torch.get_num_threads())
+        sizes = [*chosen.shape, source.capacity]
+        layout = (ctypes.c_int64 * len(sizes))(*sizes)
+        places = to.held[to_layer], to.row_indices.contiguous(), chosen, is_new
+        self._kernel.foretoken_keep_chosen(layout, *map(_pointer, places), threads)
         pairs = [(source.entries[from_layer], to.entries[to_layer])]
         if source.scales is not None and to.scales is not None:
             pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]
@@ -92,7 +97,6 @@ class CppAttention:
             sizes = [*chosen.shape, read.shape[-1], *read.stride()[:4], *written.stride()[:4]]
             layout, of = (ctypes.c_int64 * len(sizes))(*sizes), (read.element_size(), narrows)
             tensors = read, written, source.row_indices.contiguous(), to.row_indices.contiguous(), chosen, is_new
-            threads = ctypes.c_int(torch.get_num_threads())
             self._kernel.foretoken_copy_chosen(layout, *map(ctypes.c_int64, of), *map(_pointer, tensors), threads)
 
 

@@ -24,6 +24,7 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
+constexpr int64_t EMPTY = -1;  // a slot that is none
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float vec __attribute__((vector_size(4 * W)));
@@ -360,8 +361,36 @@ int with_types(int64_t head_dim, int64_t entries, const Run& run) {
     return entries == 3 ? with(float8{}) : 1;
 }
 
+// Gives each slot that was chosen its place: where it was, if it is held already, which is then EMPTY in chosen, or one
+// whose slot was not chosen again. sizes: rows, heads, slots chosen, slots; held: [all rows, heads, slots chosen].
+void keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64_t* chosen, const bool* is_new,
+                 int n_thread) {
+    const int64_t n_head = sizes[1], n = sizes[2];
+#pragma omp parallel num_threads(n_thread)
+    {
+        std::vector<char> is_missing(sizes[3]), stays(n);
+        std::vector<int64_t> missing(n);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < sizes[0] * n_head; ++task) {
+            if (!is_new[task / n_head]) continue;
+            int64_t *own = held + (rows[task / n_head] * n_head + task % n_head) * n, *slots = chosen + task * n, count = 0;
+            for (int64_t i = 0; i < n; ++i) is_missing[slots[i]] = 1;
+            for (int64_t i = 0; i < n; ++i) {
+                stays[i] = own[i] != EMPTY && is_missing[own[i]];
+                if (stays[i]) is_missing[own[i]] = 0;
+            }
+            for (int64_t i = 0; i < n; ++i)
+                if (is_missing[slots[i]]) {
+                    is_missing[slots[i]] = 0;
+                    missing[count++] = slots[i];
+                }
+            for (int64_t i = 0; i < n; ++i) slots[i] = stays[i] ? EMPTY : own[i] = missing[--count];
+        }
+    }
+}
+
 // Copies vectors of `size` elements at the chosen slots of each row and head to the first slots there, of rows that are
-// new. Strides are those of keys and values, rows and heads, and slots.
+// new, but where a slot is EMPTY. Strides are those of keys and values, rows and heads, and slots.
 template <typename From, typename To>
 void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* from_rows, const int64_t* to_rows,
                  const int64_t* chosen, const bool* is_new, int n_thread) {
@@ -374,7 +403,8 @@ void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* 
         To* target = to + both * put[0] + to_rows[row] * put[1] + head * put[2];
         const int64_t* slots = chosen + (row * n_head + head) * n;
         for (int64_t i = 0; i < n; ++i, target += put[3]) {
-            const From* ahead = source + slots[std::min(i + 8, n - 1)] * step[3];
+            if (slots[i] == EMPTY) continue;
+            const From* ahead = source + std::max<int64_t>(slots[std::min(i + 8, n - 1)], 0) * step[3];
             for (int64_t d = 0; d < size; d += 64 / sizeof(From)) __builtin_prefetch(ahead + d);
             const From* vector = source + slots[i] * step[3];
             for (int64_t d = 0; d < size; ++d) target[d] = To(vector[d]);
@@ -397,6 +427,12 @@ extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t
         attend<size, decltype(entry)>(at, q, rows, keys, values, key_scales, value_scales, slots, queries, oldest,
                                       workspace, out, scores, noted, n_thread);
     });
+}
+
+extern "C" int foretoken_keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64_t* chosen,
+                                     const bool* is_new, int n_thread) {
+    keep_chosen(sizes, held, rows, chosen, is_new, n_thread);
+    return 0;
 }
 
 // sizes: rows, heads, slots, elements, then strides of what is read and of what is written. narrows: from float to

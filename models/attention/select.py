@@ -15,10 +15,6 @@ class Selection(NamedTuple):
     why: str  # for people, what speaks for the backend or against the others
 
 
-class _Unavailable(Exception):
-    """Why a backend cannot be had here."""
-
-
 def select_backend(
     name: str, device: torch.device | str, spec: AttentionSpec, entries: torch.dtype | None = None
 ) -> Selection:
@@ -35,60 +31,57 @@ def select_backend(
     wanted = preferred if name == "auto" else name
     if wanted == "torch":
         return Selection(TorchAttention(), "asked for")
-    try:
-        return _MAKERS[wanted](device, spec, entries or spec.dtype)
-    except _Unavailable as reason:
-        if name == "auto":
-            return Selection(TorchAttention(), f"{preferred} is not available: {reason}")
-        what, seen = "the attention backend is not available", f"{name} on {device.type}: {reason}"
-        required, fix = "a backend that this machine has", "use --attention auto"
-        raise ConfigError(what, "--attention", seen, required, fix) from None
+    made = _MAKERS[wanted](device, spec, entries or spec.dtype)
+    if isinstance(made, Selection):
+        return made
+    if name == "auto":
+        return Selection(TorchAttention(), f"{preferred} is not available: {made}")
+    what, seen = "the attention backend is not available", f"{name} on {device.type}: {made}"
+    raise ConfigError(what, "--attention", seen, "a backend that this machine has", "use --attention auto")
 
 
-def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
+def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
+    """The backend, or why there is none here; so do the others."""
     from models.attention import cpp_backend
     from models.cpp_build import BuildError
 
     if device.type != "cpu":
-        raise _Unavailable("it is for CPUs")
+        return "it is for CPUs"
     if reason := cpp_backend.unsupported(spec):
         return Selection(TorchAttention(), f"cpp does not have {reason}")
     try:
         return Selection(cpp_backend.CppAttention(), "built for this CPU")
     except BuildError as error:
-        raise _Unavailable(str(error)) from None
+        return str(error)
 
 
-def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
+def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
     if device.type != "cuda":
-        raise _Unavailable("it needs a CUDA device")
+        return "it needs a CUDA device"
     try:
         import triton
 
         from models.attention import triton_backend
     except ImportError as error:
-        raise _Unavailable(str(error)) from None
+        return str(error)
     if reason := triton_backend.unsupported(spec):
         return Selection(TorchAttention(), reason)
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
-        return Selection(
-            TorchAttention(), f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
-        )
+        why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
+        return Selection(TorchAttention(), why)
     if reason := triton_backend.missing_launcher():
-        raise _Unavailable(reason)
+        return reason
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
 
-def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
+def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
     from models.attention.flash_backend import FlashAttention, find_flavour
 
     flavour, why = find_flavour(device)
     if flavour is None:
-        raise _Unavailable(why)
-    try:
-        fallback = _triton(device, spec, entries).backend
-    except _Unavailable:
-        fallback = TorchAttention()
+        return why
+    triton = _triton(device, spec, entries)
+    fallback = triton.backend if isinstance(triton, Selection) else TorchAttention()
     if reason := flavour.unsupported(spec):
         return Selection(fallback, reason)
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and 8-bit caches on {fallback.name}")

@@ -79,11 +79,12 @@ def match_parts(
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless ignored."""
     required = dict(part for stacked in parts.values() for part in stacked)
-    if missing := [name for name in required if name not in tensors]:
-        wanted = f"all {len(required)} of the config"
-        raise CheckpointError("tensors are missing", folder, _few(missing), wanted, fix)
-    if unknown := [name for name in tensors if name not in required and name not in ignored]:
-        raise CheckpointError("tensors that this model has no place for", folder, _few(unknown), "none", fix)
+    if missing := sorted(required.keys() - tensors.keys()):
+        seen, wanted = f"{len(missing)}, such as {missing[0]}", f"all {len(required)} of the config"
+        raise CheckpointError("tensors are missing", folder, seen, wanted, fix)
+    if unknown := sorted(tensors.keys() - required.keys() - set(ignored)):
+        seen = f"{len(unknown)}, such as {unknown[0]}"
+        raise CheckpointError("tensors that this model has no place for", folder, seen, "none", fix)
     for name, shape in required.items():
         found = tensors[name]
         if found.shape != shape:
@@ -111,8 +112,3 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite. One pass, in no memory of its own."""
     return all(bool(bound.isfinite()) for bound in tensor.aminmax())
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

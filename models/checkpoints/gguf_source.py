@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
 from torch import Tensor
 
 from common.errors import CheckpointError
@@ -51,7 +51,8 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     """A file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are row-major.
 
-    Raises CheckpointError if the file is truncated, garbled, or holds a quantisation that cannot be decoded.
+    Raises CheckpointError if the file is truncated or garbled. Reading one of a quantisation that the package cannot
+    decode is a NotImplementedError.
     """
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
@@ -61,15 +62,10 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     except Exception as error:  # on a damaged header the package raises whatever comes first
         what, seen = "the GGUF file is truncated or garbled", f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(what, path, seen, "a whole GGUF file", "download the file again (download.py)") from None
-    tensors = {}
-    for tensor, shape in zip(reader.tensors, shapes, strict=True):
-        try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8), tensor.tensor_type)
-        except NotImplementedError:
-            seen, fix = f"{tensor.name}: {tensor.tensor_type.name}", "use a Q4_1, Q8_0 or F16 file of the same model"
-            required = "F32, F16, BF16, or a block quantisation that the gguf package decodes"
-            raise CheckpointError("unsupported GGUF quantisation", path, seen, required, fix) from None
-        tensors[tensor.name] = SourceTensor(shape, torch.float32, path, partial(_dequantized, tensor, shape))
+    tensors = {
+        tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, tensor, shape))
+        for tensor, shape in zip(reader.tensors, shapes, strict=True)
+    }
     return metadata, tensors
 
 
@@ -119,8 +115,6 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
 
 def _short(value: float) -> float:
     """The decimal that a stored float32 came from: 1e-05, not 9.999999747378752e-06."""
-    if not isinstance(value, float):
-        raise TypeError(f"{value!r} is not stored as a float")
     return float(f"{value:.7g}")
 
 

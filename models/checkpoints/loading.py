@@ -62,10 +62,7 @@ def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Te
     """Write a model.pth atomically; its manifest is the caller's to update. Raises CheckpointError."""
     content = {"config": config.to_dict(), "state_dict": dict(state_dict)}
     with atomic_path(path) as partial:
-        try:
-            torch.save(content, partial)
-        except RuntimeError as error:  # how torch reports a full disk
-            raise OSError(str(error).splitlines()[0]) from None
+        torch.save(content, partial)
 
 
 def read_checkpoint(
@@ -131,7 +128,7 @@ def load_model(
     """A Transformer ready for inference, its weights `dtype` on `device`.
 
     `path`: a model.pth, or the folder that holds it. With load_format "dummy" no weights are read: the shape comes from
-    `config`, else from a config.json at `path`, else from the preset named `path`. `prepack` repacks linear layers for
+    `config`, else from the preset named `path`. `prepack` repacks linear layers for
     the CPU: faster, but their weights leave the state dict. `layers` loads only those. With an `exchange`, this rank's
     shard alone is read. `attention`: see `select_backend`; `quantize`: "int8" or "int4" (`models.quantize`).
     Errors: as of `read_checkpoint`; CheckpointError also for weights that are not finite in `dtype`.
@@ -140,7 +137,7 @@ def load_model(
     if load_format == "pth":
         config, state_dict = read_checkpoint(path, config=config, verify=verify)
     elif load_format == "dummy":
-        config = config or _dummy_config(Path(path))
+        config = config or preset_config(str(path))
     else:
         required, fix = "pth or dummy", "use pth to read a checkpoint, dummy for random weights"
         raise ConfigError("unknown load format", "load_format", load_format, required, fix)
@@ -202,9 +199,3 @@ def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: t
     if end > first and hasattr(mmap, "MADV_DONTNEED"):  # a system without it keeps them until the file is unmapped
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
     return copied
-
-
-def _dummy_config(path: Path) -> ModelConfig:
-    given = path.name == CONFIG
-    file = path if given else (path.parent if path.suffix == ".pth" else path) / CONFIG
-    return ModelConfig.from_json(file) if given or file.is_file() else preset_config(str(path))

@@ -27,10 +27,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch, of a full disk
         required = "a writable folder with enough free space"
         fix = "free some space, or choose another folder with --out_dir"
-        raise CheckpointError("a file cannot be written", path, error, required, fix) from None
+        raise CheckpointError("a file cannot be written", path, str(error).partition("\n")[0], required, fix) from None
     finally:
         with suppress(OSError):
             partial.unlink()

@@ -30,7 +30,7 @@ def open_source(folder: Path) -> Source:
     Reads headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model.
     """
     if not folder.is_dir():
-        missing, required = "the checkpoint folder is missing", "a downloaded checkpoint"
+        missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if files := _find_shards(folder, stem, suffix):

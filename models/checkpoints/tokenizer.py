@@ -110,8 +110,6 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
     try:
         return backend(path)
-    except ImportError:
-        raise
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
         required = "a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model"
         fix = "download it again (download.py); where it was made from a GGUF, delete it and convert again"

@@ -24,10 +24,9 @@ from models.quantize import quantize_linears
 FILES = [("medusa_lm_head", ".safetensors"), ("medusa_lm_head", ".pt"), ("model", ".safetensors")]
 FILES += [("pytorch_model", ".bin")]
 LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
-# Of the whole vocabularies: what each id of the smaller one is beyond its own, and which of the larger one it has.
-MAPS = ("d2t", "t2d")
-# What training leaves beside the head.
-UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
+# Maps of vocabularies (what each id of the smaller one is beyond its own, and which of the larger one it has), and what
+# training leaves beside the head.
+NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
 
 
@@ -56,7 +55,7 @@ class HeadSource(ModelSource):
         device, dtype = how["device"], how["dtype"]
         tensors = _open(Path(self.path))
         head = _on_meta(self.shape).eval().requires_grad_(False)
-        matched = match_parts(Path(self.path), tensors, head_parts(self.shape), (*MAPS, *UNUSED), FIX)
+        matched = match_parts(Path(self.path), tensors, head_parts(self.shape), NO_WEIGHTS, FIX)
         weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
         head.load_state_dict(weights, assign=True)
         if isinstance(head, EagleHead):
@@ -86,7 +85,7 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
         raise CheckpointError("the head has another layout", weights, seen, f"{LAYOUTS[kind]} layout", FIX)
     make = _medusa_shape if is_medusa else _eagle_shape
     shape = make(folder / CONFIG, values, tensors, target)
-    match_parts(weights, tensors, head_parts(shape), (*MAPS, *UNUSED), FIX)
+    match_parts(weights, tensors, head_parts(shape), NO_WEIGHTS, FIX)
     if isinstance(shape, EagleShape) and shape.draft_vocab_size is not None:
         if "d2t" in names:
             _target_ids(weights, tensors, target.vocab_size, shape.draft_vocab_size)
@@ -155,7 +154,7 @@ def _eagle_shape(
     own = values.get("transformer_layer_config") or values
     if not isinstance(own, dict):
         raise CheckpointError("the head's layers are not described", where, repr(own)[:80], "a JSON object", FIX)
-    given = {**own, "architectures": ["LlamaForCausalLM"], "attention_bias": False, "eos_token_id": None}
+    given = {**own, "architectures": ["LlamaForCausalLM"], "eos_token_id": None}
     config = ModelConfig.from_hf(given, where=str(where))
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
     own_embedding, own_output = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors

@@ -18,7 +18,6 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.timing import PhaseTimer
 from kv_cache.streaming import Streaming
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from models.presets import PRESETS
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
 from reproduce.gpu_parts.devices import copy_bandwidth
 
@@ -27,10 +26,6 @@ SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
 MOST_GAMMA = 4
 # More than English prose takes, on average over a prompt.
 CHARACTERS_PER_TOKEN = 5
-# A model for a CPU and a test, of kinds of layers that quantise.
-TINY = "tiny"
-TINY_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 512}
-TINY_CONFIG = PRESETS["JackFram/llama-68m"] | TINY_SIZES | {"num_key_value_heads": 1}
 GAMMA = 3
 
 
@@ -63,13 +58,9 @@ def open_session(options: Options, target: Target, **config: Any) -> Session:
 
 
 def dummy_session(options: Options, model: str, sizes: Sizes, kv_dtype: Any = "same", **config: Any) -> Session:
-    """Random weights of a published shape, or of TINY_CONFIG, over a cache of random entries."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, TINY).mkdir()
-        Path(folder, TINY, "config.json").write_text(json.dumps(TINY_CONFIG))
-        target = Target(model=f"{folder}/{TINY}") if model == TINY else Target(model_name=model)
-        target = replace(target, load_format="dummy", kv_dtype=kv_dtype)
-        session = open_session(options, target, sizes=sizes, **config)
+    """Random weights of a published shape over a cache of random entries."""
+    target = Target(model_name=model, load_format="dummy", kv_dtype=kv_dtype)
+    session = open_session(options, target, sizes=sizes, **config)
     fill_with_noise(session.runner, session.prompts)
     return session
 

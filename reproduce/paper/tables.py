@@ -53,14 +53,15 @@ def published_acceptance(rows: Sequence[Record]) -> Table:
 
 def published_ratios(runs: Sequence[Record]) -> Table:
     """Of draft steps only where the draft's weights are stored as the target's, as in what was published."""
-    plain = [run for run in runs if run.get("draft_weights") in (None, "same")]
-    plain = [run for run in plain if run.get("draft_dtype") == run.get("dtype")]
-    ratios = {
-        kind: beside(SHAPE, own, over(f"{kind}_step_ms"), "{:.2f}".format)
-        for kind, own in (("verify", runs), ("draft", plain))
-    }
-    own = Column(lambda fact: ratios[fact["kind"]].cell(fact), SHAPE, align="<")
-    return Table(published().ratios, [RATIO, TARGET, AT, CONTEXT, ROWS, VALUE, BY_ROOFLINE, own])
+    plain = [run for run in runs if run.get("draft_dtype") == run.get("dtype")]
+    plain = [run for run in plain if run.get("draft_weights") in (None, "same")]
+
+    def listed(fact: Record) -> str:
+        own = runs if fact["kind"] == "verify" else plain
+        return beside(SHAPE, own, over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
+
+    shown = [RATIO, TARGET, AT, CONTEXT, ROWS, VALUE, BY_ROOFLINE, Column(listed, SHAPE, align="<")]
+    return Table(published().ratios, shown)
 
 
 def beside(

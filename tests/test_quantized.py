@@ -1,0 +1,149 @@
+"""QuantizedKVCache against quantisation on plain numbers: what is in 4 bits, what is not yet, and what stays."""
+
+import pytest
+import torch
+from tiny import TINY
+
+from common.errors import ConfigError
+from kv_cache import FullKVCache, QuantizedKVCache
+from kv_cache.entries import stored_as
+
+GROUP, WINDOW, N_ROWS, LONGEST = 4, 8, 3, 90
+RING = WINDOW + 3 * GROUP
+LAYERS, HEADS, DIM = TINY.n_layer, TINY.n_kv_head, TINY.head_dim
+
+
+def quantized(dtype=torch.float32) -> QuantizedKVCache:
+    return QuantizedKVCache(TINY, N_ROWS, LONGEST, GROUP, WINDOW, dtype=dtype)
+
+
+def entries_of(n: int, seed: int = 0) -> torch.Tensor:
+    """`[n_layer, B, n, 2, n_kv_head, head_dim]`, of channels whose sizes differ."""
+    x = torch.randn(LAYERS, N_ROWS, n, 2, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    return x * 2.0 ** torch.arange(-3, DIM - 3) + 5
+
+
+def rounded(x: float) -> float:
+    return float(torch.tensor(x).bfloat16())
+
+
+def in_four_bits(numbers: list[float]) -> list[float]:
+    """One group's numbers, by 16 levels between its smallest and its largest."""
+    low = rounded(min(numbers))
+    step = rounded((max(numbers) - low) / 15)
+    return [low + step * min(15, max(0, round((x - low) / step))) for x in numbers]
+
+
+def expected(entries: torch.Tensor, layer: int, row: int, length: int, n_packed: int) -> torch.Tensor:
+    """`[2, n, n_kv_head, head_dim]`, of which so many tokens are in 4 bits."""
+    raw = entries[layer, row, :length].transpose(0, 1)
+    out = raw.clone()
+    for head in range(HEADS):
+        for first in range(0, n_packed, GROUP):
+            for channel in range(DIM):
+                at = slice(first, first + GROUP), head, channel
+                out[0][at] = torch.tensor(in_four_bits(out[0][at].tolist()))
+        for token in range(n_packed):
+            for first in range(0, DIM, GROUP):
+                at = token, head, slice(first, first + GROUP)
+                out[1][at] = torch.tensor(in_four_bits(out[1][at].tolist()))
+    out[:, n_packed:] = raw[:, n_packed:]
+    return out
+
+
+def write(cache, entries: torch.Tensor, starts: list[int], n: int) -> None:
+    positions = torch.tensor(starts)[:, None] + torch.arange(n)
+    slots = cache.begin(positions)
+    rows = torch.arange(len(starts))[:, None] if cache.rows is None else cache.rows[:, None]
+    for layer in range(LAYERS):
+        cache.write(layer, slots, entries[layer][rows, positions])
+
+
+def assert_reads(cache, entries: torch.Tensor, lengths: list[int], n_packed: list[int]) -> None:
+    rows = range(len(lengths)) if cache.rows is None else cache.rows.tolist()
+    layer = LAYERS - 1
+    kv = cache.read(layer)
+    for row, length, packed in zip(rows, lengths, n_packed, strict=True):
+        found = torch.stack([kv.keys[row, :length], kv.values[row, :length]])
+        torch.testing.assert_close(found, expected(entries, layer, row, length, packed), rtol=1e-5, atol=1e-5)
+
+
+def out_of_ring(length: int) -> int:
+    return max(0, length - RING)
+
+
+@pytest.mark.parametrize("lengths", [[70, 9, 41], [24, 25, 53], [1, 81, 20]])
+def test_a_filled_row_reads_as_numbers_say_and_goes_on(lengths):
+    """Tokens that the ring holds read as they are; groups that leave it are in 4 bits, in blocks of any length."""
+    cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
+    write(source, entries, [0] * N_ROWS, LONGEST)
+    for row, length in enumerate(lengths):
+        cache.fill_row(row, source, length)
+    write(cache, entries, lengths, 1)
+    now = [length + 1 for length in lengths]
+    view = cache.view(slice(None), max(now))
+    assert_reads(view, entries, now, [out_of_ring(n) for n in now])
+
+
+@pytest.mark.parametrize("n", [1, 3, GROUP])
+def test_written_block_by_block_a_row_is_what_it_is_filled_with(n):
+    """Rows by name, in another order; the row between them stays empty. Rejected tokens are written over."""
+    cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
+    rejected = entries_of(LONGEST, seed=1)
+    write(source, entries, [0] * N_ROWS, LONGEST)
+    rows, starts = torch.tensor([2, 0]), [0, 0]
+    while max(starts) + GROUP <= 60:
+        write(cache.view(rows), rejected, starts, GROUP)
+        cache.view(rows).rollback(torch.tensor(starts))
+        write(cache.view(rows), entries, starts, n)
+        starts = [start + n for start in starts]
+    filled = quantized()
+    filled.fill_row(0, source, starts[1])
+    filled.fill_row(2, source, starts[0])
+    of_packed = slice(0, (starts[0] - n - WINDOW) // GROUP * GROUP)
+    assert of_packed.stop > 2 * RING
+    for own, again in (
+        (cache._codes[..., of_packed, :], filled._codes[..., of_packed, :]),
+        (cache._value_grids[..., of_packed, :], filled._value_grids[..., of_packed, :]),
+        (cache._key_grids[..., : of_packed.stop // GROUP, :], filled._key_grids[..., : of_packed.stop // GROUP, :]),
+    ):
+        assert torch.equal(own[:, :, [0, 2]], again[:, :, [0, 2]]) and not own[:, :, 1].any()
+    found, wanted = (one.view(rows, starts[0]).read(1) for one in (cache, filled))
+    for tokens in (slice(0, out_of_ring(starts[0])), slice(-WINDOW, None)):
+        for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):
+            assert torch.equal(own[[2, 0]][:, tokens], again[[2, 0]][:, tokens])
+    assert found.rows is not None and found.rows.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("own", [torch.float32, torch.int8])
+def test_entries_of_8_bits_are_quantised_from_what_they_mean(target, own):
+    cache, source, entries = quantized(own), FullKVCache(TINY, N_ROWS, LONGEST, dtype=target), entries_of(LONGEST)
+    write(source, entries, [0] * N_ROWS, LONGEST)
+    cache.fill_row(0, source, 60)
+    meant = torch.stack(source.read(0).dequantized(torch.float32))[:, 0, :60]
+    found = torch.stack(cache.read(0).dequantized(torch.float32))[:, 0, :60]
+    packed = expected(meant.transpose(0, 1)[None, None], 0, 0, 60, out_of_ring(60))
+    if own == torch.int8:
+        values, scales = stored_as(packed[:, out_of_ring(60) :], None, own)
+        packed[:, out_of_ring(60) :] = values * scales[..., None]
+        torch.testing.assert_close(found, packed, rtol=0.005, atol=0.25)  # read in bfloat16, in two steps
+    else:
+        torch.testing.assert_close(found, packed, rtol=1e-5, atol=1e-5)
+
+
+def test_what_came_back_from_further_on_leaves_its_codes():
+    """A row that is cut far back has lost what the ring held there: what was in 4 bits stays as it is."""
+    cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
+    write(source, entries, [0] * N_ROWS, LONGEST)
+    cache.fill_row(0, source, 80)
+    codes = cache._codes.clone()
+    cache.rollback(torch.tensor([45, 0, 0]))
+    write(cache.view(slice(0, 1)), entries, [45], 2)
+    assert torch.equal(cache._codes, codes)
+
+
+def test_what_cannot_work_is_refused():
+    for group, window in ((0, 8), (8, 7)):
+        with pytest.raises(ConfigError, match="does not fit the window"):
+            QuantizedKVCache(TINY, 1, 50, group, window)
