@@ -183,6 +183,11 @@ class KVCache(ABC):
         self.positions[row] = EMPTY
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a row's tokens are kept in."""
+        return [x for x in (self.entries, self.scales, self.positions) if x is not None]
+
+    @property
     def refresh(self) -> int:
         """Rounds after which a self-draft's entries are chosen anew, see `choose`; 0 where they never are."""
         return 0

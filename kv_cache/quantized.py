@@ -67,6 +67,10 @@ class QuantizedKVCache(KVCache):
         return super().n_bytes + sum(x.numel() * x.element_size() for x in own)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, self._codes, self._key_grids, self._value_grids, self._ring_positions]
+
+    @property
     def max_block(self) -> int:
         return self.group
 

@@ -156,8 +156,9 @@ def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk
     assert torch.equal(before[:, :, 2], caches[0].entries[:, :, 2])
     if chunk == 1 or policy == "full":
         assert torch.equal(caches[0].positions, caches[1].positions)
-        held = caches[0].positions[None, None, :, None, :, None] != EMPTY
-        torch.testing.assert_close(caches[0].entries * held, caches[1].entries * held, rtol=0, atol=1e-12)
+        if POLICIES[policy].is_exact:
+            held = caches[0].positions[None, None, :, None, :, None] != EMPTY
+            torch.testing.assert_close(caches[0].entries * held, caches[1].entries * held, rtol=0, atol=1e-12)
         drafts = [drafter.propose(batch, Greedy(), 3).tokens for drafter in (late, steady)]
         assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
     else:
@@ -194,14 +195,12 @@ def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     runner.fill_row = lambda row, prompt: fills.append(row) or fill_row(row, prompt)
     target = ModelRunner(tiny_model(), full_cache(tiny_model(), 2))
     drafter.follow([Shown(row, row, prompts[row], 0) for row in range(2)])
-    left = runner.cache.entries.clone(), runner.cache.positions.clone()
+    left = [x.clone() for x in runner.cache.tensors]
     for _ in range(2):
         generate(target, prompts[:2], max_new_tokens=40, drafter=drafter)
         assert not torch.equal(runner.cache.positions, left[1])
     drafter.follow([Shown(row, row + 7, prompts[row], 0) for row in range(2)])
-    assert fills == [0, 1] and torch.equal(runner.cache.positions, left[1])
-    held = left[1][None, None, :, None, :, None] != EMPTY
-    assert torch.equal(runner.cache.entries * held, left[0] * held)
+    assert fills == [0, 1] and all(map(torch.equal, runner.cache.tensors, left))
     drafter.follow([Shown(1, 5, prompts[2], 0), Shown(0, 6, prompts[1], 0)])
     assert fills == [0, 1, 1, 0] and runner.cache.positions.amax(dim=1).tolist() == [8, 6]
 

@@ -72,8 +72,7 @@ class StandaloneDraft(ModelDrafter):
 
     def _fill(self, row: int, prompt: list[int]) -> None:
         """Run the prompt, or put back what running it has left in that row."""
-        own = self._runner.cache and self._runner.cache.view(slice(row, row + 1))
-        held = [x for x in (own.entries, own.scales, own.positions) if x is not None] if own else []
+        held = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
         kept, copies = self._kept.get(row, ([], []))
         if kept == prompt:
             for x, copy in zip(held, copies, strict=True):
