@@ -132,7 +132,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
     dequantizes = (lambda n_token: True) if draft.policy.has_own_storage else dequantizes  # what it unpacks
     stored = draft.quantize, draft.kv_dtype, dequantizes
-    each = (draft.of_capacity(entries).policy for entries in capacities)
+    each = (draft.of_capacity(entries).policy for entries in capacities if entries)
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
     row_bytes = sum(policy.new_cache(*sizes).n_bytes for policy in each if policy)
     if draft.inner_budget:
