@@ -236,7 +236,7 @@ class Decoder:
                 self._show(choice.drafter, [(row, request, request.length + n_ahead) for row, request in busy])
         with self._phase("draft"):
             if choice.drafter is not None:
-                round_.propose()
+                round_.propose(self._phase)
         with self._phase("verify"):
             round_.verify()
         with self._phase("accept"):

@@ -78,10 +78,12 @@ class Rejection:
         return (probs.log() + noise).argmax(dim=-1), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        batch, probs = self._batch, self._batch.distribution.probs(logits)
-        self.verified, accept = probs, self._accept(drafts.tokens.shape[1])
+        return self._verify(drafts, self._batch.distribution.probs(logits))
+
+    def _verify(self, drafts: Drafts, probs: Tensor) -> Verdict:
+        accept = self._accept(drafts.tokens.shape[1])
         # A row resamples once a round, at a position not known yet; its rounds start at different positions.
-        resample = self._gumbel(batch.lengths + 1, Stream.RESAMPLE, probs)
+        resample = self._gumbel(self._batch.lengths + 1, Stream.RESAMPLE, probs)
         return verify_rejection(drafts.tokens, drafts.probs, probs, accept, resample, drafts.lengths)
 
     def _accept(self, n_drafts: int) -> Tensor:
@@ -101,6 +103,10 @@ class InnerRejection(Rejection):
     def __init__(self, batch: Batch, i: int) -> None:
         super().__init__(batch)
         self._purpose = len(Stream) * (1 + i) << 16
+
+    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
+        self.verified = self._batch.distribution.probs(logits)
+        return self._verify(drafts, self.verified)
 
     def _accept(self, n_drafts: int) -> Tensor:
         batch, stream = self._batch, Stream.ACCEPT + self._purpose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -77,11 +78,13 @@ class Round:
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
-    def propose(self) -> None:
-        """The drafter's tokens, now and then by what it has chosen anew; nothing to call without a drafter."""
+    def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """The drafter's tokens, now and then by what it has chosen anew, in a `phase` "refresh"; nothing to call
+        without a drafter."""
         assert self.drafter is not None
         if self.drafter.is_due():
-            self.refresh()
+            with phase("refresh"):
+                self.refresh()
         self.draft()
 
     @_part(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ class ReadOnlyKVCache:
         return self._read(layer)
 
 
-class Observed:
+class Observed(ABC):
     """What a cache chooses its entries by, of the last block that was verified in each row, in tensors that stay where
     they are. starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none."""
 
@@ -43,6 +43,10 @@ class Observed:
 
     def forget(self, row: int | slice = slice(None)) -> None:
         self.starts[row] = torch.iinfo(torch.int64).max
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in vars(self).values())
 
     @abstractmethod
     def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:

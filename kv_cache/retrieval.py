@@ -41,6 +41,7 @@ class RetrievalKVCache(VerifyTopKCache):
         chunk: int = 8,
     ) -> None:
         check_chunk(chunk, window)
+        check_topk(budget, window, in_chunks(n_first, chunk), refresh)
         super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
         self.chunk, self._longest = chunk, longest
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
@@ -124,7 +125,7 @@ class RetrievalKVCache(VerifyTopKCache):
         n_before = (lengths - self.window)[:, None, None]
         last = ((n_before - 1) // self.chunk).clamp(min=0)
         share = attention_received(queries, means, last[:, 0])
-        share[..., : -(-self.n_first // self.chunk)].fill_(float("inf"))
+        share[..., : in_chunks(self.n_first, self.chunk) // self.chunk].fill_(float("inf"))
         share.masked_fill_(torch.arange(means.shape[2], device=self.device) > last, -1)
         # Of one chunk, which the window cuts, there are fewer.
         best = share.topk(min(means.shape[2], -(-self.n_sink // self.chunk) + 1)).indices
@@ -132,6 +133,11 @@ class RetrievalKVCache(VerifyTopKCache):
         # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
         in_order = (entries >= n_before).byte().sort(dim=-1, stable=True).indices
         return entries.gather(-1, in_order[..., : self.n_sink])
+
+
+def in_chunks(n: int, chunk: int) -> int:
+    """The tokens of the whole chunks that hold the first `n` tokens."""
+    return -(-n // chunk) * chunk
 
 
 def check_chunk(chunk: int, window: int) -> None:
@@ -157,8 +163,8 @@ class Retrieval(SnapKV):
 
     def check(self) -> None:
         super().check()
-        check_topk(self.budget, self.snapkv_window, self.n_sink, self.refresh)
         check_chunk(self.chunk, self.snapkv_window)
+        check_topk(self.budget, self.snapkv_window, in_chunks(self.n_sink, self.chunk), self.refresh)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         own = self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.chunk

@@ -64,6 +64,10 @@ class VerifyTopKCache(SnapKVCache):
         self.held[:, row] = EMPTY
 
     @property
+    def n_bytes(self) -> int:
+        return super().n_bytes + self.held.numel() * self.held.element_size()
+
+    @property
     def refresh(self) -> int:
         return self._refresh
 

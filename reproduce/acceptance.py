@@ -1,4 +1,4 @@
-"""How many drafts are accepted, by policy and budget, on three kinds of text from one prefilled state.
+"""How many drafts are accepted, by policy and budget, on several kinds of text.
 
     python reproduce/acceptance.py --B 8 --prefix_len 7500 --policies streaming snapkv --budgets 64 128 256 512
 

@@ -15,16 +15,17 @@ import common.startup
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column
-from reproduce import drafters, serve_load, spec_bench
+from reproduce import drafters, policies, serve_load, spec_bench
 from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, filled, read, table, write
 from reproduce.paper.columns import DRAFT, NONE, SPECULATION, measured, of, rows_of
 from reproduce.paper.published import Record
+from reproduce.sweeping.runner import OK, read_rows
 
 PAGE = ROOT / "docs" / "performance.md"
 CHECKS = "gpu_attention_error", "gpu_quantised_error", "gpu_noise", "gpu_identity"
 
 
-SETS, LOADS, DRAFTERS = "spec_bench.jsonl", "serve_load.jsonl", "drafters.jsonl"
+SETS, LOADS, DRAFTERS, POLICIES = "spec_bench.jsonl", "serve_load.jsonl", "drafters.jsonl", "policies.jsonl"
 PROMPTS = Column(lambda record: f"{record['shortest']} to {record['longest']}", "prompt tokens")
 SERVED = [*of("model"), Column("turns", "turns"), PROMPTS, Column("temperature", "temperature"), *serve_load.COLUMNS]
 CATEGORIES = [*of("model", "B"), *spec_bench.COLUMNS]
@@ -70,11 +71,16 @@ def tables(folder: Path) -> dict[str, str]:
     compiled, sets = read(folder, kernels, "kernel_report")[-1:], read(folder, SETS, spec_bench.BENCHMARK)
     loads = read(folder, LOADS, serve_load.BENCHMARK)
     served, texts = rows_of(loads), read(folder, DRAFTERS, drafters.BENCHMARK)
+    cells = [row["record"] | {"file": POLICIES} for row in read_rows(folder / POLICIES).values() if row["status"] == OK]
+    timed, judged = policies.timed(cells), [record for record in cells if "rows" in record]
+    by_budget = policies.ACCEPTED, POLICIES, policies.judged(cells)
     return {
         "cpu_pairs": table("Speculation on a CPU", medians, PAIRS, pairs),
         "cpu_peers": table("A plain step beside other libraries", plain, of("prefix_len", "B", *times, "dtype"), peers),
         "prompt_sets": table("Prompt sets", sets, CATEGORIES, SETS, spec_bench.table_rows(sets)),
         "drafters": table("Drafters by text", texts, drafters.COLUMNS, DRAFTERS, rows_of(texts)),
+        "policies_acceptance": table("Acceptance of policies by budget", judged, *by_budget),
+        "policies_speed": table("Speed of policies by budget", timed, policies.SPEED, POLICIES),
         "serving": table("Serving", loads, SERVED, LOADS, served),
         "gpu_selfspec": table("Speculation on a GPU", done("gpu_selfspec"), SELFSPEC, GPU),
         "gpu_costs": table("Costs of 8B and 7B shapes", done("gpu_costs"), COSTS, GPU),

@@ -1,6 +1,10 @@
-"""Weights are compared with the sums in the manifest where that is asked for, and are finite whatever it says."""
+"""Weights are compared with the manifest when they are loaded, and read for that once for each version of a file."""
 
+import json
+import os
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -10,28 +14,88 @@ from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
 from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve
+from models.checkpoints import manifest
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read for their sums; every file is large enough to be remembered."""
+    names: list[str] = []
+    counting = Mock(wraps=manifest.sha256_of, side_effect=lambda path: names.append(path.name) or DEFAULT)
+    monkeypatch.setattr(manifest, "sha256_of", counting)
+    monkeypatch.setattr(manifest, "REMEMBERED_FROM", 0)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: Path, read: list[str]) -> Path:
     write_source(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "model")
     return tmp_path / "model"
 
 
-def test_zeroed_weights_are_refused_where_they_are_verified(folder: Path) -> None:
-    path = folder / "model.pth"
-    content = bytearray(path.read_bytes())
-    start = content.index(bytes(read_checkpoint(folder)[1]["layers.1.attention.wo.weight"].numpy().data))
-    content[start : start + 64] = bytes(64)
+def zero(path: Path, n_bytes: int = 64) -> None:
+    """Inside a tensor's data, in the file's own inode, with its time of change put back."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    start = content.index(bytes(read_checkpoint(path.parent)[1]["layers.1.attention.wo.weight"].numpy().data))
+    content[start : start + n_bytes] = bytes(n_bytes)
     path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+NO_CACHES = [{"return_value": Path("/dev/null/cache")}, {"side_effect": RuntimeError("no home")}]
+
+
+@pytest.mark.parametrize("cache", [None, *NO_CACHES])
+def test_zeroed_weights_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, cache) -> None:
+    """A cache that cannot be had is no error, nor a reason to trust."""
+    if cache:
+        monkeypatch.setattr(manifest, "cache_folder", Mock(**cache))
+    load_model(folder)
+    zero(folder / "model.pth")
+    with pytest.raises(CheckpointError, match=r"not the one that the manifest describes\n.*model\.pth"):
+        load_model(folder)
+
+
+def test_a_file_is_read_once_for_each_version(folder: Path, read: list[str]) -> None:
+    """A conversion leaves nothing to read again."""
+    read.clear()
+    load_model(folder)
+    load_model(folder)
+    assert read == []
+    (folder / "model.pth").write_bytes((folder / "model.pth").read_bytes())
+    load_model(folder)
+    load_model(folder)
+    assert read == ["model.pth"]
+    load_model(folder, verify=True)
+    assert sorted(read[1:]) == ["config.json", "model.pth", "tokenizer.json"]
+
+
+def test_what_is_remembered_never_condemns_a_whole_file(folder: Path, tmp_path: Path) -> None:
+    for garbled in (b"", b"0" * 64, b"\x00", b"z" * 64, b"\xff" * 64):
+        for note in (tmp_path / "cache" / "sha256").iterdir():
+            note.write_bytes(garbled)
+        load_model(folder)
+
+
+def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
+    """As after a disk has changed a bit by itself: the file's times are those that the sum is remembered for."""
+    whole = json.loads((folder / "manifest.json").read_text())["files"]["model.pth"]["sha256"]
+    zero(folder / "model.pth")
+    with pytest.raises(CheckpointError):
+        load_model(folder)
+    for note in (tmp_path / "cache" / "sha256").iterdir():
+        note.write_text(whole)
+    target = Target(model=str(folder), device="cpu")
+    sizes = Sizes(B=2, prefix_len=8, gen_len=4)
     load_model(folder)
     with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
         load_model(folder, verify=True)
-    target, sizes = Target(model=str(folder), device="cpu", verify=True), Sizes(B=2, prefix_len=8, gen_len=4)
+    target = resolve(RunConfig(replace(target, verify=True), sizes=sizes)).target
     with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
-        resolve(RunConfig(target, sizes=sizes)).target.load()
+        target.load()
 
 
 @pytest.mark.parametrize("value, dtype", [(float("nan"), "float32"), (float("inf"), "float32"), (1e6, "float16")])

@@ -28,7 +28,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
         SelfSpeculation(runner, streaming, 3),
         SelfSpeculation(runner, VerifyTopKCache(TINY, 3, 6, 4, dtype=torch.float64, n_first=1, refresh=1), 3),
         SelfSpeculation(
-            runner, RetrievalKVCache(TINY, 3, 6, 64, 4, dtype=torch.float64, n_first=1, refresh=1, chunk=2), 3
+            runner, RetrievalKVCache(TINY, 3, 7, 64, 4, dtype=torch.float64, n_first=1, refresh=1, chunk=2), 3
         ),
         Speculated(
             SelfSpeculation(runner, streaming, 3),

@@ -9,7 +9,7 @@ import torch
 from common.errors import ConfigError
 from engine import generate
 from engine.bench.auto_costs import costs_of
-from engine.bench.config import RunConfig, Sampling, Sizes, Target
+from engine.bench.config import AUTO, RunConfig, Sampling, Sizes, Target
 from engine.bench.memory import memory_plan
 from engine.bench.session import Session
 from engine.drafters.ngram import NGramConfig
@@ -19,9 +19,12 @@ from engine.modes import MODES
 from engine.runner import ModelRunner
 from kv_cache import QuantizedKVCache, StreamingKVCache
 from kv_cache.full import Full
+from kv_cache.policy import BudgetedPolicy
 from kv_cache.quantized import Quantized
+from kv_cache.retrieval import Retrieval
 from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming
+from kv_cache.verify_topk import VerifyTopK
 
 TEXTS = ["Call me Ishmael.", "It was the best of times, it was the worst of times", "No"]
 SMALL = SelfConfig(gamma=3, policy=Streaming(16))
@@ -65,6 +68,17 @@ def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, mo
         session.generate(drafter)
         assert [runner is session.runner for runner in filled].count(False) == 2 * n_runs
         filled.clear()
+
+
+@pytest.mark.parametrize("policy", [VerifyTopK(16, 8), Retrieval(16, 6, chunk=2)])
+def test_the_memory_plan_counts_what_is_observed_of_verifications(config, policy, monkeypatch) -> None:
+    """Of each budget, whose caches choose by what they see themselves."""
+    monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (18, 24))
+    draft = SelfConfig(gamma="auto", policy=replace(policy, draft_budget=AUTO), draft_dtype="same")
+    session = Session.open(replace(config, draft=draft), TEXTS)
+    drafters = session.drafters()
+    held = sum(one.cache.n_bytes + one._observed.n_bytes for one in drafters)
+    assert len(drafters) > 1 and held == session.n_rows * memory_plan(session.plan).per_row["draft KV"]
 
 
 def test_the_memory_plan_counts_what_a_cache_in_4_bits_holds(config) -> None:

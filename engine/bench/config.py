@@ -25,7 +25,7 @@ class Target:
     load_format: Literal["pth", "dummy"] = "pth"
     """dummy: random weights, for costs only"""
     verify: bool = False
-    """read all weights to compare their SHA-256 with the manifest"""
+    """read all weights to check their SHA-256, remembered or not"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto"] | Dtype = "auto"

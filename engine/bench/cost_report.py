@@ -1,7 +1,7 @@
 """The cost model: what rounds cost and accept, measured from one loaded model or predicted, and what follows."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from engine.cost_model.published import published_acceptance
 from engine.cost_model.roofline import Stored, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
+from kv_cache.policy import policies
 from models.checkpoints.model_source import find_model
 from models.config import ModelConfig
 
@@ -34,7 +35,7 @@ ROOM = 48
 ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
 # Sizes and settings that a grid has several of.
 SIZES = ("B", "prefix_len", "gen_len")
-OF_POLICIES = ("draft_policy", "draft_budget", "n_sink", "snapkv_window", "draft_positions", "refresh", "score_queries")
+OF_POLICIES = ("draft_policy", *dict.fromkeys(one.name for kind in policies().values() for one in fields(kind)))
 VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
 
 

@@ -12,7 +12,7 @@ from common.process import local_world_size
 from engine.bench.plan import Plan
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, VerifyTopKCache
 from kv_cache.entries import largest
 from models import ModelConfig
 from models.heads.loading import HeadSource
@@ -134,7 +134,10 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     stored = draft.quantize, draft.kv_dtype, dequantizes
     each = (draft.of_capacity(entries).policy for entries in capacities if entries)
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
-    row_bytes = sum(policy.new_cache(*sizes).n_bytes for policy in each if policy)
+    caches = [policy.new_cache(*sizes) for policy in each if policy]
+    of_block = plan.gamma + 1, config.n_head, plan.dtype, plan.capacity
+    observed = [cache.observer(*of_block) for cache in caches if isinstance(cache, VerifyTopKCache)]
+    row_bytes = sum(cache.n_bytes for cache in caches) + sum(one.n_bytes for one in observed)
     if draft.inner_budget:
         row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
     own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, row_bytes)
@@ -163,12 +166,10 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += capacity * draft.kv_per_token
     # Target and draft never attend at once.
-    dequantized, noted = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0), 0
-    if draft and draft.chooses:  # one layer's keys, and scores as above; what is noted of all layers
+    dequantized = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0)
+    if draft and draft.chooses:  # one layer's keys, and scores as above
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-        chosen = 8 * sum(draft.capacities)  # where each entry came from
-        noted = draft.config.n_layer * config.n_kv_head * (4 * block * capacity + chosen)
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
@@ -181,7 +182,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": draft.kv_per_row + noted if draft else 0,
+        "draft KV": draft.kv_per_row if draft else 0,
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,

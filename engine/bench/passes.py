@@ -101,9 +101,11 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     if not drafters or (draft and draft.automatic):
         choices.insert(0, PLAIN)
     gamma = max(choice.gamma for choice in choices)
+    # What comes every so many rounds, twice.
+    n_rounds = max(WARM_UP_ROUNDS, 2 * getattr(draft and draft.policy, "refresh", 0))
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         prompts = session.prompts[:n_rows]
-        Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, WARM_UP_ROUNDS)
+        Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, n_rounds)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """What a run's configuration means, checked before anything is loaded: models, text, ranks."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -204,6 +205,10 @@ def resolve_several(
 def _check_files(config: RunConfig) -> None:
     require_appendable(config.output.output, "output")
     require_appendable(config.rows.save_rows, "save_rows")
+    output, rows = config.output.output, config.rows.save_rows
+    if rows and output and os.path.realpath(rows) == os.path.realpath(output):
+        where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
+        raise ConfigError("rows and records would be mixed", where, output, "two files", fix)
     # At most what the libraries of the ranks can count to.
     if config.ranks and not 1 <= (seconds := config.ranks.rank_timeout) <= 1_000_000:
         what, required = "no rank can be waited for that long", "1 to 1000000 seconds"

@@ -116,7 +116,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "baseline_step_ms": round_ms(baseline),
         "round_ms": round_ms(speculative),
         **_phase_times(passes.timed),
-        "refresh_ms": _refresh_ms(passes.timed, getattr(session.draft and session.draft.policy, "refresh", 0)),
+        "refresh_ms": _median_ms(passes.timed.phases.get("refresh", ()) if passes.timed else ()),
         "steady_rounds": len(stats.steady()),
         "choices": _choices(session, speculative) if speculative else None,
         "measured_costs": costs_record(session, costs.by_rows) if costs else None,
@@ -161,17 +161,6 @@ def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
         "verify_step_ms": _median_ms([verify for _, _, verify in phases]),
         "other_ms_per_round": _median_ms([round_.seconds - draft - verify for round_, draft, verify in phases]),
     }
-
-
-def _refresh_ms(timed: Decoded | None, every: int) -> float | None:
-    """By how much the draft of a round that chooses entries anew takes longer, as every so manieth does: the medians of
-    those rounds and of the others, which of them whatever makes that difference the largest."""
-    seconds = timed.phases.get("draft", ()) if timed else ()
-    if every < 2 or len(seconds) < 2 * every:
-        return None
-    each = [seconds[start::every] for start in range(every)]
-    others = ([s for other in each if other is not one for s in other] for one in each)
-    return max(1e3 * (median(one) - median(other)) for one, other in zip(each, others, strict=True))
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:

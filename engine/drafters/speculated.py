@@ -77,6 +77,7 @@ class Speculated(Drafter):
         n_tokens, law = torch.zeros_like(batch.lengths), None
         tokens = n_tokens[:, None].repeat(1, gamma + most + 1)
         previous, current, own = batch.previous, batch.current, batch.of(self._outer.cache, gamma)
+        own.in_order = False  # as positions of a block may repeat
         cache = own if self._cache is None else WriteThroughKVCache(own, batch.of(self._cache, gamma))
         for i in range(-(-2 * gamma // (2 + most))):
             ahead = batch.ahead(n_tokens, previous, current, gamma)
@@ -98,8 +99,8 @@ class Speculated(Drafter):
             columns = n_tokens[:, None] + place
             tokens[rows, columns] = torch.where(place == accepted[:, None], following[:, None], block.roll(-1, 1))
             if inner.verified is not None:
-                law = logits.new_zeros(*tokens.shape, inner.verified.shape[-1]) if law is None else law
-                law = law.to(inner.verified.dtype).index_put((rows, columns), inner.verified)
+                law = inner.verified.new_zeros(*tokens.shape, inner.verified.shape[-1]) if law is None else law
+                law[rows, columns] = inner.verified
             self._count(is_open * (1 - batch.idle), meant, accepted)
             last = block.gather(1, accepted[:, None]).squeeze(1)
             previous = torch.where(is_open > 0, last, previous)

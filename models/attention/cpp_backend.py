@@ -85,6 +85,7 @@ class CppAttention:
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
+        assert chosen.is_contiguous() and chosen.shape[-1] == to.held.shape[-1]
         threads = ctypes.c_int(torch.get_num_threads())
         sizes = [*chosen.shape, source.capacity]
         layout = (ctypes.c_int64 * len(sizes))(*sizes)

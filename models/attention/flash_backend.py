@@ -132,7 +132,8 @@ class FlashAttention:
         if prepared.options is None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
         if kv.noted is not None:  # by a product of its own, so that the output's bits stay what they are
-            note(q, kv.dequantized(q.dtype)[0].transpose(1, 2), prepared.bias(), kv)
+            keys = kv.keys if kv.rows is None else kv.keys[kv.rows]
+            note(q, keys.transpose(1, 2), prepared.bias(), kv)
         return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)
 
     def _options(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     """A file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are row-major.
 
-    Raises CheckpointError if the file is truncated or garbled. Reading one of a quantisation that the package cannot
-    decode is a NotImplementedError.
+    Raises CheckpointError if the file is truncated or garbled; reading a tensor does, of a quantisation that the
+    package cannot decode.
     """
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
@@ -63,15 +63,21 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
         what, seen = "the GGUF file is truncated or garbled", f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(what, path, seen, "a whole GGUF file", "download the file again (download.py)") from None
     tensors = {
-        tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, tensor, shape))
+        tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, path, tensor, shape))
         for tensor, shape in zip(reader.tensors, shapes, strict=True)
     }
     return metadata, tensors
 
 
-def _dequantized(tensor: ReaderTensor, shape: tuple[int, ...]) -> Tensor:
+def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Tensor:
     """In memory of its own."""
-    return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)).reshape(shape)
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        seen, fix = f"{tensor.name}: {tensor.tensor_type.name}", "use a Q4_1, Q8_0 or F16 file of the same model"
+        required = "F32, F16, BF16, or a block quantisation that the gguf package decodes"
+        raise CheckpointError("unsupported GGUF quantisation", path, seen, required, fix) from None
+    return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
 
 
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:

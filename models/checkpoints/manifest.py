@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 from common.errors import CheckpointError
 from models.checkpoints.tokenizer import TOKENIZER_FILES
+from models.cpp_build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
+REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
 SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
 
 
@@ -48,6 +51,25 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def remembered_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file, from the cache folder (of `cpp_build`) if this version of it was read before; what a disk
+    changes by itself is no other version."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_FROM:
+        return sha256_of(path)
+    version = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: a user without a home folder
+        known = (cache_folder() / "sha256" / version).read_text(encoding="utf-8")
+        if re.fullmatch("[0-9a-f]{64}", known):
+            return known
+    seen = sha256_of(path)
+    with suppress(OSError, RuntimeError):
+        note = cache_folder() / "sha256" / version
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(seen, encoding="utf-8")
+    return seen
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`: {"files": {name: {"size": bytes, "sha256": hex}}, ...}; no files if there is none.
     "generated": made from a GGUF's metadata by a conversion; "converted_from": the recipe of the last one. Raises
@@ -68,7 +90,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Manifest entries of files: their size in bytes and hex SHA-256, by name."""
     paths = {name: folder / name for name in names}
-    return {name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for name, path in paths.items()}
+    return {name: {"size": path.stat().st_size, "sha256": remembered_sha256(path)} for name, path in paths.items()}
 
 
 def update_manifest(folder: Path, entries: dict[str, dict[str, Any]], **extra: Any) -> None:
@@ -80,15 +102,18 @@ def update_manifest(folder: Path, entries: dict[str, dict[str, Any]], **extra: A
 
 
 def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> None:
-    """Compare the sizes of files with the manifest, and with `verify` their SHA-256; names that it does not list pass.
-    Raises CheckpointError naming the file that is missing or differs."""
+    """Compare the sizes and SHA-256 of files with the manifest; names that it does not list pass. verify: sums are read
+    anew, remembered or not. Raises CheckpointError naming the file that is missing or differs."""
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
         path, entry = folder / name, entries[name]
         seen: object = path.stat().st_size if path.is_file() else "no such file"
         required: object = entry["size"]
-        if seen == required and verify:
-            seen, required = sha256_of(path), entry["sha256"]
+        if seen == required:
+            required = entry["sha256"]
+            # Only the file itself can convict it.
+            if verify or (seen := remembered_sha256(path)) != required:
+                seen = sha256_of(path)
         if seen != required:
             what = "a file is not the one that the manifest describes"
             fix = "download or convert it again (--force, where it was changed on purpose)"
