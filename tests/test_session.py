@@ -11,6 +11,7 @@ from engine import generate
 from engine.bench.auto_costs import costs_of
 from engine.bench.config import AUTO, RunConfig, Sampling, Sizes, Target
 from engine.bench.memory import memory_plan
+from engine.bench.plan import resolve_several
 from engine.bench.session import Session
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
@@ -79,6 +80,12 @@ def test_the_memory_plan_counts_what_is_observed_of_verifications(config, policy
     drafters = session.drafters()
     held = sum(one.cache.n_bytes + one._observed.n_bytes for one in drafters)
     assert len(drafters) > 1 and held == session.n_rows * memory_plan(session.plan).per_row["draft KV"]
+
+
+def test_the_memory_plan_of_several_drafts_counts_those_that_have_entries(config) -> None:
+    several = resolve_several(config, [config.draft, NGramConfig(gamma=2)], texts=TEXTS)
+    alone = resolve_several(config, [config.draft], texts=TEXTS)
+    assert memory_plan(several).per_row["draft KV"] == memory_plan(alone).per_row["draft KV"] > 0
 
 
 def test_the_memory_plan_counts_what_a_cache_in_4_bits_holds(config) -> None:

@@ -51,7 +51,7 @@ published_speedup_text = partial(speedup_text, show=published_text)
 
 def _identical(record: Record) -> str | None:
     same = record.get("identical_sequences")
-    return None if same is None else f"{same:.0f} of {record['sequences']}"
+    return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
 def _rates(by_position: Sequence[float | None]) -> str:
