@@ -32,7 +32,7 @@ SPEED = columns.of(
     *("refresh_ms", "verify_step_ms", "round_ms", "acceptance_rate", "peak_memory_bytes", "identical"),
 )
 ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
-REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are of the rounds in which all rows are busy."
+REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are of rounds in which all rows are busy."
 
 
 def judged(records: list[Record]) -> list[Record]:
