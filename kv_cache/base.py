@@ -212,21 +212,25 @@ class KVCache(ABC):
         layers: Sequence[int] | None = None,
         queries: Sequence[torch.Tensor] | None = None,
         source_row: int | None = None,
+        known: int = 0,
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
 
         `layers` are those of the source that this cache has, in order; None if it has them all. `queries` are
-        those of the last `n_observed` tokens in every layer of the source, `[n_head, n_observed, head_dim]`.
+        those of the last `n_observed` tokens in every layer of the source, `[n_head, n_observed, head_dim]`. known: of
+        so many of the tokens the row holds what it was to keep, also what it selected, which stays.
         """
         from_row = row if source_row is None else source_row
-        kept = self.retained_positions(length).to(self.device)
+        kept = self.retained_positions(length)
+        kept = kept[kept >= known].to(self.device)
         to_slots = self.slots(kept)
         head = torch.arange(self.entries.shape[3], device=self.device)[:, None]
-        self.reset_row(row)
+        if not known:
+            self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             keys = partial(source.keys_in_order, from_layer, from_row, length)
             asked = None if queries is None else partial(queries.__getitem__, from_layer)
-            from_slots = source.slots(self.selected(kept, length, keys, asked))
+            from_slots = source.slots(kept if known else self.selected(kept, length, keys, asked))
             entries = source.entries[from_layer, :, from_row][:, head, from_slots]
             scale = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
             entries, scale = stored_as(entries, scale, self.entries.dtype)
@@ -235,9 +239,10 @@ class KVCache(ABC):
                 self.scales[to_layer, :, row][:, :, to_slots] = scale
         self.positions[row, to_slots] = kept
 
-    def keys_in_order(self, layer: int, row: int, length: int) -> torch.Tensor:
-        """One layer's keys of a row that holds all positions below `length`, `[n_kv_head, length, head_dim]`."""
-        slots = self.slots(torch.arange(length, device=self.device))
+    def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> torch.Tensor:
+        """One layer's keys of a row that holds all positions below `length`, `[n_kv_head, length - first, head_dim]`
+        from the `first` on."""
+        slots = self.slots(torch.arange(first, length, device=self.device))
         scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]
         return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
 

@@ -59,6 +59,10 @@ class Policy(ABC):
         """Raise ConfigError if the options do not go together; asked of a number of entries, never of `auto`."""
         return
 
+    def alternatives(self, prefix_len: int) -> list[Policy]:
+        """What its options leave to choose among behind prompts of that length; mostly itself."""
+        return [self]
+
     def for_context(self, trained: int, length: int) -> Policy:
         """The same for a draft model that was trained on `trained` positions, in rows of up to `length` tokens."""
         return self
@@ -82,18 +86,14 @@ class BudgetedPolicy(Policy):
     @property
     def budget(self) -> int:
         """The budget, once `auto` is resolved."""
-        assert not isinstance(self.draft_budget, str), "auto is resolved by of_budget()"
+        assert not isinstance(self.draft_budget, str), "auto is resolved by alternatives()"
         return self.draft_budget
 
-    def budgets(self, prefix_len: int) -> tuple[int, ...]:
-        """The one budget, or, ascending, those that `auto` chooses among behind prompts of that length."""
+    def alternatives(self, prefix_len: int) -> list[Policy]:
         if self.draft_budget != "auto":
-            return (self.budget,)
-        fitting = tuple(budget for budget in self.AUTO_BUDGETS if 2 * self.reserved < budget < prefix_len)
-        return fitting or self.AUTO_BUDGETS[:1]
-
-    def of_budget(self, budget: int) -> BudgetedPolicy:
-        return replace(self, draft_budget=budget)
+            return [self]
+        fitting = [budget for budget in self.AUTO_BUDGETS if 2 * self.reserved < budget < prefix_len]
+        return [replace(self, draft_budget=budget) for budget in fitting or self.AUTO_BUDGETS[:1]]
 
     def entries(self, length: int) -> int:
         return self.budget

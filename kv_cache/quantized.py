@@ -147,8 +147,9 @@ class QuantizedKVCache(KVCache):
         layers: Sequence[int] | None = None,
         queries: Sequence[torch.Tensor] | None = None,
         source_row: int | None = None,
+        known: int = 0,
     ) -> None:
-        """As of every cache; what lies behind the last whole group goes to the ring."""
+        """As of every cache, but all anew; what lies behind the last whole group goes to the ring."""
         from_row = row if source_row is None else source_row
         self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)

@@ -64,12 +64,15 @@ class RetrievalKVCache(VerifyTopKCache):
         layers: Sequence[int] | None = None,
         queries: Sequence[torch.Tensor] | None = None,
         source_row: int | None = None,
+        known: int = 0,
     ) -> None:
-        super().fill_row(row, source, length, layers, queries, source_row)
+        super().fill_row(row, source, length, layers, queries, source_row, known)
         from_row = row if source_row is None else source_row
+        # Back to the last choice, which chunks that the text has filled since have no means of.
+        first = max(0, known - self.refresh * self.window) // self.chunk
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            means = self._means(source.keys_in_order(from_layer, from_row, length))
-            self.means[to_layer, row, :, : means.shape[1]] = means
+            means = self._means(source.keys_in_order(from_layer, from_row, length, first * self.chunk))
+            self.means[to_layer, row, :, first : first + means.shape[1]] = means
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:

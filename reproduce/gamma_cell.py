@@ -117,7 +117,7 @@ class Contender:
 
         speedups: to plain decoding in the same repeat; speedup: their median.
         """
-        from engine.bench.record import costs_record, drafting_budget, identical_rows, rounded, tokens_per_second
+        from engine.bench.record import cache_of, costs_record, identical_rows, rounded, tokens_per_second
         from engine.stats import total
 
         plain = (self.plain or self).outputs
@@ -126,7 +126,7 @@ class Contender:
         speedups = list(map(operator.truediv, rates, plain_rates))
         choices = [[round_.choice for round_ in output.stats.rounds] for output in self.outputs]
         same = [identical_rows(a.tokens, b.tokens) for a, b in zip(self.outputs, plain, strict=True)]
-        budgets = [[drafting_budget(self.session, choice) for choice in run] for run in choices]
+        budgets = [[cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
         budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
         row = {
             "way": self.name,

@@ -35,21 +35,23 @@ def costs(plain: float, draft: float, verify: tuple[float, float], seen: Accepta
 CHEAP = costs(100, 15, (115, 160))
 
 
-def adaptive(*each: Costs) -> Adaptive:
-    return of_rows({8: each})
+def adaptive(*each: Costs, policies: Sequence[str] | None = None) -> Adaptive:
+    return of_rows({8: each}, policies)
 
 
-def of_rows(by_rows: dict[int, Sequence[Costs]]) -> Adaptive:
+def of_rows(by_rows: dict[int, Sequence[Costs]], policies: Sequence[str] | None = None) -> Adaptive:
     n_drafters = len(next(iter(by_rows.values())))
-    return Adaptive([NGram] * n_drafters, by_rows, GAMMAS)  # type: ignore[list-item]  # nothing is drafted
+    return Adaptive([NGram] * n_drafters, by_rows, GAMMAS, policies)  # type: ignore[list-item]  # nothing is drafted
 
 
-def simulate(each: Sequence[Costs], alphas, n_rounds: int, n_rows: int = 8) -> tuple[list[Choice], float]:
+def simulate(
+    each: Sequence[Costs], alphas, n_rounds: int, n_rows: int = 8, policies: Sequence[str] | None = None
+) -> tuple[list[Choice], float]:
     """Rounds on a machine that has those very costs; `alphas(round)[drafter]` drafts are accepted.
 
     Returns the choices, and the speedup over plain decoding of the last half of them.
     """
-    pacing, rng, choices, tokens, ms = adaptive(*each), random.Random(0), [], 0.0, 0.0
+    pacing, rng, choices, tokens, ms = adaptive(*each, policies=policies), random.Random(0), [], 0.0, 0.0
     for n in range(n_rounds):
         choice = pacing.choose(n_rows)
         choices.append(choice)
@@ -150,6 +152,23 @@ def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
     choices, _ = simulate(each, lambda n: alphas if n < 200 else (0.97, alphas[1]), 600)
     assert [choice.drafter for choice in choices[150:200]].count(wanted) > 40
     assert [choice.drafter for choice in choices[-100:]].count(0) > 75
+
+
+@pytest.mark.parametrize("alphas,wanted", [((0.2, 0.2, 0.9, 0.85), 1), ((0.9, 0.88, 0.3, 0.3), 0), ((0.1,) * 4, None)])
+def test_the_best_policy_is_found_whatever_another_one_does(alphas, wanted):
+    """Two policies of two budgets each; choosing entries anew costs one of them a little."""
+    large, small = costs(100, 20, (110, 150)), costs(100, 10, (110, 150))
+    each = [large, small, replace(large, refresh_ms=4.0), replace(small, refresh_ms=4.0)]
+    choices, _ = simulate(each, lambda n: alphas, 400, policies=["a", "a", "b", "b"])
+    drafted = [None if choice == PLAIN else choice.drafter // 2 for choice in choices[100:]]
+    assert drafted.count(wanted) > 250
+
+
+def test_what_choosing_entries_anew_costs_decides_between_policies():
+    dear = replace(CHEAP, refresh_ms=40.0, acceptance=AcceptanceRate(0.9, 300))
+    cheap = replace(dear, refresh_ms=2.0)
+    for each, wanted in (((dear, cheap), 1), ((cheap, dear), 0)):
+        assert adaptive(*each, policies=["a", "b"]).choose(8).drafter == wanted
 
 
 @pytest.mark.parametrize("small,wanted", [((14.9, 1.0, 6), 0), ((14.5, 0.9, 300), 0), ((10, 0.9, 300), 1)])

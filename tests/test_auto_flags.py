@@ -57,6 +57,27 @@ def test_the_budget_is_chosen_among_those_that_leave_something_out(call, draftin
     assert record["identical_sequences"] == 2
 
 
+def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting_pays):
+    """Of the budgets that a prompt of 150 leaves, every policy in its order; here the last one costs nothing."""
+    longer = f"{SIZES} --prefix_len 150 --gen_len 40 --draft_policy auto --refresh 2 --snapkv_window 12"
+    names = ["streaming", "retrieval", "snapkv", "verify_topk"]
+    for flags, budgets in (("--draft_budget 50", [50]), ("--draft_budget auto --gamma auto", [128, 64])):
+        seen = call(SELFSPEC, f"{longer} {flags}")
+        record = seen.record
+        assert (record["draft_policy"], record["refresh"], record["identical_sequences"]) == ("auto", 2, 2)
+        assert record["draft_budget"] == (50 if budgets == [50] else "auto")
+        costs = [(one["draft_budget"], one["draft_policy"]) for one in record["measured_costs"]]
+        assert costs == [(budget, name) for budget in budgets for name in names]
+        assert {(one["draft_policy"], one["draft_budget"]) for one in drafting(record)} == {(names[-1], budgets[-1])}
+        assert "x verify_topk, " in seen.out
+
+
+def test_what_is_measured_of_policies_that_choose_anew_is_what_that_takes(call):
+    record = call(SELFSPEC, f"{SIZES} --draft_policy auto --draft_budget 50 --measure_costs").record
+    chooses = {one["draft_policy"]: one["refresh_ms"] > 0 for one in record["measured_costs"]}
+    assert chooses == {"streaming": False, "snapkv": False, "verify_topk": True, "retrieval": True}
+
+
 @pytest.mark.parametrize(
     "drafter", ["--draft ngram", "--draft oracle", "--draft_policy full", SNAPKV, f"{SNAPKV} --target"]
 )

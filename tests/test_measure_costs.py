@@ -112,23 +112,32 @@ def test_what_follows_with_fewer_rows_is_of_those_alone(runner, decodes):
 
 def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
     """Three rounds, ms; the one that something else held up counts for nothing."""
-    usual = {"draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002}
-    return [usual, dict.fromkeys(usual, 1.0), usual]
+    usual = {"draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002, "refresh": 0.0}
+    return [usual, dict.fromkeys(usual, 1.0) | {"refresh": 0.0}, usual]
 
 
 def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(11), Choice(0, 3): timed(29, 70), Choice(1, 3): timed(12, 90)}
     rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
-    first, second = costs_of_rounds(rounds, [1, 3], rates)
+    first, second = costs_of_rounds(rounds, [1, 3], rates, [0, 0])
     assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (11 + 29) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
 
 
+def test_choosing_entries_anew_costs_every_round_its_share():
+    rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
+    rounds[Choice(1, 3)] = [one | {"refresh": ms / 1e3} for one, ms in zip(timed(30), (0, 80, 12), strict=True)]
+    first, second = costs_of_rounds(rounds, [3], [None] * 2, [0, 4])
+    assert (first.refresh_ms, second.refresh_ms) == pytest.approx((0, 12 / 4))
+    assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
+    assert second.slower(2).round_ms(3) == pytest.approx(2 * second.round_ms(3))
+
+
 def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
     rounds = {PLAIN: timed(0), Choice(0, 1): timed(10), Choice(0, 3): timed(30)}
     rounds |= {Choice(index, 2): timed(2 * ms) for index, ms in enumerate((12, 6, 9, 5), start=1)}
-    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5)
+    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5, [0] * 5)
     assert [one.draft_ms for one in found] == pytest.approx([10, 10, 6, 6, 5])
 
 

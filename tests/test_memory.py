@@ -288,7 +288,7 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
         prompts = random_prompts([9, 14][:n_rows])
         generate(runner, prompts, **how)
         Rehearsal(runner, drafters, prompts, gamma=3, **how).run(choices, 2)
-    draft = ResolvedDraft(SelfConfig(), 3, auto_gamma=True, budgets=budgets)
+    draft = ResolvedDraft(SelfConfig(), 3, True, tuple(map(Streaming, budgets)), budgets)
     on_cuda = {"n_rows": 2, "draft": draft, "device": "cuda", "sampling": sampling}
     plan, called = (plan_of(TINY, config=RunConfig(Target(no_cuda_graphs=off)), **on_cuda) for off in (False, True))
     assert plan.total(2) - called.total(2) == 2 * plan.per_row["outputs of captured rounds"] > 0

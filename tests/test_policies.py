@@ -41,6 +41,29 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
     assert not POLICIES[policy].is_exact or (counts[0].acceptance_rate == 1.0) == ((kind, policy) == ("self", "full"))
 
 
+@pytest.mark.parametrize("n_missed", [4, 20])
+@pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
+def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
+    """Fewer tokens than its window has or more, of ragged rows: as if filled anew, but for what it had selected."""
+    model, prompts, n_known = tiny_model(), random_prompts([40, 7, 23]), [35, 4, 20]
+    runner, cache, anew = ModelRunner(model, full_cache(model, 3)), *(POLICIES[policy].make(TINY, SIZE) for _ in "12")
+    drafter, again = SelfSpeculation(runner, cache, GAMMA), SelfSpeculation(runner, anew, GAMMA)
+    texts = [prompt + random_prompts([n_missed], seed=len(prompt))[0] for prompt in prompts]
+    for row, (text, known) in enumerate(zip(texts, n_known, strict=True)):
+        runner.prefill_row(row, text)
+        drafter.follow([Shown(row, row, text[:known], 0)])
+        selected = cache.keys[:, row, :, : SIZE.n_kept].clone() if known > cache.capacity else None
+        drafter.follow([Shown(row, row, text, known)])
+        again.follow([Shown(row, row, text, 0)])
+        assert torch.equal(cache.positions[row], anew.positions[row])
+        chosen = getattr(cache, "n_sink", 0) if POLICIES[policy].by_attention and len(text) > cache.capacity else 0
+        assert torch.equal(cache.keys[:, row, :, chosen:], anew.keys[:, row, :, chosen:])
+        assert selected is None or torch.equal(cache.keys[:, row, :, : SIZE.n_kept], selected) or not chosen
+        if policy == "retrieval":
+            n_whole = len(text) // cache.chunk
+            assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
+
+
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
 def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
     """Rows are filled twice, with longer prompts or shorter ones."""

@@ -141,7 +141,7 @@ def test_a_row_that_was_filled_anew_keeps_what_its_prompt_chose():
     assert torch.equal(rows.cache.entries[:, :, 0], others), "chosen again by the same queries, it is the same"
 
 
-@pytest.mark.parametrize("refresh,n_choices", [(1, 12), (3, 4), (7, 1)])
+@pytest.mark.parametrize("refresh,n_choices", [(1, 12), (3, 4), (7, 2)])
 def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkeypatch):
     model, chosen = tiny_model(), []
     runner, cache = ModelRunner(model, full_cache(model, 1)), draft_cache(n_rows=1, refresh=refresh)
@@ -167,7 +167,7 @@ def test_the_round_before_a_choice_is_the_one_that_is_noted(monkeypatch):
     monkeypatch.setattr(VerifyTopKCache, "choose", watched)
     drafter = SelfSpeculation(runner, draft_cache(n_rows=2, refresh=3), GAMMA)
     generate(runner, random_prompts([40, 25]), max_new_tokens=60, drafter=drafter)
-    assert len(n_noted) > 10 and {*n_noted} <= {*range(1, GAMMA + 2)}
+    assert len(n_noted) > 10 and {*n_noted} <= {*range(GAMMA + 2)}  # 0 of a row that idles
 
 
 def test_the_draft_never_holds_a_token_twice():

@@ -9,12 +9,15 @@ from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
+from engine.bench.config import AUTO
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.schedules import OF_CONFIDENCE, OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
 FULL_BUDGET = -1
 DEFAULT_POLICY = "streaming"
+# Fields of drafters that are no options.
+NO_OPTIONS = ("policy", "policies", "texts")
 # The name that the paper's scripts have for it.
 ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
@@ -81,15 +84,17 @@ def draft_flags(
     for kind in kinds_of_options:
         for option in fields(kind):
             owners.setdefault(option.name, []).append(kind)
-    for name in ("policy", "texts"):
+    for name in NO_OPTIONS:
         owners.pop(name, None)
     specs: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     if len(chosen) > 1:
         first = "self" if "self" in chosen else next(iter(chosen))
         specs.append(("draft", Annotated[Literal[tuple(chosen)], arg(help=_listed(chosen))], first))
     if kept:
-        says = arg(help=f"what the cache keeps. {_listed(kept)}", help_behavior_hint=f"(default: {DEFAULT_POLICY})")
-        specs.append(("draft_policy", Annotated[PolicyName | None, says], None))
+        chooses = f"{AUTO}, of a self-draft: whichever with a budget pays best, chosen while decoding"
+        hint = f"(default: {DEFAULT_POLICY})"
+        says = arg(help=f"what the cache keeps. {_listed(kept)}; {chooses}", help_behavior_hint=hint)
+        specs.append(("draft_policy", Annotated[PolicyName | Literal["auto"] | None, says], None))
         says = arg(help="what guesses beside a draft model, where it is sure", help_behavior_hint="(default: none)")
         specs.append(("text_drafts", Annotated[tuple[TextName, ...], says], ()))
     for name, (owner, *others) in owners.items():
@@ -118,10 +123,14 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
     given = {"gamma": "auto", **given} if given.get("gamma_schedule") == "auto" else given
     if not issubclass(kind, ModelDrafterConfig):
         return kind(**own(kind))
-    policy = policies()[given.get("draft_policy", DEFAULT_POLICY)]
+    name = given.get("draft_policy", DEFAULT_POLICY)
+    budgeted = [one for one in policies().values() if issubclass(one, BudgetedPolicy)]
+    budgeted.sort(key=lambda one: one.name != DEFAULT_POLICY)  # the first drafts until another pays more
+    several = tuple(one(**own(one)) for one in budgeted) if name == AUTO else ()
+    policy = several[0] if several else policies()[name](**own(policies()[name]))
     # How far rows draft is told of the model.
     texts = tuple(TEXTS[name](**own(TEXTS[name]) | {"gamma_schedule": None}) for name in given.get("text_drafts", ()))
-    return kind(**own(kind), policy=policy(**own(policy)), texts=texts)
+    return kind(**own(kind), policy=policy, policies=several, texts=texts)
 
 
 def _required(kind: type[DrafterConfig]) -> list[str]:
@@ -134,17 +143,19 @@ def _options(config: DrafterConfig) -> list[str]:
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
     texts = config.texts if isinstance(config, ModelDrafterConfig) else ()
-    unused = {"policy", "texts", *config.unused, *(() if texts else ("text_match",))}
+    unused = {*NO_OPTIONS, *config.unused, *(() if texts else ("text_match",))}
     unused |= set() if config.gamma_schedule == "confidence" else {*OF_CONFIDENCE}
     own = [one.name for one in fields(config) if one.name not in unused]
     if not isinstance(config, ModelDrafterConfig):
         return own
-    owners: list[Any] = [config.policy, *texts]
+    owners: list[Any] = [*(config.policies or [config.policy]), *texts]
     return ["draft_policy", "text_drafts", *(one.name for owner in owners for one in fields(owner)), *own]
 
 
 def _called(config: DrafterConfig) -> str:
-    policy = f", {config.policy.name}" if isinstance(config, ModelDrafterConfig) else ""
+    policy = ""
+    if isinstance(config, ModelDrafterConfig):
+        policy = f", {AUTO if config.policies else config.policy.name}"
     return config.name + policy + (", gamma 0" if config.gamma == 0 else "")
 
 

@@ -87,8 +87,9 @@ def _drafting(draft: ResolvedDraft) -> str:
         return f"{draft.kind} draft{name}"
     layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
-    entries = " or ".join(map(str, draft.budgets)) or draft.capacity
+    entries = " or ".join(dict.fromkeys(map(str, reversed(draft.capacities))))
     how = " chosen by attention" if draft.policy.n_observed else ""
+    how = f" by {' or '.join(dict.fromkeys(one.name for one in draft.policies))}" if draft.auto_policy else how
     return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries{how}"
 
 
@@ -118,7 +119,7 @@ def table(record: dict[str, Any]) -> str:
     if record["benchmark"] == "baseline":
         return console(lines[:2], COLUMNS[:2])
     shown = console(lines, COLUMNS)
-    is_chosen = AUTO in (record["gamma"], record["draft_budget"])
+    is_chosen = AUTO in (record["gamma"], record["draft_policy"], record["draft_budget"])
     return f"{shown}\n  rounds by choice: {_chosen(record)}" if is_chosen else shown
 
 
@@ -130,11 +131,13 @@ def _identical(record: dict[str, Any]) -> str | None:
 
 
 def _chosen(record: dict[str, Any]) -> str:
-    """What rounds chose: `12 x gamma 3`, with the budget where that is chosen, too."""
+    """What rounds chose: `12 x gamma 3`, with the policy and the budget where those are chosen, too."""
     parts = []
     for choice in record["choices"]:
+        policy = f"{choice['draft_policy']}, " if record["draft_policy"] == AUTO else ""
         budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
-        parts.append(f"{choice['rounds']} x " + (f"{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"))
+        how = f"{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
+        parts.append(f"{choice['rounds']} x {how}")
     return "; ".join(parts)
 
 

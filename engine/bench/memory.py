@@ -128,19 +128,19 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         config = replace(config, n_layer=len(draft.layers))
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
     prefills = draft.source is not None and not is_head
-    capacities = draft.capacities * (2 if prefills and plan.chooses else 1)  # what a prompt left is kept
-    as_draft = plan.shares_weights or is_head, prefills, draft.policy.n_observed
+    n_kept = 2 if prefills and plan.chooses else 1  # what a prompt left is kept
+    as_draft = plan.shares_weights or is_head, prefills, max(one.n_observed for one in draft.policies)
     dequantizes = (lambda n_token: True) if draft.policy.has_own_storage else dequantizes  # what it unpacks
     stored = draft.quantize, draft.kv_dtype, dequantizes
-    each = (draft.of_capacity(entries).policy for entries in capacities if entries)
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
-    caches = [policy.new_cache(*sizes) for policy in each if policy]
+    caches = [policy.new_cache(*sizes) for policy in draft.policies * n_kept]
     of_block = plan.gamma + 1, config.n_head, plan.dtype, plan.capacity
     observed = [cache.observer(*of_block) for cache in caches if isinstance(cache, VerifyTopKCache)]
     row_bytes = sum(cache.n_bytes for cache in caches) + sum(one.n_bytes for one in observed)
     if draft.inner_budget:
         row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
-    own = Footprint(config, draft.dtype, capacities, *stored, *as_draft, draft.policy.of_self_drafts, row_bytes)
+    observes = any(one.of_self_drafts for one in draft.policies)
+    own = Footprint(config, draft.dtype, draft.capacities * n_kept, *stored, *as_draft, observes, row_bytes)
     return plan_memory(plan, target, own)
 
 
@@ -196,11 +196,11 @@ def captured_rows(plan: Plan) -> int:
     draft = plan.draft
     if plan.device == "cpu" or plan.config.target.no_cuda_graphs:
         return 0
-    gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.capacities))] if draft else [0]
+    gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.each()))] if draft else [0]
     twice = 2 if plan.sampling.mode == "rejection" else 1
     longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
-    if draft and draft.policy and draft.policy.of_self_drafts:  # what is noted is captured apart
-        each += [1 + gamma for gamma in draft.gammas * len(draft.capacities)]
+    if draft:  # what is noted is captured apart
+        each += [1 + gamma for gamma in draft.gammas for one in draft.policies if one.of_self_drafts]
     return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
 
 

@@ -89,7 +89,8 @@ def speculation_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
 def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts | None) -> Pacing:
     """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
     assert session.draft is not None
-    return Adaptive(drafters, costs.by_rows, session.draft.gammas) if costs else Fixed(drafters[0])
+    names = [one.name for one in session.draft.policies]
+    return Adaptive(drafters, costs.by_rows, session.draft.gammas, names) if costs else Fixed(drafters[0])
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
@@ -102,7 +103,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
         choices.insert(0, PLAIN)
     gamma = max(choice.gamma for choice in choices)
     # What comes every so many rounds, twice.
-    n_rounds = max(WARM_UP_ROUNDS, 2 * getattr(draft and draft.policy, "refresh", 0))
+    n_rounds = max(WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters))
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         prompts = session.prompts[:n_rows]
         Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, n_rounds)

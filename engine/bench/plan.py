@@ -136,7 +136,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     plan = with_draft(plan, config.draft)
     if config.passes.measure_costs and not plan.chooses:
         what = "costs are measured where something is chosen by them"
-        needed = f"{flag('gamma')} or {flag('draft_budget')} auto"
+        needed = f"{flag('gamma')}, {flag('draft_budget')} or {flag('draft_policy')} auto"
         raise without_effect(["measure_costs"], what, seen="nothing to choose", required=needed)
     _check_context(plan)
     return replace(plan, capacity=plan.length)
@@ -164,15 +164,15 @@ def with_draft(plan: Planned, config: DrafterConfig | None) -> Planned:
             raise ConfigError(what, flag("draft_model"), named, held, fix)
         drafting, length = source, max(plan.capacity, plan.length + draft.gamma)
         if draft.policy is not None:
-            draft = draft.of_policy(draft.policy.for_context(source.config.max_context, length))
+            draft = replace(draft, policies=(draft.policy.for_context(source.config.max_context, length),))
         if not draft.auto_gamma:
             check_heads(draft.gamma, source.most_drafts)
         draft = replace(draft, source=source, gamma=min(draft.gamma, source.most_drafts))
     check_layers(draft.layers, n_layer)
-    window, policy = drafting.config.sliding_window, draft.policy
-    if policy and policy.n_observed and window is not None:
-        what, where = f"{policy.name} selects entries that a sliding window hides", flag("draft_policy")
-        seen = f"{policy.name}, and a model with a sliding window of {window} tokens"
+    window, selecting = drafting.config.sliding_window, [one.name for one in draft.policies if one.n_observed]
+    if selecting and window is not None:
+        what, where = f"{selecting[0]} selects entries that a sliding window hides", flag("draft_policy")
+        seen = f"{selecting[0]}, and a model with a sliding window of {window} tokens"
         required, fix = "a model that attends to the whole context", f"use {where} streaming"
         raise ConfigError(what, f"{where} on {drafting.name}", seen, required, fix)
     if draft.quantize:
@@ -194,12 +194,12 @@ def resolve_several(
     plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)), texts)
     assert plan.draft is not None
     each = [resolve_draft(draft, config.target, plan.prefix_len, plan.gen_len) for draft in drafts]
-    budgets = [capacity for draft in each for capacity in draft.capacities]
-    draft = replace(plan.draft, capacity=max(budgets))
-    if at_once != "one":
-        held = tuple(sorted(budgets if at_once == "all" else {*budgets}))
-        draft = replace(draft, budgets=held, auto_gamma=len(drafts) > 1)
-    return replace(plan, draft=draft)
+    pairs = [pair for draft in each for pair in zip(draft.capacities, draft.policies, strict=True)]
+    held = pairs if at_once == "all" else [*dict(pairs).items()]
+    held = sorted(held, key=lambda pair: -pair[0])[: None if at_once != "one" else 1]
+    capacities, policies = zip(*held, strict=True) if held else ((), ())
+    is_chosen = plan.draft.auto_gamma if at_once == "one" else len(drafts) > 1
+    return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities, auto_gamma=is_chosen))
 
 
 def _check_files(config: RunConfig) -> None:

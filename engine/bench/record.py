@@ -164,26 +164,27 @@ def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:
-    """How many rounds drafted how far, and with how many KV entries a row."""
+    """How many rounds drafted how far, by which policy, and with how many KV entries a row."""
     counts = Counter(round_.choice for round_ in speculative.stats.rounds)
     return [
-        {"draft_budget": drafting_budget(session, choice), "gamma": choice.gamma, "rounds": n}
+        {**cache_of(session, choice), "gamma": choice.gamma, "rounds": n}
         for choice, n in sorted(counts.items(), key=lambda item: (item[0].drafter or 0, item[0].gamma))
     ]
 
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
-    """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its KV entries a
-    row if it has a cache."""
+    """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its policy and KV
+    entries a row if it has a cache."""
     return [
         {
             "rows": n_rows,
-            "draft_budget": drafting_budget(session, Choice(index, one.at[-1])),
+            **cache_of(session, Choice(index, one.at[-1])),
             "plain_ms": one.plain_ms,
             "gammas": one.at,
             "verify_ms": one.verify_ms,
             "draft_ms": one.draft_ms,
             "other_ms": one.other_ms,
+            "refresh_ms": one.refresh_ms,
             "accepted_share": one.acceptance.value if one.acceptance else None,
             "places_reached": one.acceptance.n if one.acceptance else None,
         }
@@ -192,8 +193,9 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
     ]
 
 
-def drafting_budget(session: Session, choice: Choice) -> int | None:
-    """KV entries a row of what a round drafted with; None if nothing did, or it has no cache."""
-    if not session.draft or session.draft.dtype is None or choice.drafter is None or not choice.gamma:
-        return None
-    return session.draft.capacities[choice.drafter]
+def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
+    """Policy and KV entries a row of what a round drafted with; None if nothing did, or it has no cache."""
+    if not session.draft or not session.draft.policies or choice.drafter is None or not choice.gamma:
+        return {"draft_policy": None, "draft_budget": None}
+    policy, budget = session.draft.policies[choice.drafter], session.draft.capacities[choice.drafter]
+    return {"draft_policy": policy.name, "draft_budget": budget}

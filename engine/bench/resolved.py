@@ -17,7 +17,7 @@ from engine.drafters.schedules import OF_CONFIDENCE
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
-from kv_cache.policy import BudgetedPolicy, Policy, policies
+from kv_cache.policy import Policy, policies
 from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
 
@@ -26,7 +26,7 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
 # Fields of drafters that are no options of a record, or have another place there.
-ELSEWHERE = {"policy", "texts", "gamma", "draft_model", "draft_ranks"}
+ELSEWHERE = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,19 @@ class ResolvedSampling:
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """What drafts, and how far. One with a model has a KV cache of `capacity` entries a row, of weights in `dtype`.
+    """What drafts, and how far. One with a model has weights in `dtype`, and a KV cache.
 
-    gamma: what every round drafts, or with `auto_gamma` the most that one may. budgets: what `--draft_budget auto`
-    chooses among, each in a cache of its own; `capacity` is then the largest. quantize: the scheme of the linear
-    layers; kv_dtype: of the cache's entries. source: of a model that is not the target.
+    gamma: what every round drafts, or with `auto_gamma` the most that one may. policies: of that cache; several are
+    what `--draft_policy auto` and `--draft_budget auto` choose among, each in a cache of its own, the largest budgets
+    first. capacities: KV entries a row of each. quantize: the scheme of the linear layers; kv_dtype: of the cache's
+    entries. source: of a model that is not the target.
     """
 
     config: DrafterConfig
     gamma: int
     auto_gamma: bool = False
-    capacity: int = 0
-    budgets: tuple[int, ...] = ()
+    policies: tuple[Policy, ...] = ()
+    capacities: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     quantize: str | None = None
     kv_dtype: torch.dtype | None = None
@@ -67,7 +68,11 @@ class ResolvedDraft:
 
     @property
     def policy(self) -> Policy | None:
-        return self.config.policy if isinstance(self.config, ModelDrafterConfig) else None
+        return self.policies[0] if self.policies else None
+
+    @property
+    def capacity(self) -> int:
+        return max(self.capacities, default=0)
 
     @property
     def texts(self) -> tuple[HostDrafterConfig, ...]:
@@ -89,7 +94,7 @@ class ResolvedDraft:
     def options(self) -> dict[str, Any]:
         """Those of the drafter and of its policy, by name."""
         schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
-        owners = [*self.texts, self.config, *([self.policy] if self.policy else [])]
+        owners = [*self.texts, self.config, *self.policies]
         own = {name: value for owner in owners for name, value in vars(owner).items()}
         own |= {"text_drafts": [text.name for text in self.texts] or None, "gamma_schedule": schedule}
         return own if schedule == "confidence" else own | dict.fromkeys(OF_CONFIDENCE)
@@ -100,11 +105,6 @@ class ResolvedDraft:
         return self.source, self.dtype, self.quantize, self.layers
 
     @property
-    def capacities(self) -> tuple[int, ...]:
-        """KV entries a row of each drafter, in the order of the drafters: the largest first."""
-        return tuple(sorted(self.budgets, reverse=True)) or (self.capacity,)
-
-    @property
     def gammas(self) -> tuple[int, ...]:
         """Those of the rounds that draft, ascending."""
         return tuple(range(1, self.gamma + 1)) if self.auto_gamma else (self.gamma,)
@@ -112,18 +112,20 @@ class ResolvedDraft:
     @property
     def automatic(self) -> bool:
         """Whether anything is chosen from round to round."""
-        return self.auto_gamma or bool(self.budgets)
+        return self.auto_gamma or self.auto_policy or self.auto_budget
 
-    def of_capacity(self, capacity: int) -> ResolvedDraft:
-        """The same with one of its budgets."""
-        if not isinstance(self.policy, BudgetedPolicy):
-            return self
-        return replace(self.of_policy(self.policy.of_budget(capacity)), capacity=capacity, budgets=())
+    @property
+    def auto_policy(self) -> bool:
+        return isinstance(self.config, ModelDrafterConfig) and bool(self.config.policies)
 
-    def of_policy(self, policy: Policy) -> ResolvedDraft:
-        """The same with another policy, of a draft that has one."""
-        assert isinstance(self.config, ModelDrafterConfig)
-        return replace(self, config=replace(self.config, policy=policy))
+    @property
+    def auto_budget(self) -> bool:
+        return isinstance(self.config, ModelDrafterConfig) and self.config.auto_budget
+
+    def each(self) -> list[ResolvedDraft]:
+        """One draft for each policy, in their order; of those without a cache the one."""
+        pairs = zip(self.policies, self.capacities, strict=True)
+        return [replace(self, policies=(one,), capacities=(n,)) for one, n in pairs] or [self]
 
 
 def option_names() -> list[str]:
@@ -193,18 +195,19 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     if not isinstance(draft, ModelDrafterConfig):
         return ResolvedDraft(draft, AUTO_GAMMA if auto_gamma else int(draft.gamma), auto_gamma)
     is_target = isinstance(draft, SelfConfig)
-    budgets: tuple[int, ...] = ()
-    policy = smallest = draft.policy
-    if isinstance(policy, BudgetedPolicy) and policy.draft_budget == AUTO:
-        if not is_target:
-            what = "a standalone draft cannot change its budget: its cache would have to be prefilled again"
-            fix = "compare budgets with reproduce/acceptance.py --draft_model D --budgets 64 256, and name one"
-            raise ConfigError(what, flag("draft_budget"), AUTO, "a number of entries", fix)
-        budgets = policy.budgets(prefix_len)
-        smallest, policy = policy.of_budget(budgets[0]), policy.of_budget(budgets[-1])
-        smallest.check()
-    gamma = min(AUTO_GAMMA, smallest.room - 1) if auto_gamma else int(draft.gamma)
-    check_gamma(gamma, smallest.room)
+    if not is_target and (draft.policies or draft.auto_budget):
+        what = "a draft with a model of its own cannot change its cache, which would have to be prefilled again"
+        fix = "compare with reproduce/acceptance.py --draft_model D --policies streaming snapkv --budgets 64 256"
+        where = flag("draft_policy" if draft.policies else "draft_budget")
+        raise ConfigError(what, where, AUTO, "a policy and a number of entries", f"{fix}, and name one")
+    each = [one for policy in draft.policies or (draft.policy,) for one in policy.alternatives(prefix_len)]
+    for policy in each:
+        policy.check()
+    room = min(policy.room for policy in each)
+    gamma = min(AUTO_GAMMA, room - 1) if auto_gamma else int(draft.gamma)
+    check_gamma(gamma, room)
+    length = prefix_len + gen_len + gamma + 1
+    each.sort(key=lambda policy: -policy.entries(length))
     device, wanted = resolve_device(target.device), draft.draft_dtype
     dtype = resolve_dtype(target.dtype, device) if wanted in (AUTO, "same") else DTYPES[wanted]
     if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
@@ -212,11 +215,11 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     weights, entries = draft.draft_weights, draft.draft_kv_dtype
     # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
     return ResolvedDraft(
-        replace(draft, policy=policy),
+        draft,
         gamma,
         auto_gamma,
-        capacity=policy.entries(prefix_len + gen_len + gamma + 1),
-        budgets=budgets,
+        policies=tuple(each),
+        capacities=tuple(policy.entries(length) for policy in each),
         dtype=dtype,
         quantize=weights if weights != "same" else target.quantize if is_target else None,
         kv_dtype=KV_DTYPES.get(target.kv_dtype if is_target and entries == "same" else entries, dtype),

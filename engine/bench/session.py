@@ -170,9 +170,9 @@ class Session(Plan):
         return replace(self, runner=runner, n_rows=n_rows, capacity=length)
 
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
-        """One drafter, or with `--draft_budget auto` one of each budget, the largest first."""
+        """One drafter, or one for each policy and budget that `auto` chooses among, the largest budgets first."""
         assert self.draft is not None, "the session was opened without a draft"
-        return [self._build(self.draft.of_capacity(capacity), texts) for capacity in self.draft.capacities]
+        return [self._build(one, texts) for one in self.draft.each()]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
         """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once. texts: what

@@ -33,7 +33,7 @@ def _draft_record(session: Session) -> dict[str, Any]:
     own = draft.options if draft else {}
     if draft and draft.dtype is not None:
         own |= {
-            "draft_budget": AUTO if draft.budgets else draft.capacity,
+            "draft_budget": AUTO if draft.auto_budget else draft.capacity,
             "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
             "draft_layers": draft.layers,
             "draft_dtype": dtype_name(draft.dtype),
@@ -43,6 +43,6 @@ def _draft_record(session: Session) -> dict[str, Any]:
     return {
         "draft_model": draft.source.name if draft and draft.source else None,
         "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,
-        "draft_policy": draft.policy.name if draft and draft.policy else None,
+        "draft_policy": AUTO if draft and draft.auto_policy else draft.policy.name if draft and draft.policy else None,
         **{name: own.get(name) for name in option_names()},
     }

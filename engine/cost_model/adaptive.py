@@ -1,7 +1,6 @@
 """Adaptive: before every round, the drafter and the gamma that pay best by measured costs and the acceptance seen."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -27,22 +26,27 @@ class Adaptive:
 
     `costs[n][i]`: of drafter i while n rows decode, from the largest budget to the smallest; in between, what rounds
     cost in plain steps lies on straight lines. gammas: of the rounds to choose among beside plain ones, as far as they
-    were measured. The first drafter drafts until another promises 3% more, and so on from there.
+    were measured. policies: each drafter's, by name; None if they differ in their budgets alone. The first drafter
+    drafts until another promises 3% more, and so on from there.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
-    the prior says where there are few; but no better than one with a larger budget, since the best of several small
-    counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again once the
-    evidence against it has faded, if it would pay then, catching up included (optimistic initial values: Sutton and
-    Barto, Reinforcement Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
+    the prior says where there are few; but no better than one of the same policy with a larger budget, since the best
+    of several small counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again
+    once the evidence against it has faded, if it would pay then, catching up included (optimistic initial values:
+    Sutton and Barto, Reinforcement Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
 
     Where more rows are about to join, speculation has to pay beside plain rounds with them: rows that it hurries
     through leave smaller batches behind, whose tokens cost more each.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], costs: Mapping[int, Sequence[Costs]], gammas: Sequence[int]
+        self,
+        drafters: Sequence[Drafter],
+        costs: Mapping[int, Sequence[Costs]],
+        gammas: Sequence[int],
+        policies: Sequence[str] | None = None,
     ) -> None:
-        self.drafters = tuple(drafters)
+        self.drafters, self._policies = tuple(drafters), policies or [""] * len(drafters)
         self.max_gamma = max(gammas)
         self._rows = sorted(costs)
         of_all_rows = costs[self._rows[-1]]
@@ -62,11 +66,12 @@ class Adaptive:
 
     def choose(self, n_busy: int, n_joining: int = 0) -> Choice:
         shared = self._ms_per_token(n_busy + n_joining) / self._ms_per_token(n_busy)
-        own = (
-            (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
-            for accepted, verified in zip(self._accepted, self._verified, strict=True)
-        )
-        alphas = [*accumulate(own, min)]
+        alphas: list[float] = []
+        least: dict[str, float] = {}
+        for policy, accepted, verified in zip(self._policies, self._accepted, self._verified, strict=True):
+            own = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
+            least[policy] = min(own, least.get(policy, own))
+            alphas.append(least[policy])
 
         def promise(choice: Choice) -> float:
             assert choice.drafter is not None

@@ -22,7 +22,8 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds of one batch at one context: a step of plain decoding, verifications of so many drafts as in `at`,
-    ascending, one step of the draft, and what else a round takes. acceptance: what was seen meanwhile, of real text."""
+    ascending, one step of the draft, what else a round takes, and a round's share of what takes to choose the draft's
+    entries anew. acceptance: what was seen meanwhile, of real text."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -30,6 +31,7 @@ class Costs:
     draft_ms: float
     other_ms: float
     acceptance: AcceptanceRate | None = None
+    refresh_ms: float = 0.0
 
     def round_ms(self, gamma: int) -> float:
         """A round of that gamma. Verifications between and beyond the measured gammas lie on straight lines, below
@@ -39,7 +41,7 @@ class Costs:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
         else:
             verify = np.interp(gamma, at, ms)
-        return gamma * self.draft_ms + float(verify) + self.other_ms
+        return gamma * self.draft_ms + float(verify) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: int) -> float:
         """Of a draft model, with tokens of every row: to a draft step as a verification of them is to a plain step."""
@@ -49,8 +51,8 @@ class Costs:
     def slower(self, times: float) -> Self:
         """Where everything takes so many times as long."""
         verify_ms = tuple(times * ms for ms in self.verify_ms)
-        plain, draft, other = (times * ms for ms in (self.plain_ms, self.draft_ms, self.other_ms))
-        return replace(self, plain_ms=plain, verify_ms=verify_ms, draft_ms=draft, other_ms=other)
+        others = ("plain_ms", "draft_ms", "other_ms", "refresh_ms")
+        return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in others})
 
     def speedup(self, tokens: float, gamma: int) -> float:
         """Of rounds that emit so many tokens a row (see `tokens_per_round`) over plain decoding."""

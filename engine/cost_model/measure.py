@@ -158,15 +158,17 @@ def _choices(drafters: Sequence[Drafter], gammas: Sequence[int]) -> list[Choice]
 
 def _costs(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int) -> list[Costs]:
     timed = {choice: parts[n_untimed:] for choice, parts in rehearsal.timed.items()}
-    return costs_of_rounds(timed, gammas, rehearsal.acceptance)
+    return costs_of_rounds(timed, gammas, rehearsal.acceptance, [one.refresh_every for one in rehearsal.drafters])
 
 
 def costs_of_rounds(
     timed: Mapping[Choice, Sequence[Mapping[str, float]]],
     gammas: Sequence[int],
     acceptance: Sequence[AcceptanceRate | None],
+    refresh_every: Sequence[int],
 ) -> list[Costs]:
-    """One a drafter, of the seconds that the rounds of each choice took in its parts "draft", "verify" and "other".
+    """One a drafter, of the seconds that the rounds of each choice took in its parts (see `Rehearsal`), and of the
+    rounds after which its entries are chosen anew.
 
     A draft step takes no longer than one of the drafter before it.
     """
@@ -174,15 +176,17 @@ def costs_of_rounds(
     def ms(choice: Choice, part: str) -> float:
         return 1e3 * median_low(times[part] for times in timed[choice])  # of two, the one that nothing held up
 
-    draft_ms = []
-    for drafter in range(len(acceptance)):
+    draft_ms, refresh_ms = [], []
+    for drafter, every in enumerate(refresh_every):
         drafted = [choice for choice in timed if choice.drafter == drafter]
         draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
+        seconds = [parts["refresh"] for choice in drafted for parts in timed[choice] if parts["refresh"]]
+        refresh_ms.append(1e3 * median_low(seconds) / every if seconds else 0.0)
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
-        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen)
-        for draft, seen in zip(accumulate(draft_ms, min), acceptance, strict=True)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen, refresh)
+        for draft, seen, refresh in zip(accumulate(draft_ms, min), acceptance, refresh_ms, strict=True)
     ]

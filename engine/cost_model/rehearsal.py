@@ -19,7 +19,8 @@ class Rehearsal:
     """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
 
     gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
-    the seconds of every round's parts "draft", "verify" and "other"; what a drafter catches up with is in none of them.
+    the seconds of every round's parts "draft", "verify", "other" and "refresh", which is 0 in rounds that choose no
+    entries; what a drafter catches up with is in none of them.
     `seconds`: what everything took, a draft model's runs of the prompts included.
     Errors: UserError if logits are not finite.
     """
@@ -87,10 +88,13 @@ class Rehearsal:
             self._requests = make_requests(self.prompts, **self._asked)
             for request in self._requests:
                 self._decoder.submit(request)
+        chosen_anew = self._phases.seconds["refresh"]
+        n_before = len(chosen_anew)
         round_ = self._decoder.step()
         if broken := [request.error for request in self._requests if request.error]:
             raise not_finite("measuring costs", "; ".join(broken[:8]))
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
-        parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
-        self.timed[self._next].append(parts)
+        refresh = sum(chosen_anew[n_before:])
+        parts = {"draft": draft - refresh, "verify": verify, "other": round_.seconds - resume - draft - verify}
+        self.timed[self._next].append(parts | {"refresh": refresh})

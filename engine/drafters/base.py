@@ -51,6 +51,7 @@ class Drafter(Protocol):
     for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.
     observer: what drafts from the target's hidden states has one.
+    refresh_every: rounds after which `is_due` comes again; 0: never.
     reads_current: whether it is shown every row before every round, and behind what the target's row holds the current
     token, too.
     """
@@ -60,6 +61,7 @@ class Drafter(Protocol):
     verification_cache: VerificationCache = None
     follows_parts: bool = False
     observer: Observer | None = None
+    refresh_every: int = 0
     reads_current: bool = False
 
     def check(self, target: ModelRunner, length: int) -> None:

@@ -106,6 +106,7 @@ class ModelDrafterConfig(DrafterConfig):
     """A drafter that runs a model over a KV cache of its own."""
 
     policy: Policy = field(default_factory=Streaming)
+    policies: tuple[BudgetedPolicy, ...] = ()
     draft_dtype: Literal["auto", "same"] | Dtype = "auto"
     """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto: bfloat16
     beside a float32 target on a CPU that computes in bfloat16, else same"""
@@ -121,6 +122,10 @@ class ModelDrafterConfig(DrafterConfig):
     text_match: int = 8
     """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's drafts"""
 
+    @property
+    def auto_budget(self) -> bool:
+        return isinstance(self.policy, BudgetedPolicy) and self.policy.draft_budget == "auto"
+
     def check(self) -> None:
         super().check()
         for text in self.texts:
@@ -128,8 +133,9 @@ class ModelDrafterConfig(DrafterConfig):
         for name in OF_CONFIDENCE:
             if (share := getattr(self, name)) != "auto" and not 0 <= share <= 1:
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
-        if not isinstance(self.policy, BudgetedPolicy) or self.policy.draft_budget != "auto":
-            self.policy.check()
+        if not self.auto_budget:
+            for policy in self.policies or (self.policy,):
+                policy.check()
 
 
 def drafters() -> dict[str, type[DrafterConfig]]:

@@ -50,7 +50,7 @@ class SelfSpeculation(ModelDrafter, Verifier):
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
-        self._n_rounds, self._observed = 0, None
+        self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh
         self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
@@ -62,11 +62,11 @@ class SelfSpeculation(ModelDrafter, Verifier):
         super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, *_ in rows:
+        for row, _, text, known, _ in rows:
             queries = None
-            if self.cache.n_observed and len(text) > self.cache.capacity:
+            if self.cache.n_observed and len(text) > self.cache.capacity and not known:
                 queries = self._target.last_queries(row, text, self.cache.n_observed)
-            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries)
+            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, known=known)
             if self._observed is not None:
                 self._observed.forget(row)
 
@@ -75,12 +75,15 @@ class SelfSpeculation(ModelDrafter, Verifier):
             return False
         self._n_rounds += 1
         self._observe()
-        return self._n_rounds % self.cache.refresh == 0
+        return self._is_due_in(self._n_rounds)
+
+    def _is_due_in(self, n: int) -> bool:
+        """The second round, the first behind a verification, and every so many from there."""
+        return (n - 2) % self.refresh_every == 0
 
     def _observe(self) -> None:
         """Observe the verification before entries are chosen anew, and no other."""
-        is_last = (self._n_rounds + 1) % self.cache.refresh == 0
-        self._through.observed = self._observed if is_last else None
+        self._through.observed = self._observed if self._is_due_in(self._n_rounds + 1) else None
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None

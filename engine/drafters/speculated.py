@@ -48,6 +48,7 @@ class Speculated(Drafter):
 
     def __init__(self, outer: Verifier, inner: Drafter) -> None:
         self.gamma, self._outer, self._inner = outer.gamma, outer, inner
+        self.refresh_every = outer.refresh_every
         self._cache: KVCache | None = getattr(inner, "cache", None)
         self.verification_cache = outer.verification_cache
         if self._cache is not None:
