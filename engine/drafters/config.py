@@ -28,7 +28,8 @@ class Parts:
 
     gamma: the most that a round drafts. model: what drafts, a Transformer or a head, of which this rank may hold
     nothing. new_cache: an empty cache of the draft's policy. remote: stands for a model that other ranks hold. texts:
-    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs.
+    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs. inner: what
+    drafts for the drafter.
     """
 
     runner: ModelRunner
@@ -38,6 +39,7 @@ class Parts:
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
     rehearses: bool = False
+    inner: Drafter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,11 @@ class DrafterConfig(ABC):
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
         """The drafter, over an empty cache if it has one."""
+
+    @property
+    def inner(self) -> DrafterConfig | None:
+        """What drafts for it, if anything does."""
+        return None
 
     @property
     def unused(self) -> tuple[str, ...]:
