@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from pacings import Scripted
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
@@ -12,6 +13,7 @@ from engine.batch import Batch
 from engine.drafters import Shown
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
+from engine.pacing import PLAIN, Choice
 from engine.sampling import Filters
 from kv_cache import StreamingKVCache
 
@@ -85,7 +87,7 @@ def test_a_decode_counts_both_levels(kind):
 
 
 def test_a_draft_model_drafts_behind_all_that_stands():
-    """Whatever each row's inner rounds accepted, in every round: what it would draft of that text alone."""
+    """Whatever each row's inner rounds accepted, and behind plain rounds: what it would draft of that text alone."""
     model, small = tiny_model(), near_model()
     runner = ModelRunner(model, full_cache(model, 2))
     inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), 2)
@@ -110,7 +112,8 @@ def test_a_draft_model_drafts_behind_all_that_stands():
         return drafts
 
     inner.propose, both.propose = inner_round, outer_round
-    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], drafter=both)
+    pacing = Scripted([both], [Choice(0, 5), Choice(0, 3), PLAIN, PLAIN])
+    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], pacing=pacing)
     whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     for request, length, ahead, current, tokens in texts:
         text = [*whole[request][: length + 1], *ahead]
