@@ -69,6 +69,11 @@ class DrafterConfig(ABC):
         return None
 
     @property
+    def has_model(self) -> bool:
+        """Whether it, or what drafts for it, is a second model."""
+        return "draft_model" in vars(self) or (self.inner is not None and self.inner.has_model)
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """Options that have no effect beside the others."""
         return ()
@@ -82,7 +87,7 @@ class DrafterConfig(ABC):
         return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
-        """The second model that it needs, which its `draft_model` names: found, not loaded. Errors: UserError."""
+        """The second model that it needs, or that drafts for it: found, not loaded. Errors: UserError."""
         return None
 
     def check(self) -> None:
