@@ -148,7 +148,7 @@ def open_session(
         resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
     # The first is what a session is opened with: the draft model, if there is one.
-    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: one.name not in WITH_MODEL)]
+    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: not one.has_model)]
     return engine.Session.of_plan(resolve_several(run, deepest, texts=ids))
 
 

@@ -12,8 +12,6 @@ from engine.bench.memory import require_room
 from engine.bench.passes import make_pacing, warm_up
 from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.session import Session
-from engine.drafters.combined import Combined
-from engine.drafters.standalone import StandaloneDraft
 from engine.pacing import Fixed, Pacing
 from engine.sampling import SamplingParams
 
@@ -42,9 +40,7 @@ def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Se
         costs = replace(costs, by_rows=by_rows)
     session.runner.cache.notes.clear()  # no request begins with what was rehearsed
     for drafter in drafters:
-        model = drafter.model if isinstance(drafter, Combined) else drafter
-        if isinstance(model, StandaloneDraft):
-            model.keep_no_prompts()
+        drafter.keep_no_prompts()
     return session, make_pacing(session, drafters, costs)
 
 

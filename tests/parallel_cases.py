@@ -37,7 +37,7 @@ OF_CACHES = (*(f"self, {policy}" for policy in OF_SELF), *(f"standalone, {policy
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
 DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")
-DRAFTS += ("speculated, ngram", "speculated, streaming")
+DRAFTS += ("speculated, ngram", "speculated, streaming", "speculated, model")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -138,6 +138,8 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
         return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])
     if kind == "speculated":
         outer = _drafter(replace(case, draft="self, retrieval"), folder, runner)
+        if policy == "model":
+            return Speculated(outer, _drafter(replace(case, draft="standalone, streaming"), folder, runner))
         inner = SelfSpeculation(runner, _cache(runner.model.config, "streaming"), 2)
         return Speculated(outer, NGram(runner, 2) if policy == "ngram" else inner)
     if kind == "self":

@@ -33,7 +33,7 @@ TEXT_DRAFTERS = {
     "cache": NGramCache,
     "markov": lambda runner, gamma: Markov(runner, gamma, counted(runner.vocab_size)),
 }
-SPECULATED = ("speculated, ngram", "speculated, streaming")
+SPECULATED = ("speculated, ngram", "speculated, streaming", "speculated, model")
 COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
 DRAFTERS += COMBINED + SPECULATED
@@ -151,8 +151,12 @@ class Scenario:
             outer = self._drafter("streaming", runner, room, futures)
             # Windows that hold a round, less sinks than the outer draft's.
             own = POLICIES["streaming"].make(config, Size(n_slots, room, self.n_sink // 2, self.gamma + 3, dtype))
-            inner = NGram(runner, 2) if "ngram" in kind else SelfSpeculation(runner, own, 2)
-            return Speculated(outer, inner)
+            inner = {
+                "ngram": lambda: NGram(runner, 2),
+                "streaming": lambda: SelfSpeculation(runner, own, 2),
+                "model": lambda: StandaloneDraft(ModelRunner(runner.model, own, self.prefill_chunk), 2),
+            }
+            return Speculated(outer, inner[kind.rpartition(", ")[2]]())
         policy = kind.rpartition(", ")[2]
         if kind == "standalone, streaming" and self.spare_room > 0:
             policy = "streaming, positions in the cache"

@@ -68,6 +68,7 @@ DRAFTERS = {
         SelfSpeculation(runner, StreamingKVCache(TINY, 2, 8, 2, dtype=torch.float64), gamma=2),
     ),
     "speculated, ngram": lambda runner: Speculated(DRAFTERS["streaming"](runner), NGram(runner, gamma=2)),
+    "speculated, model": lambda runner: Speculated(DRAFTERS["retrieval"](runner), standalone(runner)),
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
     "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
@@ -102,7 +103,7 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
         assert one.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
     sometimes = "verify_topk, every other round"  # what is observed is captured apart, and one chooses after two
-    more = {"verify_topk": 5, "retrieval": 5, "speculated, streaming": 5, sometimes: 7}
+    more = {"verify_topk": 5, "retrieval": 5, "speculated, streaming": 5, "speculated, model": 5, sometimes: 7}
     n_parts = {"none": 3, **more}.get(kind, 4)
     sizes = {round_.busy for one in replayed for round_ in one.stats.rounds}
     assert len(graphs) == len(sizes) * n_parts, "the second run captures nothing"

@@ -16,7 +16,7 @@ from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
 from witness import FakeConfig, FakeModel
 
-from engine import ModelRunner, SelfSpeculation, generate
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter, Eagle, Medusa, NGram, SavedText
 from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN as PLAIN_STEP
@@ -111,7 +111,9 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
     if kind.startswith("speculated"):
         middle, inner = (StreamingKVCache(config, n_slots, gamma + 1 + n, 1, dtype=dtype) for n in (3, 1))
         outer, own = SelfSpeculation(runner, middle, gamma, DRAFT), SelfSpeculation(runner, inner, 2, INNER)
-        return Speculated(outer, own if "streaming" in kind else NGram(runner, 2))
+        small = StreamingKVCache(config, n_slots, gamma + 2, 1, dtype=dtype)
+        inners = {"streaming": own, "ngram": NGram(runner, 2), "model": StandaloneDraft(ModelRunner(INNER, small), 2)}
+        return Speculated(outer, inners[kind.rpartition(", ")[2]])
     if kind == "full":
         return SelfSpeculation(runner, FullKVCache(config, n_slots, ROOM, dtype=dtype), gamma, DRAFT)
     return SelfSpeculation(runner, StreamingKVCache(config, n_slots, gamma + 2, 1, dtype=dtype), gamma, DRAFT)
@@ -185,6 +187,8 @@ CONFIGURATIONS = [
     ("rejection", "speculated, streaming", 2, 25, (PLAIN,), 122),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("coupled", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 124),
+    ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
+    ("rejection", "speculated, model", 2, 25, (PLAIN,), 126),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("coupled", "full", 2, 3, (PLAIN,), 108),
     ("rejection", "full: heuristic", 3, 3, (PLAIN,), 111),

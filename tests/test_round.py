@@ -35,6 +35,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
             SelfSpeculation(runner, StreamingKVCache(TINY, 3, 6, 1, dtype=torch.float64), 2),
         ),
         Speculated(SelfSpeculation(runner, streaming, 3), NGram(runner, 2)),
+        Speculated(SelfSpeculation(runner, streaming, 3), StandaloneDraft(own, 2)),
         StandaloneDraft(own, 3),
         NGram(runner, 3),
         SavedText(runner, {0: [1, 2, 3], 1: [4]}, 3),

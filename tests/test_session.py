@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_tiny import SHAPE, random_model, save_folder
+from transformers import LlamaConfig
 
 from common.errors import ConfigError
+from convert_hf_checkpoint import convert
 from engine import generate
 from engine.bench.auto_costs import costs_of
 from engine.bench.config import AUTO, RunConfig, Sampling, Sizes, Target
@@ -86,6 +89,35 @@ def test_the_memory_plan_of_several_drafts_counts_those_that_have_entries(config
     several = resolve_several(config, [config.draft, NGramConfig(gamma=2)], texts=TEXTS)
     alone = resolve_several(config, [config.draft], texts=TEXTS)
     assert memory_plan(several).per_row["draft KV"] == memory_plan(alone).per_row["draft KV"] > 0
+
+
+def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatch) -> None:
+    """Planned for, trained on fewer positions than the target, and shown each prompt once where that is rehearsed."""
+    monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (18, 24))
+    shape = SHAPE | {"max_position_embeddings": 64, "num_hidden_layers": 1}
+    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0)), tmp_path)
+    convert(tmp_path, tmp_path)
+    how = {"policy": Streaming(AUTO, n_sink=2), "inner_budget": 20, "draft_dtype": "float32"}
+    draft = SelfConfig(gamma="auto", draft_of_draft=str(tmp_path), **how)
+    alone, session = (
+        Session.open(replace(config, draft=one), TEXTS) for one in (SelfConfig(gamma="auto", **how), draft)
+    )
+    drafters = session.drafters()
+    caches = [cache for one in drafters for cache in (one._outer.cache, one._inner._runner.cache)]
+    assert len(drafters) == 2 and [cache.rotate_on_read for cache in caches] == [False, True] * 2
+    assert drafters[0]._inner._runner.model is drafters[1]._inner._runner.model is not session.draft_model
+    planned, of_two = (memory_plan(one.plan) for one in (session, alone))
+    held = sum(cache.n_bytes for cache in caches) + sum(cache.n_bytes for cache in caches[1::2])
+    assert session.n_rows * planned.per_row["draft KV"] == held, "what prompts left of the model is kept beside it"
+    assert planned.fixed["weights"] - of_two.fixed["weights"] == 4 * session.draft_source.config.n_parameters
+    fixed = session.variant(draft=replace(draft, gamma=4, policy=Streaming(24)))
+    out, both = fixed.generate(drafter := fixed.drafter()), drafter.inner_counts()
+    assert out.tokens == session.generate().tokens and both.emitted == out.stats.drafted > 0
+    (drafter,) = session.variant(draft=replace(draft, policy=Streaming(24))).drafters()
+    session.generate(drafter)
+    assert drafter._inner._kept
+    drafter.keep_no_prompts()
+    assert not drafter._inner._kept, "as a server asks"
 
 
 def test_the_memory_plan_counts_what_a_cache_in_4_bits_holds(config) -> None:

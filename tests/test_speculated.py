@@ -4,14 +4,16 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from pacings import Scripted
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, generate, modes, noise
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
 from engine.batch import Batch
 from engine.drafters import Shown
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
+from engine.pacing import PLAIN, Choice
 from engine.sampling import Filters
 from kv_cache import StreamingKVCache
 
@@ -33,12 +35,16 @@ def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
     runner = ModelRunner(model, full_cache(model, 3))
     alone, outer = (SelfSpeculation(runner, full_cache(model, 3), gamma, near_model()) for _ in range(2))
     own = StreamingKVCache(TINY, 3, budget, 2, dtype=torch.float64)
-    inner = NGram(runner, inner_gamma) if kind == "ngram" else SelfSpeculation(runner, own, inner_gamma, near_model())
-    return runner, alone, Speculated(outer, inner)
+    inner = {
+        "ngram": lambda: NGram(runner, inner_gamma),
+        "streaming": lambda: SelfSpeculation(runner, own, inner_gamma, near_model()),
+        "model": lambda: StandaloneDraft(ModelRunner(near_model(), own), inner_gamma),
+    }
+    return runner, alone, Speculated(outer, inner[kind]())
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("kind", ["ngram", "streaming"])
+@pytest.mark.parametrize("kind", ["ngram", "streaming", "model"])
 @pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (3, 4), (4, 1), (1, 2)])
 def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
     """As far as each row came: whole rounds where inner drafts stand, at least one token an inner round."""
@@ -65,9 +71,10 @@ def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
     assert both.inner_counts().rounds == 0, "counted once"
 
 
-def test_a_decode_counts_both_levels():
+@pytest.mark.parametrize("kind", ["streaming", "model"])
+def test_a_decode_counts_both_levels(kind):
     """Rows end, idle and are refilled: no inner draft of an idle row is counted."""
-    runner, alone, both = drafters("streaming", gamma=4, inner_gamma=2)
+    runner, alone, both = drafters(kind, gamma=4, inner_gamma=2)
     prompts = random_prompts([40, 7, 23, 9, 31])
     limits = [25, 9, 18, 30, 2]
     how = {"max_new_tokens": limits, "sampling": SamplingParams(0.8, seed=2), "verification": "coupled"}
@@ -77,6 +84,42 @@ def test_a_decode_counts_both_levels():
     assert out.tokens == one_level.tokens == expected.tokens
     assert inner.emitted == out.stats.drafted and inner.accepted > 0
     assert out.stats.accepted > 0.5 * one_level.stats.accepted
+
+
+def test_a_draft_model_drafts_behind_all_that_stands():
+    """Whatever each row's inner rounds accepted, and behind plain rounds: what it would draft of that text alone."""
+    model, small = tiny_model(), near_model()
+    runner = ModelRunner(model, full_cache(model, 2))
+    inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), 2)
+    both = Speculated(SelfSpeculation(runner, full_cache(model, 2), 5, near_model()), inner)
+    prompts, propose_inner, propose = random_prompts([40, 7, 23]), inner.propose, both.propose
+    seen, texts = [], []
+
+    def inner_round(ahead, *how):
+        drafts = propose_inner(ahead, *how)
+        seen.append((ahead.rows.tolist(), ahead.lengths.tolist(), ahead.current.tolist(), drafts.tokens.tolist()))
+        return drafts
+
+    def outer_round(batch, *how):
+        first, (requests, lengths) = len(seen), (batch.requests.tolist(), batch.lengths.tolist())
+        drafts = propose(batch, *how)
+        ends = [length + n for length, n in zip(lengths, drafts.lengths.tolist(), strict=True)]
+        for _, at, current, tokens in seen[first:]:
+            for place, request in enumerate(requests):
+                if at[place] < ends[place] and not batch.idle[place]:
+                    ahead = drafts.tokens[place, : at[place] - lengths[place]].tolist()
+                    texts.append((request, lengths[place], ahead, current[place], tokens[place]))
+        return drafts
+
+    inner.propose, both.propose = inner_round, outer_round
+    pacing = Scripted([both], [Choice(0, 5), Choice(0, 3), PLAIN, PLAIN])
+    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], pacing=pacing)
+    whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    for request, length, ahead, current, tokens in texts:
+        text = [*whole[request][: length + 1], *ahead]
+        assert text[-1] == current and tokens == continue_by_recomputing(small, text, 2)
+    inner_counts = both.inner_counts()
+    assert 0 < inner_counts.accepted < inner_counts.verified and len({len(ahead) for _, _, ahead, *_ in texts}) > 3
 
 
 def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 
 from common.say import say
 from engine.bench.plan import Plan
+from engine.bench.resolved import ResolvedDraft
 from engine.parallel.ranks import ModelRanks
 from models import Transformer
 from models.checkpoints.model_source import ModelSource
@@ -28,11 +29,22 @@ def load_draft(
     target_ranks: ModelRanks,
     draft_ranks: ModelRanks | None,
 ) -> None:
-    """Add what drafts to the `models`, unless one has its form: a model or head of its own, the target's weights in
-    another form, or some of its layers. Nothing where it is the target itself, or no model, or not on this rank."""
-    draft = plan.draft
-    if draft is None or (draft.dtype or draft.source) is None or draft.form in models:
-        return
+    """Add what drafts, and what drafts for that, to the `models`, unless one has its form: a model or head of its own,
+    the target's weights in another form, or some of its layers. Nothing where it is the target itself, or no model, or
+    not on this rank."""
+    for draft in plan.draft.levels if plan.draft else ():
+        if (draft.dtype or draft.source) is not None and draft.form not in models:
+            _load_draft(plan, draft, models, target, target_ranks, draft_ranks)
+
+
+def _load_draft(
+    plan: Plan,
+    draft: ResolvedDraft,
+    models: dict[tuple[object, ...], Any],
+    target: Transformer,
+    target_ranks: ModelRanks,
+    draft_ranks: ModelRanks | None,
+) -> None:
     if isinstance(draft.source, HeadSource):
         head = draft.source.load(device=plan.device, dtype=draft.dtype or plan.dtype, quantize=draft.quantize)
         if draft.policy is not None:

@@ -10,6 +10,7 @@ import torch
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.bench.plan import Plan
+from engine.bench.resolved import ResolvedDraft
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
 from kv_cache import FullKVCache, VerifyTopKCache
@@ -115,13 +116,19 @@ class Footprint:
 
 
 def memory_plan(plan: Plan) -> MemoryPlan:
-    """What the rank with the largest shard needs, of the target, and of what drafts if that is a model."""
-    config, draft = _largest_shard(plan.target.config, plan.group), plan.draft
+    """What the rank with the largest shard needs, of the target, and of what drafts where that is a model."""
+    config = _largest_shard(plan.target.config, plan.group)
     dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
     target = Footprint(config, plan.dtype, (plan.capacity,), plan.config.target.quantize, plan.kv_dtype, dequantizes)
-    if draft is None or draft.policy is None or draft.dtype is None:
-        return plan_memory(plan, target)
-    is_head = isinstance(draft.source, HeadSource)
+    levels = plan.draft.levels if plan.draft else ()
+    return plan_memory(plan, target, *(own for level in levels if (own := _draft_footprint(plan, level, config))))
+
+
+def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> Footprint | None:
+    """Of what drafts for the target, whose shard has that shape, or for that; None if it is no model."""
+    if draft.policy is None or draft.dtype is None:
+        return None
+    is_head, is_inner = isinstance(draft.source, HeadSource), draft is not plan.draft
     if draft.source:
         config = draft.source.config if is_head else _largest_shard(draft.source.config, plan.draft_group)
     if draft.layers is not None:
@@ -129,7 +136,9 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
     prefills = draft.source is not None and not is_head
     n_kept = 2 if prefills and plan.chooses else 1  # what a prompt left is kept
-    as_draft = plan.shares_weights or is_head, prefills, max(one.n_observed for one in draft.policies)
+    n_kept *= len(plan.draft.policies) if is_inner and plan.draft else 1  # each draft has its own
+    shares_weights = is_head or (draft.source is None and (plan.shares_weights or is_inner))
+    as_draft = shares_weights, prefills, max(one.n_observed for one in draft.policies)
     dequantizes = (lambda n_token: True) if draft.policy.has_own_storage else dequantizes  # what it unpacks
     stored = draft.quantize, draft.kv_dtype, dequantizes
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
@@ -137,16 +146,14 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     of_block = plan.gamma + 1, config.n_head, plan.dtype, plan.capacity
     observed = [cache.observer(*of_block) for cache in caches if isinstance(cache, VerifyTopKCache)]
     row_bytes = sum(cache.n_bytes for cache in caches) + sum(one.n_bytes for one in observed)
-    if draft.inner_budget:
-        row_bytes += len(draft.capacities) * FullKVCache(config, 1, draft.inner_budget, "meta", draft.dtype).n_bytes
     observes = any(one.of_self_drafts for one in draft.policies)
-    own = Footprint(config, draft.dtype, draft.capacities * n_kept, *stored, *as_draft, observes, row_bytes)
-    return plan_memory(plan, target, own)
+    return Footprint(config, draft.dtype, draft.capacities * n_kept, *stored, *as_draft, observes, row_bytes)
 
 
-def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -> MemoryPlan:
+def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *inner: Footprint) -> MemoryPlan:
     """Estimate a run of these. The logits are of the whole vocabulary: those of all shards meet on one rank."""
-    models, sampling, device = [target, draft] if draft else [target], plan.sampling.params, torch.device(plan.device)
+    drafts = [draft, *inner] if draft else []
+    models, sampling, device = [target, *drafts], plan.sampling.params, torch.device(plan.device)
     config, capacity, itemsize = target.config, plan.capacity, target.dtype.itemsize
     block, prefill_chunk = plan.gamma + 1, min(prefill_chunk_of(device), capacity)
     on_cuda, n_logits, logit_size = device.type == "cuda", plan.target.config.vocab_size, max(4, itemsize)
@@ -165,8 +172,8 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         activations += 4 * capacity * (scores + 2 * observed.n_kv_head * observed.head_dim)
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += capacity * draft.kv_per_token
-    # Target and draft never attend at once.
-    dequantized = max(target.dequantized(block), draft.dequantized(DRAFT_BLOCK) if draft else 0)
+    # Target and drafts never attend at once.
+    dequantized = max([target.dequantized(block), *(one.dequantized(DRAFT_BLOCK) for one in drafts)])
     if draft and draft.chooses:  # one layer's keys, and scores as above
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
@@ -182,7 +189,7 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None) -
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     per_row = {
         "target KV": capacity * target.kv_per_token,
-        "draft KV": draft.kv_per_row if draft else 0,
+        "draft KV": sum(one.kv_per_row for one in drafts),
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,

@@ -103,7 +103,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
         choices.insert(0, PLAIN)
     gamma = max(choice.gamma for choice in choices)
     # What comes every so many rounds, twice.
-    n_rounds = max(WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters))
+    n_rounds = max([WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters)])
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         prompts = session.prompts[:n_rows]
         Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, n_rounds)

@@ -155,13 +155,22 @@ def with_draft(plan: Planned, config: DrafterConfig | None) -> Planned:
     plan = replace(plan, config=replace(plan.config, draft=config), draft=None)
     if config is None:
         return plan
+    draft = _resolved_draft(plan, config)
+    if config.inner:
+        draft = replace(draft, inner=_resolved_draft(replace(plan, draft=draft), config.inner))
+    return replace(plan, draft=draft)
+
+
+def _resolved_draft(plan: Plan, config: DrafterConfig) -> ResolvedDraft:
+    """One that drafts for the target, or for what the plan drafts with."""
     draft = resolve_draft(config, plan.config.target, plan.prefix_len, plan.gen_len)
     source, n_layer, drafting = plan.draft_source, plan.target.config.n_layer, plan.target
     if (named := vars(config).get("draft_model")) is not None:
         if source is None or source.path != named:
             held = source.path if source else "no draft model: the session was opened without"
             what, fix = "a session holds one draft model", "open a session with that draft"
-            raise ConfigError(what, flag("draft_model"), named, held, fix)
+            where = flag("draft_of_draft" if plan.draft else "draft_model")
+            raise ConfigError(what, where, named, held, fix)
         drafting, length = source, max(plan.capacity, plan.length + draft.gamma)
         if draft.policy is not None:
             draft = replace(draft, policies=(draft.policy.for_context(source.config.max_context, length),))
@@ -177,7 +186,7 @@ def with_draft(plan: Planned, config: DrafterConfig | None) -> Planned:
         raise ConfigError(what, f"{where} on {drafting.name}", seen, required, fix)
     if draft.quantize:
         check_scheme(draft.quantize, plan.device)
-    return replace(plan, draft=draft)
+    return draft
 
 
 def resolve_several(
@@ -248,24 +257,27 @@ def _rank_groups(
         return (LEADER,), (LEADER,)
     group = check_rank_group(config.ranks.rank_group, n_ranks, config.n_replicas)
     check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
-    if draft_source is None or not isinstance(config.draft, StandaloneConfig):  # a head is whole wherever the target is
+    inner = config.draft.inner if config.draft else None
+    drafting = inner or config.draft
+    if draft_source is None or not isinstance(drafting, StandaloneConfig):  # a head is whole wherever the target is
         return group, group
-    draft_group = check_draft_ranks(config.draft.draft_ranks, group)
-    check_count(draft_source.config, len(draft_group), flag("draft_ranks"))
+    draft_group = check_draft_ranks(drafting.draft_ranks, group)
+    check_count(draft_source.config, len(draft_group), flag("draft_of_draft" if inner else "draft_ranks"))
     return group, draft_group
 
 
 def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
-    draft, source = plan.draft, plan.draft.source if plan.draft else None
-    said = []
+    draft, said = plan.draft, []
     if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
         said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
-    if draft and draft.policy and source:
-        if tail := check_vocabulary(plan.target, source):
+    for one in draft.levels if draft else ():
+        if one.policy is None or one.source is None:
+            continue
+        if tail := check_vocabulary(plan.target, one.source):
             said.append(tail)
-        context, longest = source.config.max_context, plan.prefix_len + plan.gen_len + draft.gamma
-        reach = min(draft.capacity, longest) if draft.policy.in_cache_positions else longest
+        context, longest = one.source.config.max_context, plan.prefix_len + plan.gen_len + plan.gamma
+        reach = min(one.capacity, longest) if one.policy.in_cache_positions else longest
         if reach > context:
-            said.append(f"{source.name} was trained on {context} positions, and is used up to {reach}")
+            said.append(f"{one.source.name} was trained on {context} positions, and is used up to {reach}")
     return said

@@ -82,6 +82,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
     config, stats = session.config, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
+    levels = session.draft.levels if session.draft else ()
     peaks = session.processes.gathered(peak_memory_bytes(session.runner.device))
     record = {
         "run": session.run,
@@ -112,7 +113,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "sequences": len(passes.last.tokens),
         "tokens_sha256": tokens_sha256(passes.last.tokens),
         "prefill_seconds": passes.prefill_seconds,
-        "draft_prefill_seconds": stats.draft_prefill_seconds if session.draft and session.draft.source else None,
+        "draft_prefill_seconds": stats.draft_prefill_seconds if any(level.source for level in levels) else None,
         "baseline_step_ms": round_ms(baseline),
         "round_ms": round_ms(speculative),
         **_phase_times(passes.timed),

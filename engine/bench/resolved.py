@@ -49,7 +49,7 @@ class ResolvedDraft:
     gamma: what every round drafts, or with `auto_gamma` the most that one may. policies: of that cache; several are
     what `--draft_policy auto` and `--draft_budget auto` choose among, each in a cache of its own, the largest budgets
     first. capacities: KV entries a row of each. quantize: the scheme of the linear layers; kv_dtype: of the cache's
-    entries. source: of a model that is not the target.
+    entries. source: of a model that is not the target. inner: what drafts for it.
     """
 
     config: DrafterConfig
@@ -61,6 +61,7 @@ class ResolvedDraft:
     quantize: str | None = None
     kv_dtype: torch.dtype | None = None
     source: ModelSource | None = None
+    inner: ResolvedDraft | None = None
 
     @property
     def kind(self) -> str:
@@ -85,10 +86,9 @@ class ResolvedDraft:
         return self.config.layers if isinstance(self.config, SelfConfig) else None
 
     @property
-    def inner_budget(self) -> int:
-        """KV entries a row of what drafts for the draft."""
-        own = self.config
-        return own.inner_budget if isinstance(own, SelfConfig) and own.draft_of_draft == "streaming" else 0
+    def levels(self) -> tuple[ResolvedDraft, ...]:
+        """Itself, and what drafts for it."""
+        return (self, *self.inner.levels) if self.inner else (self,)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -195,7 +195,9 @@ class Session(Plan):
             assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
-        parts = Parts(self.runner, draft.gamma, self.draft_model, new_cache, remote, texts, self.chooses)
+        inner = self._build(draft.inner, texts) if draft.inner else None
+        model = self.models.get(draft.form)
+        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.chooses, inner)
         drafter = draft.config.build(parts)
         drafter.schedule = draft.config.schedule(parts)
         return beside_texts(drafter, draft.config, parts)

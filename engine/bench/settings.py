@@ -40,6 +40,8 @@ def _draft_record(session: Session) -> dict[str, Any]:
             "draft_weights": draft.quantize,
             "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
         }
+    if draft and draft.inner and draft.inner.source:
+        own |= {"draft_of_draft": draft.inner.source.name}
     return {
         "draft_model": draft.source.name if draft and draft.source else None,
         "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,

@@ -70,6 +70,10 @@ class Drafter(Protocol):
     def follow(self, rows: Sequence[Shown]) -> None:
         """Come to know what those rows hold; outside of what is captured."""
 
+    def keep_no_prompts(self) -> None:
+        """From now on, of those that were rehearsed; what was kept goes."""
+        return
+
     def is_due(self) -> bool:
         """Asked before every round: whether it begins with `refresh`."""
         return False

@@ -75,6 +75,9 @@ class Combined(HostDrafter):
         led = _Led(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, led), gamma)
 
+    def keep_no_prompts(self) -> None:
+        self.model.keep_no_prompts()
+
     def is_due(self) -> bool:
         return self.model.is_due()
 

@@ -28,7 +28,8 @@ class Parts:
 
     gamma: the most that a round drafts. model: what drafts, a Transformer or a head, of which this rank may hold
     nothing. new_cache: an empty cache of the draft's policy. remote: stands for a model that other ranks hold. texts:
-    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs.
+    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs. inner: what
+    drafts for the drafter.
     """
 
     runner: ModelRunner
@@ -38,6 +39,7 @@ class Parts:
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
     rehearses: bool = False
+    inner: Drafter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,16 @@ class DrafterConfig(ABC):
         """The drafter, over an empty cache if it has one."""
 
     @property
+    def inner(self) -> DrafterConfig | None:
+        """What drafts for it, if anything does."""
+        return None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it, or what drafts for it, is a second model."""
+        return "draft_model" in vars(self) or (self.inner is not None and self.inner.has_model)
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """Options that have no effect beside the others."""
         return ()
@@ -75,7 +87,7 @@ class DrafterConfig(ABC):
         return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
-        """The second model that it needs, which its `draft_model` names: found, not loaded. Errors: UserError."""
+        """The second model that it needs, or that drafts for it: found, not loaded. Errors: UserError."""
         return None
 
     def check(self) -> None:

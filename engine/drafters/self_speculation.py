@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma, check_target
-from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.drafters.ngram import NGram
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
+from engine.drafters.ngram import NGramConfig
 from engine.drafters.speculated import Speculated, Verifier
+from engine.drafters.standalone import StandaloneConfig
 from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
 from kv_cache.verify_topk import copy_chosen
 from models.names import parse_layers
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from engine.runner import ModelRunner
     from models import Transformer
+    from models.checkpoints.model_source import ModelSource
 
 
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
@@ -105,13 +108,26 @@ class SelfConfig(ModelDrafterConfig):
     name: ClassVar[str] = "self"
     draft_layers: str | None = None
     """layers that self runs, such as 0-9,20-29: it skips the others (default: all)"""
-    draft_of_draft: Literal["ngram", "streaming"] | None = None
-    """what drafts for the draft: copies from the row's own text, or the draft itself over sinks and --inner_budget
-    entries in all (default: nothing)"""
+    draft_of_draft: Literal["ngram", "streaming"] | str | None = None
+    """what drafts for the draft: copies from the row's own text (ngram), or, over sinks and --inner_budget entries in
+    all, the draft itself (streaming) or a smaller model, whose converted checkpoint is named (default: nothing)"""
     inner_gamma: int = 2
     """--draft_of_draft: tokens that are drafted for each forward of the draft"""
     inner_budget: int = 64
-    """--draft_of_draft streaming: KV entries per row, sinks and recent ones together"""
+    """--draft_of_draft streaming or a model: KV entries per row, sinks and recent ones together"""
+
+    @property
+    def inner(self) -> DrafterConfig | None:
+        if self.draft_of_draft is None:
+            return None
+        if self.draft_of_draft == "ngram":
+            return NGramConfig(gamma=self.inner_gamma)
+        policy = Streaming(self.inner_budget)
+        own = replace(self, gamma=self.inner_gamma, gamma_schedule=None, policy=policy, policies=())
+        if self.draft_of_draft == "streaming":
+            return replace(own, draft_of_draft=None)
+        shared = {one.name: getattr(own, one.name) for one in fields(ModelDrafterConfig)}
+        return StandaloneConfig(**shared, draft_model=self.draft_of_draft)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -139,18 +155,23 @@ class SelfConfig(ModelDrafterConfig):
             if is_given:
                 what, fix = "a draft that is speculated for does not draw token by token", f"leave out {flag(other)}"
                 raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
-        if seen == "streaming":
+        if seen != "ngram":
             Streaming(self.inner_budget).check()
             least = self.inner_gamma if self.gamma == "auto" else max(self.gamma, self.inner_gamma)
             check_gamma(least, Streaming(self.inner_budget).room)
 
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
+        from models.checkpoints.model_source import find_model
+
+        path, where = self.draft_of_draft, flag("draft_of_draft")
+        if path is None or not isinstance(self.inner, StandaloneConfig):
+            return None
+        if load_format != "dummy" and not os.path.exists(path):
+            required, fix = "ngram, streaming or a converted checkpoint", "check the spelling and the folder"
+            raise ConfigError("there is no such draft of a draft", where, path[:80], required, fix)
+        return find_model(path, load_format, None, where, verify)
+
     def build(self, parts: Parts) -> Drafter:
         model = parts.model or parts.runner.model
         outer = SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)
-        if self.draft_of_draft is None:
-            return outer
-        if self.draft_of_draft == "ngram":
-            return Speculated(outer, NGram(parts.runner, self.inner_gamma))
-        own, dtype = Streaming(self.inner_budget), outer.cache.entries.dtype
-        inner = own.new_cache(model.config, parts.runner.max_batch, 0, outer.cache.device, dtype)
-        return Speculated(outer, SelfSpeculation(parts.runner, inner, self.inner_gamma, model, self.layers))
+        return outer if parts.inner is None else Speculated(outer, parts.inner)

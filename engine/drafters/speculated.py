@@ -41,7 +41,8 @@ class Speculated(Drafter):
 
     What the inner verification lets through, and what it puts in place of the rest, is drawn from the outer draft's own
     distributions, by which the target then accepts it. A round has as many inner ones as would draft its tokens if half
-    of the inner drafts stood; a row whose drafts fail more often drafts fewer.
+    of the inner drafts stood; a row whose drafts fail more often drafts fewer. What is verified is
+    written through to an inner self-draft; a model of its own runs what it lacks, as it does behind any round.
 
     Errors: ConfigError if gamma + 1 tokens do not fit the inner draft's window.
     """
@@ -65,6 +66,9 @@ class Speculated(Drafter):
     def follow(self, rows: Sequence[Shown]) -> None:
         self._outer.follow(rows)
         self._inner.follow(rows)
+
+    def keep_no_prompts(self) -> None:
+        self._inner.keep_no_prompts()
 
     def is_due(self) -> bool:
         return self._outer.is_due()

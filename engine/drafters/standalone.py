@@ -67,7 +67,6 @@ class StandaloneDraft(ModelDrafter):
             self._runner.extend_rows(behind)
 
     def keep_no_prompts(self) -> None:
-        """From now on; what was kept goes."""
         self._keeps_prompts, self._kept = False, {}
 
     def _fill(self, row: int, prompt: list[int]) -> None:
