@@ -21,16 +21,12 @@ HUNG_SECONDS = 120.0
 PAGE = Path(__file__).with_name("page.html")
 
 
-def _names(error: dict[str, Any]) -> list[str]:
-    """Where it is. Of JSON that breaks off, `loc` is where it does; of unions, it has their members' names."""
-    names = [] if error["type"] == "json_invalid" else map(str, error["loc"][1:])
-    return [name for name in names if not name.startswith(("function-", "constrained-", "list["))]
-
-
-def _says(error: dict[str, Any]) -> str:
+def _told(error: dict[str, Any]) -> tuple[list[str], str]:
+    """Where it is, and what. Where JSON breaks off is its `loc`; that of a union has the names of its members."""
     if error["type"] == "json_invalid":
-        return f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
-    return error["msg"].removeprefix("Value error, ")
+        return [], f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
+    names = [name for name in map(str, error["loc"][1:]) if not name.startswith(("function-", "constrained-", "list["))]
+    return names, error["msg"].removeprefix("Value error, ")
 
 
 def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
@@ -71,7 +67,7 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
         if isinstance(error.body, bytes) and error.body:
             return Failure(415, "validation", "the Content-Type has to be application/json").response(request)
-        errors = [(_names(one), _says(one)) for one in error.errors()]
+        errors = [*map(_told, error.errors())]
         about = errors[0][0]
         # What may be a text or a list is told of both: the list's errors are about what is in it.
         names, says = max((one for one in errors if one[0][: len(about)] == about), key=lambda one: len(one[0]))

@@ -119,7 +119,7 @@ async def _answer(job: Job, body: Completion, form: Text) -> Response:
         return await stream(_chunks(job, form, wants_usage), is_openai=True)
     await job.wait()
     choices = [form.whole(_reason(job))]
-    answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job), "seed": _seed(job)}
+    answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job)}
     return JSONResponse(answer | job.report())
 
 
@@ -127,7 +127,7 @@ async def _chunks(job: Job, form: Text, wants_usage: bool) -> Events:
     head = form.head | {"object": form.chunk_kind} | ({"usage": None} if wants_usage else {})
     async for pieces in job.batches():
         yield [head | {"choices": [form.chunk(pieces, None)]}]
-    last = [head | {"choices": [form.chunk([], _reason(job))], "seed": _seed(job)} | job.report()]
+    last = [head | {"choices": [form.chunk([], _reason(job))]} | job.report()]
     if wants_usage:
         last.append(head | {"choices": [], "usage": _usage(job)})
     yield last
@@ -139,10 +139,6 @@ def _shown(pieces: Sequence[Piece]) -> str:
 
 def _reason(job: Job) -> str:
     return LENGTH if job.finish == LENGTH else "stop"
-
-
-def _seed(job: Job) -> int:
-    return job.request.sampling.seed
 
 
 def _usage(job: Job) -> dict[str, Any]:

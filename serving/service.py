@@ -14,7 +14,7 @@ from starlette.requests import Request
 from common.errors import UserError
 from engine.bench.session import Session
 from engine.stats import Counts
-from serving.answers import Failure, internal, refused
+from serving.answers import Failure, internal, invalid
 from serving.flags import ServeFlags
 from serving.jobs import CANCELLED, Job
 from serving.metrics import Metrics
@@ -97,7 +97,7 @@ class Service:
             if job.finish is None:
                 raise
         except UserError as error:
-            raise refused(wanted.of_prompt, error) from None
+            raise invalid(wanted.of_prompt, f"{error.what}: {error.seen}") from None
         return job
 
     async def submit(self, request: Request, wanted: Wanted) -> Job:
