@@ -1,7 +1,6 @@
 """The application: routes, what they refuse as JSON of their family, health, metrics, and the page."""
 
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,8 @@ def _told(error: dict[str, Any]) -> tuple[list[str], str]:
 
 def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
     """key, hosts: as of `Gate`."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.begin()
-        yield
-
     # Without the pages that load scripts from elsewhere.
-    app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Foretoken", docs_url=None, redoc_url=None)
     app.include_router(tgi.routes(service))
     app.include_router(openai_routes.routes(service))
 
