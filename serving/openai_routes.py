@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -81,10 +82,7 @@ class Text:
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
-        offsets = []
-        for piece in pieces:
-            offsets.append(self._n_shown)
-            self._n_shown += len(piece.shown)
+        *offsets, self._n_shown = accumulate((len(piece.shown) for piece in pieces), initial=self._n_shown)
         tokens, values = [piece.text for piece in pieces], [piece.logprob for piece in pieces]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
