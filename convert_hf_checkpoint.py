@@ -66,7 +66,9 @@ def convert(
         required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
         raise CheckpointError("the folder holds something else", f"{flag('out_dir')} {out_dir}", found, required, fix)
     if not force:
-        files.check_source(checkpoint_dir)
+        listed = files.read_manifest(checkpoint_dir)["files"]
+        there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
+        files.check_files(checkpoint_dir, there, verify=True)
     source = open_source(checkpoint_dir)
     tied_head = ["lm_head.weight"] if source.config.tie_embeddings else []
     matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), tied_head)

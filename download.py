@@ -1,7 +1,5 @@
 """Fetch a checkpoint from the Hugging Face Hub, or without --repo_id the built-in default model and book."""
 
-from __future__ import annotations
-
 import common.startup
 
 from dataclasses import dataclass

@@ -1,18 +1,6 @@
 """The engine: runners, drafters, verification, and the one decode loop."""
 
-from typing import TYPE_CHECKING
-
 from common.lazy import lazily
-
-if TYPE_CHECKING:
-    from engine.bench.config import RunConfig
-    from engine.bench.session import Session
-    from engine.decoding import Decoder, GenerateOutput, generate
-    from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
-    from engine.requests import Request
-    from engine.runner import ModelRunner
-    from engine.sampling import SamplingParams
-    from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 
 _HOMES = {
     "engine.bench.config": ("RunConfig",),

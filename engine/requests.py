@@ -103,20 +103,19 @@ def make_requests(
     if 0 < n_ids < len(stop_tokens):
         raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
     # A value for all of them, or one a prompt.
-    given: dict[str, tuple[Any, bool]] = {
-        "max_new_tokens": (max_new_tokens, isinstance(max_new_tokens, int)),
-        "stop_tokens": (stop_tokens, n_ids == len(stop_tokens)),
-        "sampling": (sampling, isinstance(sampling, SamplingParams)),
-        "request_ids": (range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids, False),
+    columns: dict[str, Sequence[Any]] = {
+        "max_new_tokens": [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else max_new_tokens,
+        "stop_tokens": [stop_tokens] * n_prompts if n_ids == len(stop_tokens) else stop_tokens,
+        "sampling": [sampling] * n_prompts if isinstance(sampling, SamplingParams) else sampling,
+        "request_ids": range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids,
     }
-    columns = []
-    for name, (value, is_shared) in given.items():
-        columns.append([value] * n_prompts if is_shared else list(value))
-        if len(columns[-1]) != n_prompts:
-            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(columns[-1]), n_prompts)
+    for name, values in columns.items():
+        if len(values) != n_prompts:
+            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(values), n_prompts)
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
-    for index, (prompt, limit, stop, params, id_) in enumerate(zip(prompts, *columns, strict=True), numbered_from):
+    of_prompts = enumerate(zip(prompts, *columns.values(), strict=True), numbered_from)
+    for index, (prompt, limit, stop, params, id_) in of_prompts:
         requests.append(Request(list(prompt), limit, frozenset(map(int, stop)), params, id_, index))
         first = index if params.greedy else owner.setdefault((id_, params.seed), index)
         if first != index:

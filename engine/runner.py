@@ -21,7 +21,6 @@ from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
 Value = TypeVar("Value")
-OnTokens: TypeAlias = "Callable[[int], None] | None"
 # What a prompt's prefill is: it yields the number of tokens of every chunk that ran.
 Chunks: TypeAlias = Generator[int, None, Value]
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
@@ -59,15 +58,13 @@ def not_finite(where: str, seen: str) -> UserError:
     return UserError("the model's logits are not finite", where, seen, required, fix)
 
 
-def run_through(chunks: Chunks[Value], on_tokens: OnTokens = None) -> Value:
-    """All chunks at once; `on_tokens` is given each one's length."""
+def run_through(chunks: Chunks[Value]) -> Value:
+    """All chunks at once."""
     while True:
         try:
-            n_tokens = next(chunks)
+            next(chunks)
         except StopIteration as done:
             return done.value
-        if on_tokens is not None:
-            on_tokens(n_tokens)
 
 
 def prefill_chunk_of(device: torch.device) -> int:
@@ -131,9 +128,9 @@ class ModelRunner:
             self.captured.clear()
             self.graphs.close()
 
-    def prefill_row(self, row: int, prompt: Sequence[int], on_tokens: OnTokens = None) -> Prefilled:
-        """Fill one row with `prompt` unless it holds it; `on_tokens` is given each chunk's length."""
-        return run_through(self.prefilling(row, prompt)[1], on_tokens)
+    def prefill_row(self, row: int, prompt: Sequence[int]) -> Prefilled:
+        """Fill one row with `prompt` unless it holds it."""
+        return run_through(self.prefilling(row, prompt)[1])
 
     def prefilling(
         self, row: int, prompt: Sequence[int], chunk: int | None = None, reuses: bool = False

@@ -6,8 +6,6 @@ threads. What the kernel cannot read (other dtypes, mixed dtypes, elements that 
 Gradients are not recorded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable

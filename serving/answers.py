@@ -8,8 +8,6 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from common.errors import UserError
-
 Events = AsyncIterator[list[dict[str, Any]]]
 DONE = "data: [DONE]\n\n"
 # What OpenAI's clients know a prompt by that is too long, with status 400.
@@ -49,11 +47,6 @@ def invalid(param: str, message: str, kind: str = "validation") -> Failure:
 
 def internal(error: Exception) -> Failure:
     return Failure(500, "internal", f"the server has failed ({type(error).__name__})")
-
-
-def refused(param: str, error: UserError) -> Failure:
-    """The same of what a template refuses: what is wrong, and what was seen."""
-    return invalid(param, f"{error.what}: {error.seen}")
 
 
 async def stream(events: Events, is_openai: bool) -> Response:

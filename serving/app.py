@@ -1,7 +1,6 @@
 """The application: routes, what they refuse as JSON of their family, health, metrics, and the page."""
 
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,18 @@ HUNG_SECONDS = 120.0
 PAGE = Path(__file__).with_name("page.html")
 
 
-def _names(error: dict[str, Any]) -> list[str]:
-    """Where it is. Of JSON that breaks off, `loc` is where it does; of unions, it has their members' names."""
-    names = [] if error["type"] == "json_invalid" else map(str, error["loc"][1:])
-    return [name for name in names if not name.startswith(("function-", "constrained-", "list["))]
-
-
-def _says(error: dict[str, Any]) -> str:
+def _told(error: dict[str, Any]) -> tuple[list[str], str]:
+    """Where it is, and what. Where JSON breaks off is its `loc`; that of a union has the names of its members."""
     if error["type"] == "json_invalid":
-        return f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
-    return error["msg"].removeprefix("Value error, ")
+        return [], f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
+    names = [name for name in map(str, error["loc"][1:]) if not name.startswith(("function-", "constrained-", "list["))]
+    return names, error["msg"].removeprefix("Value error, ")
 
 
 def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
     """key, hosts: as of `Gate`."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.begin()
-        yield
-
     # Without the pages that load scripts from elsewhere.
-    app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Foretoken", docs_url=None, redoc_url=None)
     app.include_router(tgi.routes(service))
     app.include_router(openai_routes.routes(service))
 
@@ -71,7 +60,7 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
         if isinstance(error.body, bytes) and error.body:
             return Failure(415, "validation", "the Content-Type has to be application/json").response(request)
-        errors = [(_names(one), _says(one)) for one in error.errors()]
+        errors = [*map(_told, error.errors())]
         about = errors[0][0]
         # What may be a text or a list is told of both: the list's errors are about what is in it.
         names, says = max((one for one in errors if one[0][: len(about)] == about), key=lambda one: len(one[0]))

@@ -36,9 +36,6 @@ class Gate:
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started, status, n_bytes, is_whole = time.perf_counter(), 0, 0, False
         most, seconds = self._flags.limits.max_body_bytes, min(BODY_SECONDS, self._flags.limits.request_seconds)
         scope["state"] = state = {**scope.get("state", {}), "job": None, "failure": None}

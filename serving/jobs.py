@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.bench.record import rounded
 from engine.stats import Counts
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ from serving.stops import Stops
 
 EOS, LENGTH, STOP, CANCELLED = "eos_token", "length", "stop_sequence", "cancelled"
 REASONS: Mapping[str, str] = {"stop": EOS, "length": LENGTH}
+SPECULATION = ("rounds", "drafted", "verified", "accepted", "acceptance_rate", "mean_accepted_length")
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Job:
             pass
 
     def report(self) -> dict[str, Any]:
-        """What answers say of how it was made: `timings` as of llama.cpp's server, in ms, and `speculation`."""
+        """What answers say of how it was made: `seed`, `timings` as of llama.cpp's server, in ms, and `speculation`."""
         counts, now = self.counts, time.perf_counter()
         started, ended = self.started or now, self.ended or now
         first = self.first or ended
@@ -135,9 +137,8 @@ class Job:
             "draft_n": counts.drafted,
             "draft_n_accepted": counts.accepted,
         }
-        numbers = {name: getattr(counts, name) for name in ("rounds", "drafted", "verified", "accepted")}
-        rates = {name: rounded(getattr(counts, name)) for name in ("acceptance_rate", "mean_accepted_length")}
-        return {"timings": timings, "speculation": numbers | rates}
+        speculation = rounded({name: getattr(counts, name) for name in SPECULATION})
+        return {"seed": self.request.sampling.seed, "timings": timings, "speculation": speculation}
 
     def log(self) -> dict[str, Any]:
         """For the log line of its request, without any text."""
@@ -156,7 +157,3 @@ class Job:
 
 def ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
-
-
-def rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

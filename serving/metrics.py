@@ -1,7 +1,8 @@
 """Metrics in the names of text-generation-inference and vLLM, and a few of our own, in a registry of the app's."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,33 +22,28 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._shown: list[Callable[[], Metric]] = []
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry, buckets=SECONDS)
         skipped = [float(i) for i in range(gamma + 1)]
-        self._skipped = self._histogram("tgi_request_skipped_tokens", "Accepted drafts of a row and round", skipped)
-        self.requests = self._counter("tgi_request_count", "Requests for tokens")
-        self._success = self._counter("tgi_request_success", "Requests that were answered")
-        self._failure = self._counter("tgi_request_failure", "Requests that were not, by what their errors say", "err")
-        self._queue = self._histogram("tgi_request_queue_duration", "Seconds until a row was free")
-        self._inference = self._histogram("tgi_request_inference_duration", "Seconds in a row")
-        per_token = "tgi_request_mean_time_per_token_duration"
-        self._per_token = self._histogram(per_token, "Seconds per token behind the first")
-        self._duration = self._histogram("tgi_request_duration", "Seconds from request to answer")
-        self._generated = self._histogram("tgi_request_generated_tokens", "New tokens of a request", TOKENS)
-        self._input = self._histogram("tgi_request_input_length", "Prompt tokens of a request", TOKENS)
-        self._n_drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds of a row with drafts")
-        self._n_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts")
-        self._n_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts")
+        self._skipped = histogram("tgi_request_skipped_tokens", "Accepted drafts of a row and round", buckets=skipped)
+        self.requests = counter("tgi_request_count", "Requests for tokens")
+        self._success = counter("tgi_request_success", "Requests that were answered")
+        self._failure = counter("tgi_request_failure", "Requests that were not, by what their errors say", ["err"])
+        self._queue = histogram("tgi_request_queue_duration", "Seconds until a row was free")
+        self._inference = histogram("tgi_request_inference_duration", "Seconds in a row")
+        self._per_token = histogram("tgi_request_mean_time_per_token_duration", "Seconds per token behind the first")
+        self._duration = histogram("tgi_request_duration", "Seconds from request to answer")
+        self._generated = histogram("tgi_request_generated_tokens", "New tokens of a request", buckets=TOKENS)
+        self._input = histogram("tgi_request_input_length", "Prompt tokens of a request", buckets=TOKENS)
+        self._n_drafts = counter("vllm:spec_decode_num_drafts", "Rounds of a row with drafts")
+        self._n_draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Drafts")
+        self._n_accepted = counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts")
         per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        at = self._counter(per_position, "Accepted drafts by their place in a round", "position")
+        at = counter(per_position, "Accepted drafts by their place in a round", ["position"])
         self._accepted_at = [at.labels(str(position)) for position in range(gamma)]
-        self._prefilled = self._counter("foretoken_prefill_tokens", "Prompt tokens that were run")
-        self._reused = self._counter("foretoken_reused_prompt_tokens", "Prompt tokens that a row still held")
-        self._decoded = self._counter("foretoken_decode_tokens", "New tokens")
-
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(name, what, labels, registry=self.registry)
-
-    def _histogram(self, name: str, what: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-        return Histogram(name, what, registry=self.registry, buckets=buckets)
+        self._prefilled = counter("foretoken_prefill_tokens", "Prompt tokens that were run")
+        self._reused = counter("foretoken_reused_prompt_tokens", "Prompt tokens that a row still held")
+        self._decoded = counter("foretoken_decode_tokens", "New tokens")
 
     def show(self, name: str, what: str, value: Callable[[], float]) -> None:
         """A counter, if it is a total, or a gauge, that is read whenever metrics are."""

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -81,10 +82,7 @@ class Text:
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
-        offsets = []
-        for piece in pieces:
-            offsets.append(self._n_shown)
-            self._n_shown += len(piece.shown)
+        *offsets, self._n_shown = accumulate((len(piece.shown) for piece in pieces), initial=self._n_shown)
         tokens, values = [piece.text for piece in pieces], [piece.logprob for piece in pieces]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
@@ -119,7 +117,7 @@ async def _answer(job: Job, body: Completion, form: Text) -> Response:
         return await stream(_chunks(job, form, wants_usage), is_openai=True)
     await job.wait()
     choices = [form.whole(_reason(job))]
-    answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job), "seed": _seed(job)}
+    answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job)}
     return JSONResponse(answer | job.report())
 
 
@@ -127,7 +125,7 @@ async def _chunks(job: Job, form: Text, wants_usage: bool) -> Events:
     head = form.head | {"object": form.chunk_kind} | ({"usage": None} if wants_usage else {})
     async for pieces in job.batches():
         yield [head | {"choices": [form.chunk(pieces, None)]}]
-    last = [head | {"choices": [form.chunk([], _reason(job))], "seed": _seed(job)} | job.report()]
+    last = [head | {"choices": [form.chunk([], _reason(job))]} | job.report()]
     if wants_usage:
         last.append(head | {"choices": [], "usage": _usage(job)})
     yield last
@@ -139,10 +137,6 @@ def _shown(pieces: Sequence[Piece]) -> str:
 
 def _reason(job: Job) -> str:
     return LENGTH if job.finish == LENGTH else "stop"
-
-
-def _seed(job: Job) -> int:
-    return job.request.sampling.seed
 
 
 def _usage(job: Job) -> dict[str, Any]:

@@ -55,14 +55,6 @@ class Update(NamedTuple):
     error: str | None
 
 
-class Orders(NamedTuple):
-    """What every rank does before a step."""
-
-    submit: list[Asked]
-    cancel: set[int]
-    stop: bool
-
-
 class Scheduler(Progress):
     """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
     on every rank. tell: is called on the leader with what each prefill and each round did."""
@@ -117,9 +109,9 @@ class Scheduler(Progress):
         while True:
             began, was_idle, prefilled = time.perf_counter(), not self._running, self._decoder.prefill_seconds
             orders = self._ranks.shared(self._orders)
-            if orders.stop:
+            if orders is None:
                 return
-            self._obey(orders)
+            self._obey(*orders)
             done = self._decoder.step() if self._running else None
             self.emitted()
             if done is not None:
@@ -127,8 +119,9 @@ class Scheduler(Progress):
                 self.n_rounds, self.round_seconds = self.n_rounds + 1, self.round_seconds + done.seconds
                 self.between_seconds += 0 if was_idle else rest
 
-    def _orders(self) -> Orders:
-        """What came in meanwhile; while there is nothing to decode, this waits for it."""
+    def _orders(self) -> tuple[list[Asked], set[int]] | None:
+        """Whom every rank submits and cancels before a step, or None to stop, by what came in meanwhile; while there is
+        nothing to decode, this waits for it."""
         self._step_began = None
         cancel, waits = set[int](), not self._running and not self._waiting
         timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
@@ -137,7 +130,7 @@ class Scheduler(Progress):
                 event = self._inbox.get(waits, timeout)
                 waits = False
                 if event is None:
-                    return Orders([], set(), True)
+                    return None
                 if isinstance(event, Asked):
                     self._waiting.append(event)
                 elif event in self._running:
@@ -146,13 +139,12 @@ class Scheduler(Progress):
                     self._waiting = deque(one for one in self._waiting if one.index != event)
         n_free = self._rows - len(self._running) + len(cancel)
         self._step_began = time.perf_counter()
-        submit = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
-        return Orders(submit, cancel, False)
+        return [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))], cancel
 
-    def _obey(self, orders: Orders) -> None:
-        for number in sorted(orders.cancel):  # on every rank alike
+    def _obey(self, submit: list[Asked], cancel: set[int]) -> None:
+        for number in sorted(cancel):  # on every rank alike
             self._decoder.cancel(self._running.pop(number))
-        for one in orders.submit:
+        for one in submit:
             one.started = time.perf_counter()
             self._running[one.index] = one
             try:

@@ -1,5 +1,6 @@
 """From flags to a server: the model's rounds run on this thread, HTTP on another one, of the leading rank."""
 
+import asyncio
 import errno
 import signal
 import socket
@@ -62,7 +63,7 @@ class Server:
             limit_concurrency=flags.batch.max_batch + flags.limits.max_queue + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=FLUSH_SECONDS,
             ws="none",
-            lifespan="on",
+            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -76,9 +77,8 @@ class Server:
 
     def start(self) -> None:
         """Returns when clients can connect."""
-        self._sock.listen()  # uvicorn does so a little after it says that it is ready
+        self._sock.listen()
         self._thread.start()
-        self.service.ready.wait()
 
     def run(self) -> None:
         """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
@@ -108,9 +108,9 @@ class Server:
 
     def _listen(self) -> None:
         try:
-            self._http.run([self._sock])
+            with asyncio.Runner(loop_factory=lambda: self.service.loop) as runner:
+                runner.run(self._http.serve([self._sock]))
         finally:
-            self.service.ready.set()
             self.service.scheduler.stop()
 
 

@@ -1,7 +1,6 @@
 """The event loop's side: requests are counted and handed to the scheduler, and what it tells goes to them."""
 
 import asyncio
-import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,7 +13,7 @@ from starlette.requests import Request
 from common.errors import UserError
 from engine.bench.session import Session
 from engine.stats import Counts
-from serving.answers import Failure, internal, refused
+from serving.answers import Failure, internal, invalid
 from serving.flags import ServeFlags
 from serving.jobs import CANCELLED, Job
 from serving.metrics import Metrics
@@ -35,11 +34,10 @@ class Service:
         self.metrics = Metrics(session.plan.gamma)
         self.jobs: dict[int, Job] = {}
         self.down: str | None = None
-        self.ready, self.created = threading.Event(), int(time.time())
+        self.loop, self.created = asyncio.new_event_loop(), int(time.time())
         self._numbers, self._rows = count(), session.runner.max_batch
         self._ends = frozenset(session.target.config.eos_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         scheduler.tell = lambda updates: self.run_soon(self.told, updates)
         show = self.metrics.show
         show("tgi_queue_size", "Requests that wait for a row", lambda: scheduler.n_waiting)
@@ -51,16 +49,10 @@ class Service:
         show("foretoken_between_seconds_total", between, lambda: scheduler.between_seconds)
         show("foretoken_kv_use", "Share of the KV entries that running requests hold", self._kv_use)
 
-    def begin(self) -> None:
-        """On the event loop, before the first request."""
-        self._loop = asyncio.get_running_loop()
-        self.ready.set()
-
     def run_soon(self, do: Callable[..., None], *given: Any) -> None:
         """From another thread; when HTTP has ended, there is nobody to tell."""
-        assert self._loop is not None
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(do, *given)
+            self.loop.call_soon_threadsafe(do, *given)
 
     def _kv_use(self) -> float:
         running = [job for job in self.jobs.values() if job.started is not None]
@@ -97,7 +89,7 @@ class Service:
             if job.finish is None:
                 raise
         except UserError as error:
-            raise refused(wanted.of_prompt, error) from None
+            raise invalid(wanted.of_prompt, f"{error.what}: {error.seen}") from None
         return job
 
     async def submit(self, request: Request, wanted: Wanted) -> Job:
@@ -113,7 +105,7 @@ class Service:
         seconds = self.limits.request_seconds
         # Clients of OpenAI's ask again by themselves after 408 and 5xx, unless told not to.
         late = Failure(504, "timeout", f"not done within {seconds} seconds", headers={"x-should-retry": "false"})
-        timer = asyncio.get_running_loop().call_later(seconds, self.end, job, "timeout", late)
+        timer = self.loop.call_later(seconds, self.end, job, "timeout", late)
 
         async def until_gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -125,7 +117,7 @@ class Service:
 
     def keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it beside what goes on."""
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

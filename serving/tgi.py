@@ -5,8 +5,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from engine.bench.record import rounded
 from serving.answers import Events, Failure, invalid, stream
-from serving.jobs import Job, Piece, rounded
+from serving.jobs import Job, Piece
 from serving.prompts import Wanted
 from serving.schemas import Decoding, Generate, GenerateOrStream, Tokenize
 from serving.service import Service
@@ -118,6 +119,5 @@ def _details(job: Job) -> dict[str, Any]:
         "finish_reason": job.finish,
         "generated_tokens": len(job.pieces),
         "input_length": len(job.request.prompt),
-        "seed": job.request.sampling.seed,
         **job.report(),
     }

@@ -129,14 +129,13 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
 
     def run() -> None:
         try:
-            server.start()
             server.run()
         except BaseException as error:
             failures.append(error)
 
+    server.start()
     thread = threading.Thread(target=run)
     thread.start()
-    server.service.ready.wait()
     try:
         yield Served(server, thread, failures)
     finally:

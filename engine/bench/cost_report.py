@@ -52,9 +52,7 @@ def report_measured(flags: CostFlags) -> None:
         "load_format": flags.target.load_format,
         "dataset": session.dataset if is_measured else None,
         **grid.record(),
-        "acceptance_rates_by_context": rates_of(grid, acceptances),
-        "acceptance_of": "the data set's own text behind each context" if is_measured else "given",
-        "best": best_of_each(grid, acceptances),
+        **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
     }
     record = record_of("cost_model", session, found, without=VARIED)
     publish_tables(flags, record, grid, acceptances, f"\n{cost_table(grid)}")
@@ -84,9 +82,7 @@ def report_predicted(flags: CostFlags) -> None:
         "git_commit": git_commit(),
         **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
         **grid.record("predicted_", ("plain", "verify", "draft")),
-        "acceptance_rates_by_context": rates_of(grid, acceptances),
-        "acceptance_of": said,
-        "best": best_of_each(grid, acceptances),
+        **follows(grid, acceptances, said),
     }
     title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
     publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}")
@@ -144,9 +140,10 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
     return rates
 
 
-def rates_of(grid: CostGrid, acceptances: Acceptances) -> list[list[float]]:
-    """For a JSON record: rates `[D][S]`, by draft and context."""
-    return [[round(acceptances[context][draft], 4) for context in grid.contexts] for draft in grid.drafts]
+def follows(grid: CostGrid, acceptances: Acceptances, of: str) -> dict[str, Any]:
+    """For a JSON record: rates `[D][S]`, by draft and context, what they are of, and what pays best."""
+    rates = [[round(acceptances[context][draft], 4) for context in grid.contexts] for draft in grid.drafts]
+    return {"acceptance_rates_by_context": rates, "acceptance_of": of, "best": best_of_each(grid, acceptances)}
 
 
 def stored_target(config: ModelConfig, target: Target) -> Stored:

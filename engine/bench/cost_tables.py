@@ -87,11 +87,7 @@ def _shade(speedup: float) -> str:
 
 def best_table(best: Sequence[Mapping[str, Any]]) -> str:
     """What pays best at each batch and context, from the rows of `best_of`."""
-    columns = [Column("B", "B"), Column("prefix_len", "context"), Column(_best, "draft", align="<")]
-    return f"what pays best\n{console(best, columns)}"
-
-
-def _best(row: Mapping[str, Any]) -> str:
-    if not row["gamma"]:
-        return "none: plain decoding is faster"
-    return "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}".format_map(row)
+    plain = "none: plain decoding is faster"
+    drafted = "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}"
+    said = Column(lambda row: (drafted if row["gamma"] else plain).format_map(row), "draft", align="<")
+    return f"what pays best\n{console(best, [Column('B', 'B'), Column('prefix_len', 'context'), said])}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from common.errors import ConfigError, DataError, flag
@@ -44,34 +43,25 @@ def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, 
     if stretch_len < 1:
         raise ConfigError("prompts without any text", "prefix_len", prefix_len, least, f"ask for prefix_len {least}")
     tokenised: list[array[int]] = []
-    first_stretches = set()
-    for book in books:
-        tokens = array("i", tokenizer.encode(book, add_bos=False))
-        tokenised.append(tokens)
-        if len(tokens) >= stretch_len:
-            first_stretches.add(tokens[:stretch_len].tobytes())
-        if len(first_stretches) == n_prompts:
-            break
-
-    stretches = list(islice(_stretches(tokenised, stretch_len), n_prompts))
-    if len(stretches) == n_prompts:
-        return [bos + stretch.tolist() for stretch in stretches]
+    distinct: dict[bytes, array[int]] = {}
+    for stretch in _stretches(books, tokenizer, stretch_len, tokenised):
+        if len(stretch) == stretch_len:
+            distinct.setdefault(stretch.tobytes(), stretch)
+        if len(distinct) == n_prompts:
+            return [bos + one.tolist() for one in distinct.values()]
     where = f"the dataset: {len(tokenised)} books, {sum(map(len, tokenised))} tokens in all"
-    seen, required = (f"{n} distinct prompts of {prefix_len} tokens" for n in (len(stretches), n_prompts))
+    seen, required = (f"{n} distinct prompts of {prefix_len} tokens" for n in (len(distinct), n_prompts))
     fix = "shorten the prompts, ask for fewer, or give more text"
     raise DataError("too little text for the prompts", where, seen, required, fix)
 
 
-def _stretches(tokenised: Sequence[array[int]], stretch_len: int) -> Iterator[array[int]]:
-    """The distinct stretches of `stretch_len` tokens: the first of each book, then the second, ..."""
-    seen = set()
-    longest = max(map(len, tokenised), default=0)
-    for start in range(0, longest - stretch_len + 1, stretch_len):
-        for tokens in tokenised:
-            stretch = tokens[start : start + stretch_len]
-            if len(stretch) == stretch_len and stretch.tobytes() not in seen:
-                seen.add(stretch.tobytes())
-                yield stretch
+def _stretches(books: Iterable[str], tokenizer: Tokenizer, n: int, tokenised: list[array[int]]) -> Iterator[array[int]]:
+    """The first `n` tokens, or fewer, of each book, which is then `tokenised`, then the next ones of each, ..."""
+    for book in books:
+        tokenised.append(array("i", tokenizer.encode(book, add_bos=False)))
+        yield tokenised[-1][:n]
+    for start in range(n, max(map(len, tokenised), default=0), n):
+        yield from (tokens[start : start + n] for tokens in tokenised)
 
 
 def _book_files(dataset: str) -> list[Path]:

@@ -1,11 +1,10 @@
 """The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -121,7 +120,8 @@ def prefill(session: Session) -> float:
     started = time.perf_counter()
     with progress_bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
-            runner.prefill_row(row, prompt, bar.update)
+            for n_tokens in runner.prefilling(row, prompt)[1]:
+                bar.update(n_tokens)
     synchronize(runner.device)
     return max(session.processes.gathered(time.perf_counter() - started))
 
@@ -150,15 +150,10 @@ def decode(
     inner = [counts for one in drafting if (counts := one.inner_counts())]
     own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}, inner
     each, seconds, inners = zip(*session.of_replicas(own), strict=True)
-
-    def joined(lists: Iterable[Sequence[Any]]) -> list[Any]:
-        return [*chain.from_iterable(lists)]
-
-    tokens, reasons, errors = (
-        joined(getattr(one, of) for one in each) for of in ("tokens", "finish_reasons", "errors")
-    )
-    phases = {name: joined(one.get(name, ()) for one in seconds) for name in chain(*seconds)}
-    stats, inner = Stats.joined([one.stats for one in each]), joined(inners)
+    of_rows = ("tokens", "finish_reasons", "errors")
+    tokens, reasons, errors = ([*chain(*(getattr(one, name) for one in each))] for name in of_rows)
+    phases = {name: [*chain(*(one.get(name, ()) for one in seconds))] for name in chain(*seconds)}
+    stats, inner = Stats.joined([one.stats for one in each]), [*chain(*inners)]
     decoded = Decoded(tokens, reasons, errors, stats, usage, phases, total(inner) if inner else None)
     decoded.require_finite(name)
     return decoded

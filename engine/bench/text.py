@@ -1,7 +1,5 @@
 """Which text a run continues: a data set's, or one's own prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from common.errors import ConfigError, flag, without_effect

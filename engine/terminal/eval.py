@@ -1,11 +1,9 @@
 """foretoken.py eval: multiplications, plain and speculative; does speculation keep the quality of the answers?"""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from common.errors import require_at_least
 from common.jsonl import append_or_put_off, publish
@@ -15,9 +13,6 @@ from engine.bench.config import Output, Rows, Sampling, Sizes
 from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
 from engine.evaluation.success import compared
 from engine.terminal.models import ModelFlags
-
-if TYPE_CHECKING:
-    from engine.stats import Counts
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Eval(ModelFlags):
     def run(self) -> None:
         from engine.bench.record import record_of
         from engine.bench.session import Session
-        from engine.stats import total
+        from engine.stats import Counts, total
         from engine.terminal.in_turn import decode_in_turn, plan_of
 
         require_at_least("nb_prompts", self.nb_prompts, 1)

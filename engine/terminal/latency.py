@@ -11,7 +11,7 @@ from common.jsonl import publish
 from common.say import say
 from common.tables import Column, console
 from engine.bench.config import DEFAULT_MODEL, Output, Rows, Sizes, Target, Text
-from engine.terminal.models import DRAFT_HELP, Draft, ModelFlags, PositionalTarget
+from engine.terminal.models import ModelFlags, NamedDraft, PositionalTarget
 from models.names import Scheme
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
@@ -45,20 +45,13 @@ class Targets(PositionalTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftByFlag(Draft):
-    """What drafts, and how."""
-
-    draft: Annotated[str, arg(metavar="DRAFT", help=DRAFT_HELP)] = "self"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Latency(ModelFlags):
     """ms per generated token of models and their quantised forms, plain and speculative"""
 
     FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft_model": "--draft", "prefix_len": "--length"}
 
     target: Targets = field(default_factory=Targets)
-    draft: DraftByFlag = field(default_factory=DraftByFlag)
+    draft: NamedDraft = field(default_factory=NamedDraft)
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)
     length: Literal["short", "long"] | int = "short"

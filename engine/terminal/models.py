@@ -31,7 +31,7 @@ class PositionalTarget(Target):
 class NamedDraft(EveryDraft):
     """What drafts, and how."""
 
-    draft: Annotated[str, arg(help=DRAFT_HELP)] = "self"
+    draft: Annotated[str, arg(metavar="DRAFT", help=DRAFT_HELP)] = "self"
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Errors: ConfigError also for a draft that there is not, and where nothing would be drafted."""

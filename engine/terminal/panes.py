@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import zip_longest
 from operator import attrgetter
 
@@ -47,12 +47,10 @@ class Panes:
     def watch(self, session: Session, name: str) -> Iterator[Progress]:
         """A pass, while it runs."""
         assert session.tokenizer is not None
-        draws = self._console.is_terminal
         live = Live(self, console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        with bar_of_pass(session, name, shown=not draws) as bar:
-            redraw = live.refresh if draws else None
-            track = self.tracks[name] = Track(bar, session.tokenizer, len(self._names), redraw)
-            with live if draws else nullcontext():
+        with bar_of_pass(session, name, shown=not self._console.is_terminal) as bar:
+            track = self.tracks[name] = Track(bar, session.tokenizer, len(self._names), live.refresh)
+            with live:  # which draws nothing where there is no terminal
                 yield track
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Group]:

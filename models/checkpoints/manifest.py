@@ -125,9 +125,3 @@ def own_side_files(folder: Path) -> tuple[str, ...]:
     listed = read_manifest(folder)["files"]
     there = (name for name in SIDE_FILES if (folder / name).is_file())
     return tuple(name for name in there if not listed.get(name, {}).get("generated"))
-
-
-def check_source(folder: Path) -> None:
-    """Compare all that a manifest lists of a download and is still there with its SHA-256. Raises CheckpointError."""
-    listed = read_manifest(folder)["files"]
-    check_files(folder, [name for name in listed if name != WEIGHTS and (folder / name).is_file()], verify=True)

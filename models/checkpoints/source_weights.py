@@ -55,10 +55,6 @@ def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collect
     raise CheckpointError("the folder has no weights", folder, seen, required, DOWNLOAD_AGAIN)
 
 
-def _open_shards(files: Sequence[Path], dtypes: Collection[Any] = DTYPES) -> dict[str, SourceTensor]:
-    return {name: tensor for file in files for name, tensor in _open_shard(file, dtypes).items()}
-
-
 def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
     """The weight files of one format: those that an index names, if there is one."""
     single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
@@ -76,22 +72,23 @@ def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
 
 
-def _open_shard(path: Path, dtypes: Collection[Any]) -> dict[str, SourceTensor]:
-    """The tensors of one file but for those that are ignored, which may be of any kind."""
-    try:
-        stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
-    except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
-        raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
+def _open_shards(files: Sequence[Path], dtypes: Collection[Any] = DTYPES) -> dict[str, SourceTensor]:
+    """The tensors of all files but for those that are ignored, which may be of any kind."""
     tensors = {}
-    for name, (shape, dtype, read) in stored.items():
-        if name.endswith(IGNORED_SUFFIXES):
-            continue
-        if dtype not in dtypes:
-            fix = "use the checkpoint's unquantised weights; quantise while loading instead"
-            required = "float64, float32, float16 or bfloat16"
-            raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)
-        tensors[name] = SourceTensor(tuple(shape), dtype, path, read)
+    for path in files:
+        try:
+            stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+        except Exception as error:  # a damaged zip or pickle raises almost anything
+            seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
+            raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
+        for name, (shape, dtype, read) in stored.items():
+            if name.endswith(IGNORED_SUFFIXES):
+                continue
+            if dtype not in dtypes:
+                fix = "use the checkpoint's unquantised weights; quantise while loading instead"
+                required = "float64, float32, float16 or bfloat16"
+                raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)
+            tensors[name] = SourceTensor(tuple(shape), dtype, path, read)
     return tensors
 
 
@@ -109,8 +106,6 @@ def _read_safetensors(path: Path) -> Stored:
 
 def _read_bin(path: Path) -> Stored:
     in_zip = zipfile.is_zipfile(path)  # not in the format before torch 1.6, which cannot be mapped
-    stored: Stored = {}
-    for name, value in torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True).items():
-        is_tensor = isinstance(value, Tensor)
-        stored[name] = (value.shape, value.dtype, value.detach) if is_tensor else ((), type(value).__name__, None)
-    return stored
+    values = torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True).items()
+    tensors: Stored = {name: (x.shape, x.dtype, x.detach) for name, x in values if isinstance(x, Tensor)}
+    return tensors | {name: ((), type(x).__name__, None) for name, x in values if not isinstance(x, Tensor)}
