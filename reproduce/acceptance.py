@@ -8,17 +8,13 @@ passkey and multikey: the right answers to questions about facts that stand earl
 share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
 """
 
+import common.startup
+
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import arg
 

@@ -14,15 +14,12 @@ Temperature 0 certifies the greedy mode, a higher one the coupled mode. Ends wit
 not, 2 if it could not be made. docs/lossless.md says more.
 """
 
+import common.startup
+
 import math
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import arg
 

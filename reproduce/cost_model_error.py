@@ -7,16 +7,12 @@ of real prompts at those sizes and at one between them, which the model interpol
 acceptance rate of the run that it is compared with.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import itemgetter
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import numpy as np
 

@@ -7,19 +7,15 @@ Then the peers take turns: each generates a few tokens and goes on from there at
 figure is the median time between two of its tokens. Needs requirements-dev.txt.
 """
 
-import sys
+import common.startup
+
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import torch
 

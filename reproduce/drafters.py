@@ -10,15 +10,11 @@ does before the target verifies, also on the host; the mean over rounds.
 
 from __future__ import annotations
 
-import sys
+import common.startup
+
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import arg
 

@@ -12,17 +12,13 @@ cost_model_error.py compares it with what the cost model predicts.
 
 from __future__ import annotations
 
+import common.startup
+
 import itertools
 import operator
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import engine
 from common import cli

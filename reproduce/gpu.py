@@ -17,10 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.errors import ConfigError, flag

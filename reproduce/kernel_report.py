@@ -7,9 +7,6 @@ and names the variants if one of them spills registers or needs more shared memo
 """
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.errors import ConfigError

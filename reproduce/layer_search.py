@@ -9,17 +9,13 @@ the line between, make that a predicted speedup. The first so many layers (an ea
 is the last line of standard output.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import engine
 from common import cli

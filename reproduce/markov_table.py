@@ -6,13 +6,10 @@
 Where prompts are cut from the text as well, those and what follows them should be skipped.
 """
 
-import sys
+import common.startup
+
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from common import cli
 from common.checkout import ROOT

@@ -5,12 +5,9 @@
 No number on the page comes from anywhere but a record; what has no record is "not measured".
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import common.startup
+
+from pathlib import Path
 
 from common import cli
 from common.checkout import ROOT

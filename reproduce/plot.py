@@ -7,17 +7,14 @@ Reads what the benchmarks append to --output, and the rows of sweeps. Of repeats
 one of the two numbers are left out, which is said.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from textwrap import fill
 from typing import Annotated, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import Positional, arg
 

@@ -7,14 +7,10 @@ Resumable: cells that have a record are not run again. Needles (passkey, multike
 that tells them early, where a recent window has forgotten them; what is judged is the right answer, teacher-forced.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from common import cli
 from common.tables import console

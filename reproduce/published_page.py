@@ -5,15 +5,12 @@
 What was measured and what is only predicted stand in columns of their own; what has no record is "not measured".
 """
 
-import sys
+import common.startup
+
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import numpy as np
 

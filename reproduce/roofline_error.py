@@ -8,18 +8,15 @@ published, and tested on the other half. With --measure this CPU's rates and the
 too, in about two minutes.
 """
 
+import common.startup
+
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from common import cli
 from common.jsonl import append_record, publish, require_appendable

@@ -13,18 +13,14 @@ reuses what its row holds.
 
 from __future__ import annotations
 
+import common.startup
+
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import islice, product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import arg
 

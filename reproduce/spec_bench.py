@@ -10,19 +10,15 @@ category appends a record to --output as it ends; one that has a record of the s
 
 from __future__ import annotations
 
+import common.startup
+
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import arg
 

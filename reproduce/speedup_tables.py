@@ -6,13 +6,9 @@ python reproduce/speedup_tables.py --grid reproduce/grids/speedups_draft.toml --
 python reproduce/speedup_tables.py --fixed model=CHECKPOINT --axis B=32,64 --axis prefix_len=8000,32000 --axis gamma=3,4
 """
 
-import sys
-from operator import itemgetter
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import common.startup
+
+from operator import itemgetter
 
 from common import cli
 from common.tables import Column

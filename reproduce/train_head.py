@@ -9,16 +9,13 @@ book's second half, beside n-gram and self-drafts. FOLDER/held_back.txt has that
 The record is the last line of standard output.
 """
 
+import common.startup
+
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import engine
 from common import cli
