@@ -37,8 +37,6 @@ OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
 # Settings that are each row's own.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
-COLUMNS = of("draft_policy", "budget or all", "text", "acceptance_rate", "judged", "mean_accepted_length")
-COLUMNS += of("distinct_4gram_fraction")
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def main(flags: Flags) -> None:
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(record.rounded(_row(own, text)))
         say(f"{rows[-1]['draft_policy']}, {text}: {rows[-1]['acceptance_rate']}")
-    say(console(rows, COLUMNS))
+    say(console(rows, of("texts")))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))
 

@@ -20,7 +20,8 @@ from common import cli
 from common.errors import ConfigError
 from common.tables import console
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
-from reproduce.paper import auto_against_fixed, columns
+from reproduce.paper import auto_against_fixed
+from reproduce.paper.columns import of
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import COST_MODEL, showing
@@ -66,9 +67,6 @@ def grid_of(record: Record) -> CostGrid:
     return CostGrid(drafts=drafts, **axes, **costs)
 
 
-ERRORS = columns.section("cost_errors")
-
-
 def error_summary(compared: Sequence[Record]) -> str:
     if not compared:
         return "nothing compared"
@@ -79,7 +77,7 @@ def error_summary(compared: Sequence[Record]) -> str:
 def table(records: list[Record]) -> str:
     compared, title = comparisons(records), "  Speedups, predicted by the cost model and measured end to end\n"
     modes = (f"\n{auto_against_fixed.section_of(mode, records, console)}" for mode in auto_against_fixed.MODES)
-    return "\n".join([title, console(compared, ERRORS), f"  {error_summary(compared)}", *modes])
+    return "\n".join([title, console(compared, of("cost_errors")), f"  {error_summary(compared)}", *modes])
 
 
 def figure(records: list[Record]) -> Figure:

@@ -21,20 +21,12 @@ from tyro.conf import arg
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Rows, RunConfig, Sizes, Text
 from reproduce.gamma_cell import Contender
-from reproduce.paper.columns import measured, of, over, rows_of
+from reproduce.paper.columns import of, rows_of
 from reproduce.paper.published import Record
 from reproduce.spec_bench import PLAIN, Drafters, open_session
-
-BENCHMARK = "drafters"
-COLUMNS = [
-    *(Column("text", "text", align="<"), *of("temperature", "B", "gamma"), Column("drafter", "drafter", align="<")),
-    *of("acceptance_rate", "mean_accepted_length"),
-    measured(over("drafting_ms"), "drafting / plain step", ".2f"),
-    *of("speedup", "wall_speedup", "identical"),
-]
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,8 @@ def main(flags: Flags) -> None:
             one.drafters.clear()
     found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
-    record = record_of(BENCHMARK, plain.session, found, without=("gamma", "draft_budget"))
-    publish(flags.output.output, record, console(rows_of([record]), COLUMNS))
+    record = record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))
+    publish(flags.output.output, record, console(rows_of([record]), of("drafters")))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,13 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
+from reproduce.paper.columns import of
 
 SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
 Layers = tuple[int, ...]
-NUMBERS = ["expected_acceptance", "early_exit", "draft_ms", "predicted_speedup"]
-COLUMNS = [Column("layers", "layers"), Column("gamma", "gamma")]
-COLUMNS += [Column(name, name.replace("_", " "), ".3f") for name in NUMBERS]
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def main(flags: Flags) -> None:
         **winner
     )
     line = record.record_of("layer_search", session, record.rounded(measured), {"draft_layers", "gamma"})
-    publish(flags.output.output, line, console(rows, COLUMNS), says)
+    publish(flags.output.output, line, console(rows, of("layers")), says)
 
 
 def search(n_layer: int, fewest: int, score: Callable[[Layers], float]) -> list[tuple[Layers, float]]:

@@ -19,14 +19,6 @@ from reproduce.paper.figures import Figure, Panel, lines
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import showing
 
-ACCEPTED = columns.of(
-    *("target", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "text", "acceptance_rate"),
-    *("acceptance_standard_error", "judged", "mean_accepted_length"),
-)
-SPEED = columns.of(
-    *("target", "prefix_len", "B", "temperature", "draft_policy", "draft_budget", "speedup", "draft_step_ms"),
-    *("refresh_ms", "verify_step_ms", "round_ms", "acceptance_rate", "peak_memory_bytes", "identical"),
-)
 ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
 REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are of rounds in which all rows are busy."
 
@@ -44,11 +36,11 @@ def table(records: list[Record]) -> str:
     """For the console."""
     parts = []
     for title, rows, shown, note in (
-        ("Acceptance by policy", judged(records), ACCEPTED, ERRORS),
-        ("Speed by policy", timed(records), SPEED, REFRESH),
+        ("Acceptance by policy", judged(records), "policies_acceptance", ERRORS),
+        ("Speed by policy", timed(records), "policies_speed", REFRESH),
     ):
         ordered = sorted(rows, key=lambda row: [str(row.get(one)) for one in ("text", "B", "draft_policy")])
-        parts.append(f"  {title}\n\n{console(ordered, shown)}\n\n  {note}")
+        parts.append(f"  {title}\n\n{console(ordered, columns.of(shown))}\n\n  {note}")
     return "\n\n".join(parts)
 
 

@@ -31,8 +31,7 @@ from common.provenance import provenance
 from common.say import say
 from common.tables import console
 from engine.bench.config import Output, RunConfig, Text
-from reproduce.paper.columns import section
-from reproduce.paper.published import Record
+from reproduce.paper.columns import of
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
 from reproduce.serve_parts.figures import beside, spread, stretches
 from serving.serve import Serve
@@ -46,15 +45,6 @@ BENCHMARK = "serve_load"
 OURS = PLAIN, SPECULATION = "plain", "speculation"
 SHORT = 8  # tokens of what makes a row forget
 NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation leaves as it is: decode tok/s is of rounds alone."
-
-
-def rows_a_round(row: Record) -> float | None:
-    """That decode together."""
-    rate, ms, tokens = (row[name] for name in ("decode_tokens_per_second", "round_ms", "tokens_per_round"))
-    return rate * ms / 1e3 / tokens if tokens and rate else None
-
-
-COLUMNS = section("serving", rows_a_round=rows_a_round)
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,7 @@ def main(flags: Flags) -> None:
     rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
     record = {"benchmark": BENCHMARK, "model": source.name, "dataset": flags.text.dataset, **said, "rows": rows}
-    publish(flags.output.output, rounded(record | provenance()), console(rows, COLUMNS), NOTE, put_off=put_off)
+    publish(flags.output.output, rounded(record | provenance()), console(rows, of("load")), NOTE, put_off=put_off)
 
 
 if __name__ == "__main__":

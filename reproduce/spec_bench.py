@@ -28,7 +28,7 @@ from common.checkout import ROOT
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_or_put_off, publish, read_lines, require_appendable
 from common.provenance import provenance
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
 from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
@@ -54,11 +54,6 @@ ELSEWHERE = ("output", "prompts", "categories", "per_category")
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "judged", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
-COLUMNS = [
-    *(Column("drafter", "drafter", align="<"), *of("gamma", "draft_budget"), Column("category", "category", align="<")),
-    *(Column("sequences", "prompts"), *of("acceptance_rate", "mean_accepted_length", "baseline_tokens_per_second")),
-    *of("decode_tokens_per_second", "speedup", "identical"),
-]
 
 
 @dataclass(frozen=True)
@@ -289,7 +284,7 @@ def main(flags: Flags) -> None:
     said = f"{SLOWER}: slower than plain decoding"
     if any(row.get("contended") for row in rows):
         said += "; threads waited for processors: no speedup here is to be trusted"
-    publish(None, summary, console(rows, COLUMNS), f"  {said}", put_off=put_off)
+    publish(None, summary, console(rows, of("conversations")), f"  {said}", put_off=put_off)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import engine
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
-from common.tables import Column, console
+from common.tables import console
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, draft_flags
 from engine.drafters.config import DrafterConfig
@@ -37,7 +37,6 @@ LEAST_WINDOW = 32
 # Settings that are each row's own, or none of this record.
 OWN = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
 COUNTED = ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")
-COLUMNS = of(Column("draft", "draft", align="<"), Column("temperature", "temperature"), *COUNTED)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def main(flags: Flags) -> None:
     measured = {"recipe": vars(recipe), "examples": len(windows), "example_tokens": len(windows) * recipe.window}
     measured |= {"steps": curve[-1]["step"], "writing_seconds": written, "training_seconds": trained}
     measured |= {"curve": thinned, "rows": rows}
-    publish(flags.output.output, record_of("train_head", session, rounded(measured), OWN), console(rows, COLUMNS))
+    publish(flags.output.output, record_of("train_head", session, rounded(measured), OWN), console(rows, of("heads")))
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from statistics import fmean, median
 
 from common.tables import markdown
-from reproduce.paper.columns import NONE, section
+from reproduce.paper.columns import NONE, of
 from reproduce.paper.published import Record
 
 # What gamma_cell.py calls the modes that choose from round to round, and what they are called in Markdown. The first is
@@ -58,7 +58,7 @@ def _fixed(row: Record) -> str:
     return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
 
 
-COLUMNS = section(
+COLUMNS = of(
     "automatic",
     **{f"{kind}_speedup": lambda run, kind=kind: run[kind]["speedup"] for kind in ("usual", "best", "auto")},
     usual=lambda run: _fixed(run["usual"]),

@@ -14,18 +14,10 @@ from reproduce.paper.predicted import is_acceptance_known, predict
 from reproduce.paper.published import Record, is_of, is_setting_of, published
 
 MEASURED, SHAPE = "measured on the same model", "measured on the same shape"
-TARGET, DRAFT, CONTEXT, ROWS = of("target", "draft", "prefix_len", "B")
 GAMMA = Column("gamma", "gamma", missing="not shown")
 VALUE = Column("value", "published", columns.published_text)
 SPEEDUP_VALUE = Column("value", "published", columns.published_speedup_text)
 RATIO = Column("kind", "ratio", KINDS.get, align="<")
-RUN = of("target", "draft", "prefix_len", "B", "gamma", "draft_budget", "draft_weights")
-SPEEDUP = of("speedup", "wall_speedup", "formula", "acceptance_rate", "mean_accepted_length", "identical")
-COSTS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms", "verify / plain", "draft / plain")
-FLOW = of("plain ms per token", "baseline_tokens_per_second", "ms per token", "decode_tokens_per_second")
-ACCEPTED = of("target", "draft", "prefix_len", "B", "gamma", "budget or all", "draft_policy", "text", "acceptance_rate")
-ACCEPTED += of("acceptance_per_position", "judged", "mean_accepted_length")
-LOOPS = of("distinct_4gram_fraction")
 
 
 class Table(NamedTuple):
@@ -41,14 +33,14 @@ def side_by_side(title: str, note: str, *tables: Table) -> str:
 
 def published_speedups(facts: Sequence[Record], runs: Sequence[Record]) -> Table:
     own = beside(MEASURED, runs, itemgetter("speedup"), speedup_text)
-    return Table(facts, [TARGET, DRAFT, CONTEXT, ROWS, GAMMA, SPEEDUP_VALUE, BY_ROOFLINE, own])
+    return Table(facts, of("target draft prefix_len B", GAMMA, SPEEDUP_VALUE, BY_ROOFLINE, own))
 
 
 def published_acceptance(rows: Sequence[Record]) -> Table:
     built_in, rate, shown = [row for row in rows if row["model"] == DEFAULT_NAME], "acceptance_rate", "{:.3f}".format
     near = beside("same context on the built-in model", built_in, itemgetter(rate), shown, is_setting_of)
     own = beside(MEASURED, rows, itemgetter(rate), shown)
-    return Table(published().acceptance, [TARGET, DRAFT, CONTEXT, VALUE, own, near])
+    return Table(published().acceptance, of("target draft prefix_len", VALUE, own, near))
 
 
 def published_ratios(runs: Sequence[Record]) -> Table:
@@ -57,11 +49,11 @@ def published_ratios(runs: Sequence[Record]) -> Table:
     plain = [run for run in plain if run.get("draft_weights") in (None, "same")]
 
     def listed(fact: Record) -> str:
-        own = runs if fact["kind"] == "verify" else plain
-        return beside(SHAPE, own, over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
+        same = runs if fact["kind"] == "verify" else plain
+        return beside(SHAPE, same, over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
 
-    shown = [RATIO, TARGET, AT, CONTEXT, ROWS, VALUE, BY_ROOFLINE, Column(listed, SHAPE, align="<")]
-    return Table(published().ratios, shown)
+    own = Column(listed, SHAPE, align="<")
+    return Table(published().ratios, of(RATIO, "target", AT, "prefix_len B", VALUE, BY_ROOFLINE, own))
 
 
 def beside(
@@ -105,18 +97,18 @@ AT = Column(at, "at", align="<")
 
 
 def speedups(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), [*RUN, *SPEEDUP, *LOOPS])
+    return Table(sorted(runs, key=by_size), of("speedups"))
 
 
 def costs(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), [*RUN, *COSTS])
+    return Table(sorted(runs, key=by_size), of("costs"))
 
 
 def flow(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), [*RUN, *FLOW])
+    return Table(sorted(runs, key=by_size), of("flow"))
 
 
 def acceptance(rows: Sequence[Record]) -> Table:
     order = itemgetter("text", "draft_policy")
     rows = sorted(rows, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
-    return Table(rows, [*ACCEPTED, *LOOPS])
+    return Table(rows, of("acceptance"))
