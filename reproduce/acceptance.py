@@ -64,10 +64,7 @@ class Flags:
             raise without_effect(["budgets"], what, seen=seen, required="a policy with a budget")
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
-        if self.target.load_format == "dummy":
-            fix = f"leave out {flag('load_format')}"
-            what = "random weights have no acceptance"
-            raise ConfigError(what, flag("load_format"), "dummy", "a trained model", fix)
+        self.target.require_trained("random weights have no acceptance")
         unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
         if unlike and "sampled" not in self.texts:
             what, seen = "only sampled text is sampled", f"{flag('texts')} {' '.join(self.texts)}"

@@ -25,7 +25,7 @@ from tyro.conf import arg
 
 import engine
 from common import cli
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
@@ -66,9 +66,7 @@ class Flags:
         for name in ("tokens", "B", "gamma", "calibration_positions"):  # at gamma 0 there is nothing to certify
             require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
-        if self.target.load_format == "dummy":
-            fix = f"leave out {flag('load_format')}"
-            raise ConfigError("random weights certify nothing", flag("load_format"), "dummy", "a trained model", fix)
+        self.target.require_trained("random weights certify nothing")
         sizes = Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced))
         mode = "coupled" if self.temperature else "greedy"
         sampling = Sampling(self.temperature, seed=self.seed, verification=mode)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import common.startup
 
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from common.tables import console
 from engine.bench.config import Rows, RunConfig, Sizes, Text
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import of, rows_of
+from reproduce.paper.in_turns import in_turns
 from reproduce.paper.published import Record
 from reproduce.spec_bench import PLAIN, Drafters, open_session
 
@@ -57,15 +59,15 @@ def main(flags: Flags) -> None:
     contenders = [plain := Contender(PLAIN, session.variant(draft=None))]
     for name, draft in configs.items():
         contenders.append(Contender(name, session.variant(draft=draft), plain, [], {"gamma": draft.gamma}))
-    passes.warm_up(plain.session)
     texts = passes.decode(plain.session, PLAIN).tokens  # what an oracle drafts
-    for repeat in range(flags.repeats):
-        for one in contenders if repeat % 2 == 0 else reversed(contenders):
-            if one.plain:
-                one.drafters[:] = one.session.drafters(texts)
-                passes.warm_up(one.session, one.drafters)
-            one.run()
-            one.drafters.clear()
+
+    def run_anew(one: Contender) -> None:
+        one.drafters[:] = one.session.drafters(texts) if one.plain else []
+        passes.warm_up(one.session, one.drafters)
+        one.run()
+        one.drafters.clear()
+
+    in_turns({one.name: partial(run_anew, one) for one in contenders}, flags.repeats)
     found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
     record = record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import common.startup
 
 import itertools
-import operator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -113,16 +112,17 @@ class Contender:
 
         speedups: to plain decoding in the same repeat; speedup: their median.
         """
-        from engine.bench.record import costs_record, drafting_budget, identical_rows, rounded, tokens_per_second
+        from engine.bench import record
+        from engine.bench.passes import Passes
         from engine.stats import total
 
-        plain = (self.plain or self).outputs
+        pairs = [*zip((self.plain or self).outputs, self.outputs, strict=True)]
         # LEAST_GEN_LEN makes every rate a number.
-        rates, plain_rates = (list(map(tokens_per_second, each)) for each in (self.outputs, plain))
-        speedups = list(map(operator.truediv, rates, plain_rates))
+        plain_rates, rates = ([record.tokens_per_second(one) for one in each] for each in zip(*pairs, strict=True))
+        speedups = [own / plain for plain, own in zip(plain_rates, rates, strict=True)]
         choices = [[round_.choice for round_ in output.stats.rounds] for output in self.outputs]
-        same = [identical_rows(a.tokens, b.tokens) for a, b in zip(self.outputs, plain, strict=True)]
-        budgets = [[drafting_budget(self.session, choice) for choice in run] for run in choices]
+        budgets = [[record.drafting_budget(self.session, choice) for choice in run] for run in choices]
+        same = min(record.identical_rows(plain.tokens, own.tokens) for plain, own in pairs)
         budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
         row = {
             "way": self.name,
@@ -133,27 +133,19 @@ class Contender:
             "speedup": median(speedups),
             "speedups": speedups,
             "acceptance_rate": total([output.stats.counts for output in self.outputs]).acceptance_rate,
-            "identical_rows": min(same) if self.session.sampling.reproducible else None,
+            "identical_rows": same if self.session.sampling.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
             "budgets": budgets if budget == AUTO else None,
-            "measured_costs": [costs_record(self.session, one.by_rows) for one in self.costs] or None,
+            "measured_costs": [record.costs_record(self.session, one.by_rows) for one in self.costs] or None,
             "measured_costs_seconds": [one.seconds for one in self.costs] or None,
         }
-        return rounded(row | self._medians())
-
-    def _medians(self) -> dict[str, Any]:
-        """MEDIANS, and how the draft is stored; None where a way does not have the figure."""
-        from engine.bench.passes import Passes
-        from engine.bench.record import make_record
-
-        if self.plain is None:
-            return {}
-        pairs = zip(self.plain.outputs, self.outputs, strict=True)
-        passes = [Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
-        runs = [make_record("", self.session, each) for each in passes]
-        seen = {name: [run[name] for run in runs] for name in MEDIANS}
-        stored = {name: runs[0][name] for name in OPTIONS[2:]}
-        return stored | {name: None if None in values else median(values) for name, values in seen.items()}
+        if self.plain:
+            passes = [Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
+            runs = [record.make_record("", self.session, each) for each in passes]
+            row |= {name: runs[0][name] for name in OPTIONS[2:]}
+            seen = {name: [run[name] for run in runs] for name in MEDIANS}
+            row |= {name: None if None in values else median(values) for name, values in seen.items()}
+        return record.rounded(row)
 
 
 def main(flags: Flags) -> None:

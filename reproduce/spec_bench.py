@@ -72,11 +72,7 @@ class Drafters:
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
-        if self.target.load_format == "dummy":
-            fix = f"leave out {flag('load_format')}"
-            raise ConfigError(
-                "random weights have nothing to say", flag("load_format"), "dummy", "a trained model", fix
-            )
+        self.target.require_trained("random weights have nothing to say")
         sampled = self.sampling.temperature > 0 and self.sampling.verification != "coupled"
         given = self.draft.given()
         able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
