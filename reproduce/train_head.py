@@ -14,6 +14,7 @@ import common.startup
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,11 @@ def main(flags: Flags) -> None:
     source = with_text((plan := resolve(config)).target)
     session = engine.Session.of_plan(plan)
     book, target, runner = next(session.books()), session.runner.model, session.runner
-    halves = zip((book[: len(book) // 2], book[len(book) // 2 :]), (flags.num_prompts, flags.held_back), strict=True)
-    prompts, held_back = (
-        make_prompts([half], session.tokenizer, n_prompts=n, prefix_len=session.prefix_len) for half, n in halves
-    )
+    first, second = book[: len(book) // 2], book[len(book) // 2 :]
+    cut = partial(make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
+    prompts, held_back = cut([first], n_prompts=flags.num_prompts), cut([second], n_prompts=flags.held_back)
     keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
-    write_text(folder / "held_back.txt", book[len(book) // 2 :])
+    write_text(folder / "held_back.txt", second)
     layers = training.inputs_of(target.config.n_layer)
     written = examples.write_examples(
         runner, prompts, session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
