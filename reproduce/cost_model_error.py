@@ -83,7 +83,7 @@ def table(records: list[Record]) -> str:
 def figure(records: list[Record]) -> Figure:
     compared = sorted(comparisons(records), key=itemgetter("B", "prefix_len"))
     label = "B {B}, {prefix_len} tokens".format_map
-    points = lines(compared, label, "measured", "predicted", lambda _: {"marker": "o"}, style=POINTS)
+    points = lines(compared, label, "measured", "predicted", style=POINTS | {"marker": "o"})
     series = [diagonal(compared, "predicted", "measured"), *points]
     panel = Panel("the cost model", "measured speedup", "predicted speedup", series, is_log_x=False)
     return Figure("Predicted and measured speedups", [panel])

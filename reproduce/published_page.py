@@ -34,6 +34,7 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
     facts, acceptance = published(), columns.rows_of(read(folder, ACCEPTANCE))
     runs = read(folder, SPEEDUPS) + [one for one in read(folder, GPU, "gpu_costs") if one.get("status") == "done"]
     runs = [run for run in runs if isinstance(run.get("gamma"), int) and run.get("draft_budget") != AUTO]
+    own = [run for run in runs if run["file"] == SPEEDUPS]
     speculation = [run for run in runs if run.get("load_format") != "dummy"]
     is_published = any(is_of(fact, run) for fact in facts.speedups for run in speculation)
     drawn = {file.stem: f"![{file.stem.replace('_', ' ')}](figures/{file.name})\n\n" for file in figures.glob("*.svg")}
@@ -51,9 +52,9 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
         "by_pair": beside_published({", ".join(pair): known for pair, known in pairs_of(facts.figure_6).items()}),
         "acceptance_by_context": markdown(*tables.published_acceptance(acceptance)),
         "ratios": markdown(*tables.published_ratios(runs)),
-        "speedups": table("Speedup", *tables.speedups(speculation), SPEEDUPS),
-        "costs": table("Costs", *tables.costs([run for run in runs if run["file"] == SPEEDUPS]), SPEEDUPS),
-        "flow": table("Throughput against latency", *tables.flow(speculation), SPEEDUPS),
+        "speedups": table("Speedup", *tables.of_runs("speedups", speculation), SPEEDUPS),
+        "costs": table("Costs", *tables.of_runs("costs", own), SPEEDUPS),
+        "flow": table("Throughput against latency", *tables.of_runs("flow", speculation), SPEEDUPS),
         "acceptance": table("Acceptance", *tables.acceptance(acceptance), ACCEPTANCE),
     }
     values |= roofline_tables(read(folder, roofline_error.ROOFLINE, "cpu_roofline"))

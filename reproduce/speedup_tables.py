@@ -31,7 +31,7 @@ FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 def table(records: list[Record]) -> str:
     facts = tables.published_speedups(published().speedups, records)
     facts = facts._replace(columns=[Column("origin", "published of", align="<"), *facts.columns])
-    own = tables.speedups(records), tables.costs(records), tables.flow(records)
+    own = (tables.of_runs(name, records) for name in ("speedups", "costs", "flow"))
     return tables.side_by_side(SPEEDUP, NOTE, facts, tables.published_ratios(records), *own)
 
 

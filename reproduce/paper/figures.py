@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import ConfigError
 from kv_cache.policy import policies
@@ -29,6 +29,7 @@ PANEL_INCHES, LEGEND_LINE_INCHES = (5.0, 3.6), 0.145
 # What is published is open markers on a dashed line, what is measured is filled ones; the former lie above,
 # and are larger, so that neither hides the other.
 PUBLISHED = {"linestyle": "--", "linewidth": 0.9, "markersize": 6.5, "markerfacecolor": "none", "zorder": 4}
+PUBLISHED |= {"marker": "o"}
 MEASURED = {"linestyle": "-", "linewidth": 1.4, "markersize": 4.5, "zorder": 3}
 POINTS = MEASURED | {"linestyle": "none"}
 STYLE = Path(__file__).with_suffix(".mplstyle")
@@ -47,10 +48,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes, labelled with units. is_speedup: with a line where plain decoding is.
-
-    x_names: what stands at 0, 1, 2 ... of a horizontal axis that has names instead of numbers.
-    """
+    """One pair of axes, labelled with units. is_speedup: with a line where plain decoding is."""
 
     title: str
     x_label: str
@@ -58,7 +56,6 @@ class Panel:
     series: Sequence[Series]
     is_log_x: bool = True
     is_speedup: bool = False
-    x_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -87,9 +84,9 @@ def lines(
     found = []
     for place, (title, group) in enumerate(groups.items()):
         xs, ys, members = zip(*sorted(group, key=lambda point: point[0]), strict=True)
-        own = {"color": CATEGORIES[place % len(CATEGORIES)], "marker": MARKERS[place % len(MARKERS)]}
-        own |= look(members[0]) if look else {}
-        found.append(Series(title, xs, ys, {**style, **own}, [name(member) for member in members] if name else ()))
+        own = {"color": CATEGORIES[place % len(CATEGORIES)], "marker": MARKERS[place % len(MARKERS)], **style}
+        names = [name(member) for member in members] if name else ()
+        found.append(Series(title, xs, ys, own | (look(members[0]) if look else {}), names))
     return found
 
 
@@ -154,12 +151,9 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.set_xscale("log", base=2)
     if panel.is_log_x and panel.series:  # named are powers of two times the smallest value: sizes double
         values = [x for series in panel.series for x in series.x]
-        doublings = math.ceil(math.log2(max(values) / min(values)))
-        ticks = [min(values) * 2**power for power in range(doublings + 1)]
+        ticks = [min(values) * 2**power for power in range(1 + math.ceil(math.log2(max(values) / min(values))))]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-    if panel.x_names:
-        axes.set_xticks(range(len(panel.x_names)), panel.x_names)
     if panel.is_speedup:
         axes.axhline(1, color=BLACK, linewidth=0.8, linestyle=":")
         axes.annotate("plain decoding", (0.01, 1), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
@@ -168,8 +162,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """What one panel shows: published numbers, and of these records the value `y` that stands beside them."""
 
     title: str
@@ -183,27 +176,24 @@ def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
     """Over the rows decoded together: a line for each context, and for measured ones for each way to draft. What all of
     these share is said above.
     """
-    records = [record for pair in pairs for record in pair.records]
     colours = shades(row["prefix_len"] for pair in pairs for row in (*pair.facts, *pair.records))
-    ways = list(map(_way, records))
-    shared = [part for n, part in enumerate(ways[0]) if all(way[n] == part for way in ways)] if ways else []
+    ways = [_way(record) for pair in pairs for record in pair.records]
+    shared = [part for part, *others in zip(*ways, strict=True) if {part} >= {*others}]
+
+    def colour(row: Record) -> Style:
+        return {"color": colours[row["prefix_len"]]}
 
     def look(row: Record) -> Style:
-        return {"color": colours[row["prefix_len"]], "marker": "o" if draft_name(row) == SELF else "s"}
+        return colour(row) | {"marker": "o" if draft_name(row) == SELF else "s"}
 
     def name(record: Record) -> str:
         own = [part for part in _way(record) if part not in shared]
         return ", ".join(["measured", f"{record['prefix_len']} tokens", *own])
 
-    def series(pair: Pair) -> list[Series]:
-        label = "published, {prefix_len} tokens".format_map
-        known = lines(pair.facts, label, "B", "value", lambda fact: look(fact) | {"marker": "o"}, style=PUBLISHED)
-        return known + lines(pair.records, name, "B", pair.y, look)
-
-    panels = [
-        Panel(pair.title, "rows decoded together", pair.y_label, series(pair), is_speedup=pair.y_label == "speedup")
-        for pair in pairs
-    ]
+    panels, label = [], "published, {prefix_len} tokens".format_map
+    for panel, facts, records, y, y_label in pairs:
+        series = lines(facts, label, "B", "value", colour, style=PUBLISHED) + lines(records, name, "B", y, look)
+        panels.append(Panel(panel, "rows decoded together", y_label, series, is_speedup=y_label == "speedup"))
     return Figure(title + (f"\nmeasured: {', '.join(shared)}" if shared else ""), panels)
 
 
@@ -224,5 +214,5 @@ def acceptance_curves(facts: Sequence[Record], rows: Sequence[Record], x: str) -
         return {"color": CATEGORIES[POLICIES.index(row["draft_policy"])], "marker": MARKERS[TEXTS.index(row["text"])]}
 
     of_known = "published, {model}, {draft_policy}".format_map
-    known = lines(facts, of_known, x, "value", lambda _: {"color": BLACK, "marker": "o"}, style=PUBLISHED)
+    known = lines(facts, of_known, x, "value", style=PUBLISHED | {"color": BLACK})
     return known + lines(rows, label, x, "acceptance_rate", look)

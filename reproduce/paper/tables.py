@@ -18,6 +18,9 @@ GAMMA = Column("gamma", "gamma", missing="not shown")
 VALUE = Column("value", "published", columns.published_text)
 SPEEDUP_VALUE = Column("value", "published", columns.published_speedup_text)
 RATIO = Column("kind", "ratio", KINDS.get, align="<")
+AT = Column(
+    lambda fact: f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}", "at", align="<"
+)
 
 
 class Table(NamedTuple):
@@ -37,23 +40,24 @@ def published_speedups(facts: Sequence[Record], runs: Sequence[Record]) -> Table
 
 
 def published_acceptance(rows: Sequence[Record]) -> Table:
-    built_in, rate, shown = [row for row in rows if row["model"] == DEFAULT_NAME], "acceptance_rate", "{:.3f}".format
-    near = beside("same context on the built-in model", built_in, itemgetter(rate), shown, is_setting_of)
-    own = beside(MEASURED, rows, itemgetter(rate), shown)
-    return Table(published().acceptance, of("target draft prefix_len", VALUE, own, near))
+    built_in, how = (
+        [row for row in rows if row["model"] == DEFAULT_NAME],
+        (itemgetter("acceptance_rate"), "{:.3f}".format),
+    )
+    near = beside("same context on the built-in model", built_in, *how, is_setting_of)
+    return Table(published().acceptance, of("target draft prefix_len", VALUE, beside(MEASURED, rows, *how), near))
 
 
 def published_ratios(runs: Sequence[Record]) -> Table:
     """Of draft steps only where the draft's weights are stored as the target's, as in what was published."""
     plain = [run for run in runs if run.get("draft_dtype") == run.get("dtype")]
-    plain = [run for run in plain if run.get("draft_weights") in (None, "same")]
+    own = {"verify": runs, "draft": [run for run in plain if run.get("draft_weights") in (None, "same")]}
 
     def listed(fact: Record) -> str:
-        same = runs if fact["kind"] == "verify" else plain
-        return beside(SHAPE, same, over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
+        return beside(SHAPE, own[fact["kind"]], over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
 
-    own = Column(listed, SHAPE, align="<")
-    return Table(published().ratios, of(RATIO, "target", AT, "prefix_len B", VALUE, BY_ROOFLINE, own))
+    measured = Column(listed, SHAPE, align="<")
+    return Table(published().ratios, of(RATIO, "target", AT, "prefix_len B", VALUE, BY_ROOFLINE, measured))
 
 
 def beside(
@@ -88,27 +92,16 @@ def by_roofline(fact: Record) -> str:
     return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
 
 
-def at(fact: Record) -> str:
-    return f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}"
-
-
 BY_ROOFLINE = Column(by_roofline, "predicted by the roofline (error)", align="<")
-AT = Column(at, "at", align="<")
 
 
-def speedups(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), of("speedups"))
-
-
-def costs(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), of("costs"))
-
-
-def flow(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), of("flow"))
+def of_runs(name: str, runs: Sequence[Record]) -> Table:
+    """The table of that name: speedups, costs, or flow."""
+    return Table(sorted(runs, key=by_size), of(name))
 
 
 def acceptance(rows: Sequence[Record]) -> Table:
-    order = itemgetter("text", "draft_policy")
-    rows = sorted(rows, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
-    return Table(rows, of("acceptance"))
+    def order(row: Record) -> tuple:
+        return *by_size(row)[:3], row["text"], row["draft_policy"], row["draft_budget"] or 0
+
+    return Table(sorted(rows, key=order), of("acceptance"))
