@@ -30,7 +30,7 @@ from engine.counts import Counts
 from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS, of
-from reproduce.paper.needles import KINDS, needles
+from reproduce.paper.prompts import KINDS, needles
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
 OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}

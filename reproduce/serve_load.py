@@ -32,8 +32,9 @@ from common.say import say
 from common.tables import console
 from engine.bench.config import Output, RunConfig, Text
 from reproduce.paper.columns import of
+from reproduce.paper.prompts import stretches
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
-from reproduce.serve_parts.figures import beside, spread, stretches
+from reproduce.serve_parts.figures import beside, spread
 from serving.serve import Serve
 
 if TYPE_CHECKING:

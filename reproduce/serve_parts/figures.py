@@ -6,23 +6,8 @@ from itertools import count
 
 import numpy
 
-from common.errors import DataError, flag
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import COUNTED, Phase
-
-
-def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
-    """Of a text, at about even distances; no two begin with the same token. Errors: DataError."""
-    seen: set[int] = set()
-    for index in range(n):
-        starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
-        start = next((start for start in starts if ids[start] not in seen), None)
-        if start is None:
-            required = f"{n} stretches of {longest} that begin differently"
-            where, fix = f"{flag('dataset')}, {flag('longest')}", "give more text, or shorten the prompts"
-            raise DataError("too little text for the prompts", where, f"{len(ids)} tokens", required, fix)
-        seen.add(ids[start])
-        yield list(ids[start : start + longest])
 
 
 def spread(shortest: int, longest: int) -> Iterator[int]:
