@@ -27,12 +27,9 @@ class Named(NamedTuple):
 
 def backends(options: Options) -> list[Named]:
     """The backends for the device, the one that `auto` picks first; flash in the package that a run would take."""
-    names = ["triton", *(["flash"] if has_flash(options) else []), "torch"] if options.on_cuda else ["cpp", "torch"]
+    flash = ["flash"] if torch.cuda.is_available() and find_flavour(options.device)[0] else []
+    names = ["triton", *flash, "torch"] if options.on_cuda else ["cpp", "torch"]
     return [ours(name, options.device) for name in names]
-
-
-def has_flash(options: Options) -> bool:
-    return torch.cuda.is_available() and find_flavour(options.device)[0] is not None
 
 
 def ours(name: str, device: str) -> Named:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS
-from reproduce.paper.published import SELF, Record, draft_name, target_name
+from reproduce.paper.published import SELF, Record, draft_name, grouped, target_name
 
 # Of the draft's cache, in the order of their colours.
 POLICIES = (*dict.fromkeys(("full", "streaming", "snapkv", *policies())),)
@@ -76,17 +76,18 @@ def lines(
     """A series for each label, of the rows that have both numbers, by x; its colour and marker are those of its place
     among the series, unless `look` has others for its first row. name: what is written beside a row's point.
     """
-    groups: dict[str, list[tuple[float, float, Record]]] = {}
-    for row in rows:
-        title, at, height = (key(row) if callable(key) else row.get(key) for key in (label, x, y))
-        if at is not None and height is not None:
-            groups.setdefault(title, []).append((at, height, row))
+
+    def value(row: Record, key: Key) -> Any:
+        return key(row) if callable(key) else row.get(key)
+
+    drawn = [row for row in rows if value(row, x) is not None and value(row, y) is not None]
     found = []
-    for place, (title, group) in enumerate(groups.items()):
-        xs, ys, members = zip(*sorted(group, key=lambda point: point[0]), strict=True)
+    for place, (title, group) in enumerate(grouped(drawn, lambda row: value(row, label)).items()):
+        group.sort(key=lambda row: value(row, x))
         own = {"color": CATEGORIES[place % len(CATEGORIES)], "marker": MARKERS[place % len(MARKERS)], **style}
-        names = [name(member) for member in members] if name else ()
-        found.append(Series(title, xs, ys, own | (look(members[0]) if look else {}), names))
+        own |= look(group[0]) if look else {}
+        xs, ys = ([value(row, key) for row in group] for key in (x, y))
+        found.append(Series(title, xs, ys, own, list(map(name, group)) if name else ()))
     return found
 
 

@@ -114,9 +114,8 @@ async def load(endpoint: Endpoint, prompts: Sequence[str], n_clients: int, n_tur
 
         async def counters() -> dict[str, float]:
             lines = (await client.get("/metrics")).text.splitlines() if "speculate" in endpoint.body else []
-            return {
-                name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if name in COUNTED
-            }
+            pairs = (line.rpartition(" ")[::2] for line in lines)
+            return {name: float(value) for name, value in pairs if name in COUNTED}
 
         before, began = await counters(), time.perf_counter()
         await asyncio.gather(*(converse() for _ in range(n_clients)))
