@@ -24,9 +24,10 @@ from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import publish
 from common.say import say
 from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
-from engine.counts import Counts
+from engine.counts import Counts, total
 from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS, of
@@ -82,32 +83,26 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from engine.bench import passes, record
-    from engine.bench.plan import resolve_several
-
     flags.check()
     drafts = flags.drafts()
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    plan = resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
+    plan = bench.resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
     session = engine.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
-    prefill_seconds = passes.prefill(session)
+    prefill_seconds = bench.prefill(session)
     rows = []
     asked = [text for text in flags.texts if text in KINDS]  # of prompts of their own, which are prefilled in turn
     pairs = [*itertools.product(drafts, [text for text in flags.texts if text not in KINDS])]
     for draft, text in pairs + [(draft, text) for text in asked for draft in drafts]:
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
-        rows.append(record.rounded(_row(own, text)))
+        rows.append(bench.rounded(_row(own, text)))
         say(f"{rows[-1]['draft_policy']}, {text}: {rows[-1]['acceptance_rate']}")
     say(console(rows, of("texts")))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))
+    publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))
 
 
 def _row(session: engine.Session, text: str) -> dict[str, Any]:
-    from engine.bench import passes, record
-    from engine.bench.settings import settings_record
     from engine.evaluation.teacher_forcing import forced_acceptance
-    from engine.stats import total
 
     drafter = session.drafter()
     if text == "book" or text in KINDS:
@@ -118,16 +113,16 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
             prompts, written = needles(text, prompts, encode, session.gen_len)
         each = forced_acceptance(session.runner, drafter, prompts, written)
     else:
-        output = passes.decode(session, text, drafter)
+        output = bench.decode(session, text, drafter)
         each, written = output.stats.rows, output.tokens
     counts = total(each)
     session.runner.drop_graphs()
-    own = {name: value for name, value in settings_record(session).items() if name in ROW_SETTINGS}
+    own = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
     own |= {"draft_budget": None} if own["draft_policy"] == "full" else {}
     counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": standard_error(each)}
     counted |= {"judged": counts.verified}
     counted |= {name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")}
-    return {"text": text, **own, **counted, "distinct_4gram_fraction": record.distinct_4gram_fraction(written)}
+    return {"text": text, **own, **counted, "distinct_4gram_fraction": bench.distinct_4gram_fraction(written)}
 
 
 def standard_error(rows: Sequence[Counts]) -> float | None:

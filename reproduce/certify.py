@@ -21,6 +21,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar
 
+import torch
 from tyro.conf import arg
 
 import engine
@@ -28,6 +29,7 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import ALIASES, BudgetedName, draft_flags
 
@@ -77,17 +79,13 @@ class Flags:
 
 def certified(session: engine.Session, following: list[list[int]]) -> dict[str, Any]:
     """The record of the three steps. following: how the data set goes on behind each prompt."""
-    import torch
-
-    from engine.bench.passes import decode
-    from engine.bench.record import distinct_4gram_fraction, record_of
     from engine.evaluation.certificate import calibrate, certify, replay
 
     runner, params, prompts = session.runner, session.sampling.params, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
     calibration = calibrate(runner.model, runner.cache, prompts, forced, session.draft.gamma + 1)
-    output = decode(session, "speculation", session.drafter())
+    output = bench.decode(session, "speculation", session.drafter())
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
@@ -96,8 +94,8 @@ def certified(session: engine.Session, following: list[list[int]]) -> dict[str, 
     measured |= {**asdict(result), "calibration_trusted": calibration.trusted}
     measured |= {"holds": result.holds and calibration.trusted}
     measured |= {name: getattr(output.stats.counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
-    measured["distinct_4gram_fraction"] = distinct_4gram_fraction(output.tokens)
-    record = record_of("certify", session, measured)
+    measured["distinct_4gram_fraction"] = bench.distinct_4gram_fraction(output.tokens)
+    record = bench.record_of("certify", session, measured)
     # Digits that count, not decimals: in float64 eps is of the order of 1e-13.
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}
 
@@ -109,9 +107,7 @@ SAID = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibratio
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.plan import resolve
-
-    session = engine.Session.of_plan(resolve(flags.config()), n_continued=flags.n_forced)
+    session = engine.Session.of_plan(bench.resolve(flags.config()), n_continued=flags.n_forced)
     texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
     shorter = max(1, flags.prefix_len // (4 * flags.B))
     cut = [(text, flags.prefix_len - row * shorter) for row, text in enumerate(texts)]

@@ -23,6 +23,7 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.tables import console
+from engine import bench
 from engine.bench.config import Rows, RunConfig, Sizes, Text
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import of, rows_of
@@ -48,29 +49,26 @@ def row_of(one: Contender) -> Record:
 
 
 def main(flags: Flags) -> None:
-    from engine.bench import passes
-    from engine.bench.record import record_of
-
     require_at_least("repeats", flags.repeats, 1)
     configs, rows = flags.configs(), Rows(prompts=flags.prompts)
     run = RunConfig(flags.target, flags.text, flags.sizes, rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()))
-    passes.prefill(session)
+    bench.prefill(session)
     contenders = [plain := Contender(PLAIN, session.variant(draft=None))]
     for name, draft in configs.items():
         contenders.append(Contender(name, session.variant(draft=draft), plain, [], {"gamma": draft.gamma}))
-    texts = passes.decode(plain.session, PLAIN).tokens  # what an oracle drafts
+    texts = bench.decode(plain.session, PLAIN).tokens  # what an oracle drafts
 
     def run_anew(one: Contender) -> None:
         one.drafters[:] = one.session.drafters(texts) if one.plain else []
-        passes.warm_up(one.session, one.drafters)
+        bench.warm_up(one.session, one.drafters)
         one.run()
         one.drafters.clear()
 
     in_turns({one.name: partial(run_anew, one) for one in contenders}, flags.repeats)
     found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
-    record = record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))
+    record = bench.record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))
     publish(flags.output.output, record, console(rows_of([record]), of("drafters")))
 
 

@@ -23,8 +23,10 @@ import engine
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
+from engine.counts import total
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
 from reproduce.paper.reproduction import DraftDtype, DraftWeights
@@ -95,34 +97,29 @@ class Contender:
     costs: list[RunCosts] = field(default_factory=list)
 
     def run(self) -> None:
-        from engine.bench.auto_costs import costs_of
-        from engine.bench.passes import decode, make_pacing
         from engine.timing import PhaseTimer
 
         device = self.session.runner.device
-        costs = costs_of(self.session, self.drafters, whole=True) if self.drafters else None
+        costs = bench.costs_of(self.session, self.drafters, whole=True) if self.drafters else None
         self.costs.extend([costs] if costs else [])
-        pacing = make_pacing(self.session, self.drafters, costs) if self.drafters else None
+        pacing = bench.make_pacing(self.session, self.drafters, costs) if self.drafters else None
         # On a CPU a phase needs no synchronisation, so timing it costs nothing.
         timer = PhaseTimer(device) if self.drafters and device.type == "cpu" else None
-        self.outputs.append(decode(self.session, self.name, phase=timer, pacing=pacing))
+        self.outputs.append(bench.decode(self.session, self.name, phase=timer, pacing=pacing))
 
     def row(self) -> dict[str, Any]:
         """Lists have one value a repeat, but `measured_costs`, which has one a drafter and number of rows for each.
 
         speedups: to plain decoding in the same repeat; speedup: their median.
         """
-        from engine.bench import record
-        from engine.bench.passes import Passes
-        from engine.stats import total
 
         pairs = [*zip((self.plain or self).outputs, self.outputs, strict=True)]
         # LEAST_GEN_LEN makes every rate a number.
-        plain_rates, rates = ([record.tokens_per_second(one) for one in each] for each in zip(*pairs, strict=True))
+        plain_rates, rates = ([bench.tokens_per_second(one) for one in each] for each in zip(*pairs, strict=True))
         speedups = [own / plain for plain, own in zip(plain_rates, rates, strict=True)]
         choices = [[round_.choice for round_ in output.stats.rounds] for output in self.outputs]
-        budgets = [[record.drafting_budget(self.session, choice) for choice in run] for run in choices]
-        same = min(record.identical_rows(plain.tokens, own.tokens) for plain, own in pairs)
+        budgets = [[bench.drafting_budget(self.session, choice) for choice in run] for run in choices]
+        same = min(bench.identical_rows(plain.tokens, own.tokens) for plain, own in pairs)
         budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
         row = {
             "way": self.name,
@@ -136,38 +133,35 @@ class Contender:
             "identical_rows": same if self.session.sampling.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
             "budgets": budgets if budget == AUTO else None,
-            "measured_costs": [record.costs_record(self.session, one.by_rows) for one in self.costs] or None,
+            "measured_costs": [bench.costs_record(self.session, one.by_rows) for one in self.costs] or None,
             "measured_costs_seconds": [one.seconds for one in self.costs] or None,
         }
         if self.plain:
-            passes = [Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
-            runs = [record.make_record("", self.session, each) for each in passes]
+            passes = [bench.Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
+            runs = [bench.make_record("", self.session, each) for each in passes]
             row |= {name: runs[0][name] for name in OPTIONS[2:]}
             seen = {name: [run[name] for run in runs] for name in MEDIANS}
             row |= {name: None if None in values else median(values) for name, values in seen.items()}
-        return record.rounded(row)
+        return bench.rounded(row)
 
 
 def main(flags: Flags) -> None:
-    from engine.bench import passes, record
-    from engine.bench.plan import resolve_several
-
     flags.check()
     chosen = flags.drafts()
     drafts = flags.draft.variants(*chosen.values())
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session = engine.Session.of_plan(resolve_several(config, drafts))
-    prefill_seconds = passes.prefill(session)
+    session = engine.Session.of_plan(bench.resolve_several(config, drafts))
+    prefill_seconds = bench.prefill(session)
     contenders = [plain := Contender("plain", session.variant(draft=None))]
     for (name, options), draft in zip(chosen.items(), drafts, strict=True):
         own = session.variant(draft=draft)
         contenders.append(Contender(name, own, plain, own.drafters(), options))
     for one in contenders:
-        passes.warm_up(one.session, one.drafters)
+        bench.warm_up(one.session, one.drafters)
     in_turns({one.name: one.run for one in contenders}, flags.repeats)
     rows = [one.row() for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))
+    publish(flags.output.output, bench.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,20 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 import engine
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
+from engine.cost_model.costs import tokens_per_round
+from engine.drafters import SelfSpeculation, Shown
+from engine.sampling import logits_to_probs
 from reproduce.paper.columns import of
 
 SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
@@ -43,26 +49,19 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    import torch
-
-    from engine.bench import passes, record
-    from engine.bench.plan import resolve
-    from engine.cost_model.costs import tokens_per_round
     from engine.cost_model.measure import measure_costs
-    from engine.drafters import SelfSpeculation, Shown
-    from engine.sampling import logits_to_probs
     from engine.terminal.texts import with_text
     from models.llama import select_layers
 
     own = {"sampling": flags.sampling, "output": flags.output, "draft": flags.draft.config()}
-    plan = resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
+    plan = bench.resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
     with_text(plan.target)
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
     session = engine.Session.of_plan(plan, n_continued=plan.gen_len)
     runner, gamma, sampling, length = session.runner, plan.gamma, plan.sampling, plan.prefix_len
-    passes.prefill(session)
+    bench.prefill(session)
     book = torch.tensor(session.continuations, device=runner.device)
     positions = torch.arange(length, length + book.shape[1], device=runner.device).expand_as(book)
     texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
@@ -101,7 +100,7 @@ def main(flags: Flags) -> None:
     order = [({*more} - {*fewer}).pop() for (more, _), (fewer, _) in pairwise(found)]
     measured = {"order": order, "plain_ms": most.plain_ms, "best": winner["draft_layers"], "rows": rows}
     says = "pays best: --draft_layers {draft_layers} --gamma {gamma}, {predicted_speedup:.2f} predicted"
-    line = record.record_of("layer_search", session, record.rounded(measured), {"draft_layers", "gamma"})
+    line = bench.record_of("layer_search", session, bench.rounded(measured), {"draft_layers", "gamma"})
     publish(flags.output.output, line, console(rows, of("layers")), says.format(**winner))
 
 

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import arg
 
 from common import cli
-from common.errors import DataError, flag, require_at_least
+from common.errors import DataError, require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Text
 from reproduce.paper.columns import of
 from reproduce.paper.prompts import stretches
@@ -82,11 +83,9 @@ class Flags:
 
 def prompt_maker(flags: Flags, n_rows: int, source: ModelSource) -> Callable[[int], str]:
     """What gives a new prompt of so many tokens. Errors: UserError."""
-    from engine.bench.data import load_books
-    from engine.bench.text import resolve_dataset
 
     tokenizer, n_pairs = source.tokenizer(), flags.repeats * len(flags.clients)
-    book = next(load_books(str(resolve_dataset(RunConfig(text=flags.text), source))))
+    book = next(bench.load_books(str(bench.resolve_dataset(RunConfig(text=flags.text), source))))
     ids = tokenizer.encode(book, add_bos=False)
     n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients))
     cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
@@ -121,13 +120,11 @@ def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: i
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.record import rounded
-    from models.checkpoints.model_source import find_model
+    from engine.terminal.texts import text_target
 
     flags.check()
     serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
-    target, n_rows, put_off = serve.config().target, serve.batch.max_batch, list[DataError]()
-    source = find_model(target.model, target.load_format, target.model_name, flag("model"))
+    source, n_rows, put_off = text_target(serve.config()), serve.batch.max_batch, list[DataError]()
     new_prompt = prompt_maker(flags, n_rows, source)
     with served(words) as url:
         phases = run_load(flags, url, new_prompt, n_rows, put_off)
@@ -135,7 +132,8 @@ def main(flags: Flags) -> None:
     rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
     record = {"benchmark": BENCHMARK, "model": source.name, "dataset": flags.text.dataset, **said, "rows": rows}
-    publish(flags.output.output, rounded(record | provenance()), console(rows, of("load")), NOTE, put_off=put_off)
+    record = bench.rounded(record | provenance())
+    publish(flags.output.output, record, console(rows, of("load")), NOTE, put_off=put_off)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,11 @@ from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_or_put_off, publish, read_lines, require_appendable
 from common.provenance import provenance
 from common.tables import console
+from engine import bench
 from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
 from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
+from engine.contention import contention
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
@@ -129,14 +131,13 @@ def open_session(
     run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
 ) -> engine.Session:
     """With room for the prompts, those or the run's own, and for every drafter. Errors: UserError."""
-    from engine.bench.plan import resolve, resolve_several
 
     for draft in configs:  # all are checked before anything is loaded
-        resolve(replace(run, draft=draft), ids)
+        bench.resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
     # The first is what a session is opened with: the draft model, if there is one.
     deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: one.name not in WITH_MODEL)]
-    return engine.Session.of_plan(resolve_several(run, deepest, texts=ids))
+    return engine.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
@@ -156,7 +157,6 @@ def converse(
 ) -> dict[str, Record]:
     """What each drafter did beside plain decoding, over all turns of a category: in the other order every other batch,
     but for drafters that plain decoding's text makes. Requests are numbered from `first` on."""
-    from engine.bench import passes
 
     name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
     batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
@@ -174,7 +174,7 @@ def converse(
                 drafter = drafters.get(draft)
                 if drafter is None and draft != PLAIN:
                     drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
-                seen[draft] = passes.decode(own, f"{name}, {draft}", drafter)
+                seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
                 parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
@@ -185,15 +185,13 @@ def converse(
 
 def counted(plain: Decoded, drafted: Decoded, comparable: bool) -> Record:
     """What is summed of a batch; seconds are of decoding alone, to its last row. contended: whether threads waited."""
-    from engine.bench.record import COUNTED, identical_rows
-    from engine.contention import contention
 
     counts, before = drafted.stats.counts, plain.stats
     return {
         "sequences": len(drafted.tokens),
-        "identical_sequences": identical_rows(plain.tokens, drafted.tokens) if comparable else None,
+        "identical_sequences": bench.identical_rows(plain.tokens, drafted.tokens) if comparable else None,
         "rounds": counts.rounds,
-        **{name: getattr(counts, COUNTED[name]) for name in ("drafted", "judged", "accepted", "emitted")},
+        **{name: getattr(counts, bench.COUNTED[name]) for name in ("drafted", "judged", "accepted", "emitted")},
         "seconds": drafted.stats.decode_seconds,
         "baseline_emitted": before.counts.emitted,
         "baseline_seconds": before.decode_seconds,
@@ -203,12 +201,11 @@ def counted(plain: Decoded, drafted: Decoded, comparable: bool) -> Record:
 
 def summed(parts: Sequence[Record]) -> Record:
     """Several as one, with its rates."""
-    from engine.bench.record import ratio
 
     sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
-    plain, drafted = (ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
-    rates = {"acceptance_rate": ratio(sums["accepted"], sums["judged"]), "speedup": ratio(drafted, plain)}
-    rates |= {"mean_accepted_length": ratio(sums["emitted"], sums["rounds"])}
+    plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
+    rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["judged"]), "speedup": bench.ratio(drafted, plain)}
+    rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"contended": any(part.get("contended") for part in parts)}
     return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
 
@@ -231,39 +228,33 @@ def measure(
     put_off: list[Exception],
 ) -> Iterable[Record]:
     """A record of each category, appended to the output. Errors: UserError."""
-    from engine.bench import passes
-    from engine.bench.record import record_of, rounded
-    from engine.bench.resolved import option_names
-    from engine.bench.settings import settings_record
-    from models.checkpoints.model_source import find_model
+    from engine.terminal.texts import text_target
 
-    stored, options = flags.target, ("draft_model", "gamma", "draft_policy", *option_names())
-    template = find_model(stored.model, stored.load_format, stored.model_name, flag("model")).chat_template()
+    options = ("draft_model", "gamma", "draft_policy", *bench.option_names())
+    template = text_target(RunConfig(flags.target)).chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
     sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
     run = RunConfig(flags.target, sizes=sizes, rows=own_rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()), ids)
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
-    settings = {name: settings_record(sessions[name]) for name in configs}
+    settings = {name: bench.settings_record(sessions[name]) for name in configs}
     own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
     drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
     for name in (PLAIN, *drafters):
-        passes.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
+        bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
     first = 0
     for cell, prompts in waiting.items():
         found = converse(sessions, drafters, template, prompts, first)
         rows, first = [own[name] | seen for name, seen in found.items()], first + sum(len(one.turns) for one in prompts)
         named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
         named |= {"conversations": len(prompts), "rows": rows}
-        record = record_of(BENCHMARK, sessions[PLAIN], rounded(named), options)
+        record = bench.record_of(BENCHMARK, sessions[PLAIN], bench.rounded(named), options)
         append_or_put_off(flags.output.output, record, put_off)
         yield record
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.record import rounded
-
     if flags.per_category is not None:
         require_at_least("per_category", flags.per_category, 1)
     require_appendable(flags.output.output)
@@ -275,7 +266,7 @@ def main(flags: Flags) -> None:
     done = {line["cell"]: line for line in lines if isinstance(line, dict) and line.get("benchmark") == BENCHMARK}
     if waiting := {cell: prompts for cell, prompts in cells.items() if cell not in done}:
         done |= {record["cell"]: record for record in measure(flags, configs, waiting, put_off)}
-    rows = rounded(table_rows(done[cell] for cell in cells))
+    rows = bench.rounded(table_rows(done[cell] for cell in cells))
     summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
     said = f"{SLOWER}: slower than plain decoding"
     if any(row.get("contended") for row in rows):

@@ -23,9 +23,12 @@ from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, draft_flags
 from engine.drafters.config import DrafterConfig
+from models.checkpoints.manifest import CONFIG, write_text
+from models.config import read_config
 from reproduce.heads.recipe import Recipe
 from reproduce.paper.columns import of
 
@@ -72,22 +75,17 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.data import make_prompts
-    from engine.bench.plan import resolve
-    from engine.bench.record import record_of, rounded
     from engine.terminal.texts import with_text
-    from models.checkpoints.manifest import CONFIG, write_text
-    from models.config import read_config
     from reproduce.heads import examples, training
 
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    source = with_text((plan := resolve(config)).target)
+    source = with_text((plan := bench.resolve(config)).target)
     session = engine.Session.of_plan(plan)
     book, target, runner = next(session.books()), session.runner.model, session.runner
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
-    cut = partial(make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
+    cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
     prompts, held_back = cut([first], n_prompts=flags.num_prompts), cut([second], n_prompts=flags.held_back)
     keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
     write_text(folder / "held_back.txt", second)
@@ -108,13 +106,12 @@ def main(flags: Flags) -> None:
     measured = {"recipe": vars(recipe), "examples": len(windows), "example_tokens": len(windows) * recipe.window}
     measured |= {"steps": curve[-1]["step"], "writing_seconds": written, "training_seconds": trained}
     measured |= {"curve": thinned, "rows": rows}
-    publish(flags.output.output, record_of("train_head", session, rounded(measured), OWN), console(rows, of("heads")))
+    record = bench.record_of("train_head", session, bench.rounded(measured), OWN)
+    publish(flags.output.output, record, console(rows, of("heads")))
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Note what the folder's files are of. Errors: ConfigError if that is something else."""
-    from models.checkpoints.manifest import write_text
-
     file = folder / "settings.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
@@ -125,12 +122,11 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """How each draft is accepted behind those prompts, by temperature."""
-    from engine.bench.plan import resolve
 
     sizes = Sizes(min(len(prompts), config.sizes.B), config.sizes.prefix_len, flags.measured_len)
     rows = []
     for draft in flags.drafts():
-        opened = engine.Session.of_plan(resolve(replace(config, sizes=sizes, draft=draft)))
+        opened = engine.Session.of_plan(bench.resolve(replace(config, sizes=sizes, draft=draft)))
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=Sampling(temperature))
             counts = session.generate(session.drafter()).stats.counts
