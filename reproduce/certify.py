@@ -2,16 +2,8 @@
 
     python reproduce/certify.py --dtype bfloat16 --tokens 20000 --output reproduce/results/certify.jsonl
 
-1. Calibrate: along the book's own text, without any speculation, how far are the logits of forwards of
-   gamma + 1 tokens from those of 1-token forwards? eps is the largest difference. If the two choose differently more
-   often than rounding explains, forwards of several tokens are wrong, and the certificate fails.
-2. Run: self-speculation over rows of different lengths, --tokens in all.
-3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and checks each. A token
-   that is not its choice is a flip; one that it scores more than 2 eps below its choice is a flip outside
-   near-ties, and there must be none.
-
-Temperature 0 certifies the greedy mode, a higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if
-not, 2 if it could not be made. docs/lossless.md says more.
+How it is calibrated, run and compared: docs/lossless.md, "The certificate". Temperature 0 certifies the greedy mode, a
+higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
 
 import common.startup

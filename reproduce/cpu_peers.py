@@ -2,9 +2,8 @@
 
     python reproduce/cpu_peers.py --output reproduce/results/cpu_peers.jsonl
 
-The prompt is prefilled once, by Foretoken; its keys and values are copied into transformers' caches.
-Then the peers take turns: each generates a few tokens and goes on from there at its next turn. A peer's
-figure is the median time between two of its tokens. Needs requirements-dev.txt.
+The prompt is prefilled once, by Foretoken; its keys and values are copied into transformers' caches. A peer's figure is
+the median time between two of its tokens. Needs requirements-dev.txt.
 """
 
 import common.startup

@@ -3,11 +3,9 @@
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
     python reproduce/gamma_cell.py --fixed --gammas 3 --budgets 512 --draft_weights same int8
 
-Every repeat, every other one in reverse order, runs plain decoding, each fixed draft, `auto`, which chooses gamma at
-the largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are
-that flag's own. Right before each of their runs, what their rounds cost and accept is measured anew, on the same
-prompts; the time of that is in no speedup (`measured_costs_seconds`). The record is the last line of standard output;
-cost_model_error.py compares it with what the cost model predicts.
+`auto` chooses gamma at the largest budget, `auto budget` both, as `--gamma auto --draft_budget auto` does. Right before
+each of their runs, what their rounds cost and accept is measured anew, on the same prompts; the time of that is in no
+speedup (`measured_costs_seconds`).
 """
 
 from __future__ import annotations

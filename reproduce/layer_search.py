@@ -4,9 +4,8 @@
 
 From all layers on, that one is dropped without which the draft is accepted most: sum(min(p, q)) of target and draft
 behind the text's tokens, the probability that rejection sampling accepts (Leviathan et al. 2023, arXiv 2211.17192,
-theorem 3.5), at temperature 0 the share of equal tokens. Costs measured here, of the most and the fewest layers and on
-the line between, make that a predicted speedup. The first so many layers (an early exit) stand beside each. The record
-is the last line of standard output.
+theorem 3.5). Costs measured here, of the most and the fewest layers and on the line between, make that a predicted
+speedup. The first so many layers (an early exit) stand beside each.
 """
 
 import common.startup

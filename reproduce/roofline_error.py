@@ -3,9 +3,8 @@
     python reproduce/roofline_error.py
     python reproduce/roofline_error.py --measure
 
-Published speedups are predicted from data sheets; then two constants are fitted to half of those whose acceptance is
-published, and tested on the other half. With --measure this CPU's rates and the built-in model's costs are measured,
-too, in about two minutes.
+Two constants are fitted to half of the published speedups whose acceptance is published, and tested on the other half.
+--measure takes about two minutes.
 """
 
 import common.startup

@@ -4,11 +4,9 @@
     python reproduce/serve_load.py --clients 8 --turns 6
     python reproduce/serve_load.py --clients 8 --peer http://127.0.0.1:8123 --peer_model /tmp/smollm2
 
-Starts the server with the flags of --server; so many clients ask /v1/completions, each its next request when
-the last one is answered. Every phase is run plainly, with speculation, and by the peer, in the other order every other
-time. Prompts are stretches of a book of which no two begin with the same token, and before a phase the server's rows
-are made to forget the last one's; with --turns a client goes on behind its own prompt and answer, of which the server
-reuses what its row holds.
+So many clients ask /v1/completions, each its next request when the last one is answered, with --turns behind its own
+prompt and answer. Every phase is run plainly, with speculation, and by the peer, in the other order every other time;
+before it the server's rows are made to forget the last one's prompts, no two of which begin with the same token.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     python reproduce/spec_bench.py --output reproduction/spec_bench.jsonl
     python reproduce/spec_bench.py --prompts spec-bench --per_category 10 --drafters self standalone:DRAFT/model.pth
 
-A category is decoded turn by turn, --B conversations at a time: plainly, then by each drafter from the same prefilled
-state. A later turn follows plain decoding's answers, for all drafters the same; rows end at the model's end token. Each
-category appends a record to --output as it ends; one that has a record of the same flags there is not run again.
+How conversations are decoded, and what is counted: docs/prompt_sets.md. The same command goes on with categories that
+have no record in --output yet.
 """
 
 from __future__ import annotations

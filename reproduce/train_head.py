@@ -2,11 +2,9 @@
 
     python reproduce/train_head.py --out reproduction/heads --minutes 45
 
-The target goes on with parts of a book's first half; its hidden states there are stored once in the folder, from which
-both heads are trained. Ended at any time, the same command goes on. The heads are saved as they are published, for
---draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa, and draft behind prompts of the
-book's second half, beside n-gram and self-drafts. FOLDER/held_back.txt has that half, as a --dataset of other commands.
-The record is the last line of standard output.
+On what and how: docs/speculation.md, "Trained heads". Ended at any time, the same command goes on. The heads are for --draft
+eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa; FOLDER/held_back.txt, the half of the
+book that they have not seen, is a --dataset of other commands.
 """
 
 import common.startup
