@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from tyro.conf import arg
 
 import engine
@@ -120,19 +121,19 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
     own = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
     own |= {"draft_budget": None} if own["draft_policy"] == "full" else {}
     counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": standard_error(each)}
-    counted |= {"judged": counts.verified}
-    counted |= {name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")}
+    counted |= {"judged": counts.verified} | {
+        name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")
+    }
     return {"text": text, **own, **counted, "distinct_4gram_fraction": bench.distinct_4gram_fraction(written)}
 
 
 def standard_error(rows: Sequence[Counts]) -> float | None:
     """Of the acceptance of all rows together, by how much rows differ (the ratio estimator's); None for one row."""
-    n_verified, n_rows = sum(row.verified for row in rows), len(rows)
-    if n_rows < 2 or not n_verified:
+    accepted, verified = np.array([(row.accepted, row.verified) for row in rows]).T
+    if len(rows) < 2 or not verified.any():
         return None
-    rate = sum(row.accepted for row in rows) / n_verified
-    squares = sum((row.accepted - rate * row.verified) ** 2 for row in rows)
-    return (squares * n_rows / (n_rows - 1)) ** 0.5 / n_verified
+    left = accepted - accepted.sum() / verified.sum() * verified
+    return float(np.sqrt(np.square(left).sum() * len(rows) / (len(rows) - 1)) / verified.sum())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import common.startup
 import itertools
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import engine
 from common import cli
@@ -28,10 +28,6 @@ from engine.counts import total
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
 from reproduce.paper.reproduction import DraftDtype, DraftWeights
-
-if TYPE_CHECKING:
-    from engine.bench.auto_costs import RunCosts
-    from engine.bench.passes import Decoded
 
 OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
 SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
@@ -91,8 +87,8 @@ class Contender:
     plain: Contender | None = None
     drafters: list[engine.Drafter] = field(default_factory=list)
     draft: dict[str, Any] = field(default_factory=dict)
-    outputs: list[Decoded] = field(default_factory=list)
-    costs: list[RunCosts] = field(default_factory=list)
+    outputs: list[bench.Decoded] = field(default_factory=list)
+    costs: list[bench.RunCosts] = field(default_factory=list)
 
     def run(self) -> None:
         from engine.timing import PhaseTimer

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
 
@@ -38,9 +38,6 @@ from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.paper.columns import SLOWER, of
 from reproduce.paper.published import Record
-
-if TYPE_CHECKING:
-    from engine.bench.passes import Decoded
 
 PROMPTS = "reproduce/prompts/question.jsonl"
 BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
@@ -166,7 +163,7 @@ def converse(
             for row in rows:
                 talks[row].append({"role": "user", "content": category[row].turns[turn]})
             prompts = [template.encode(talks[row]) for row in rows]
-            seen: dict[str, Decoded] = {}
+            seen: dict[str, bench.Decoded] = {}
             turned = turned[::-1]
             for draft in [*turned, *(draft for draft in batches if draft not in drafters)]:
                 own = replace(sessions[draft], prompts=prompts, numbered_from=first)
@@ -182,7 +179,7 @@ def converse(
     return {draft: summed(parts) for draft, parts in batches.items()}
 
 
-def counted(plain: Decoded, drafted: Decoded, comparable: bool) -> Record:
+def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> Record:
     """What is summed of a batch; seconds are of decoding alone, to its last row. contended: whether threads waited."""
 
     counts, before = drafted.stats.counts, plain.stats

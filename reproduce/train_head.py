@@ -2,9 +2,9 @@
 
     python reproduce/train_head.py --out reproduction/heads --minutes 45
 
-On what and how: docs/speculation.md, "Trained heads". Ended at any time, the same command goes on. The heads are for --draft
-eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa; FOLDER/held_back.txt, the half of the
-book that they have not seen, is a --dataset of other commands.
+On what and how: docs/speculation.md, "Trained heads". Ended at any time, the same command goes on. The heads are for
+--draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa; FOLDER/held_back.txt, the half
+of the book that they have not seen, is a --dataset of other commands.
 """
 
 import common.startup
@@ -88,9 +88,8 @@ def main(flags: Flags) -> None:
     keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
     write_text(folder / "held_back.txt", second)
     layers = training.inputs_of(target.config.n_layer)
-    written = examples.write_examples(
-        runner, prompts, session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
-    )
+    how = session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
+    written = examples.write_examples(runner, prompts, *how)
     windows = examples.windows_of(folder, recipe.window)
     known = examples.most_frequent(windows, recipe.draft_vocab_size, runner.vocab_size).to(runner.device)
     heads = training.new_heads(target, known, recipe.depth)
@@ -120,7 +119,6 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """How each draft is accepted behind those prompts, by temperature."""
-
     sizes = Sizes(min(len(prompts), config.sizes.B), config.sizes.prefix_len, flags.measured_len)
     rows = []
     for draft in flags.drafts():

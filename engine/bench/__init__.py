@@ -3,9 +3,9 @@
 from common.lazy import lazily
 
 _HOMES = {
-    "engine.bench.auto_costs": ("costs_of",),
+    "engine.bench.auto_costs": ("RunCosts", "costs_of"),
     "engine.bench.data": ("load_books", "make_prompts"),
-    "engine.bench.passes": ("Passes", "decode", "make_pacing", "prefill", "warm_up"),
+    "engine.bench.passes": ("Decoded", "Passes", "decode", "make_pacing", "prefill", "warm_up"),
     "engine.bench.plan": ("resolve", "resolve_several"),
     "engine.bench.record": (
         "COUNTED",
