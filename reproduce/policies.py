@@ -49,13 +49,12 @@ def by_panel(
     title: str, rows_of: Callable, panel: str, y: str, y_label: str, is_speedup: bool, records: list[Record]
 ) -> Figure:
     """A panel for each value of a setting, in each a line for each policy over the entries that it reads."""
-    own, x_label = grouped(rows_of(records), itemgetter("prefix_len", panel)), "budget, KV entries read"
     panels = []
-    for (context, value), rows in own.items():
+    for (context, value), rows in grouped(rows_of(records), itemgetter("prefix_len", panel)).items():
         curves = lines([row for row in rows if row["draft_budget"]], "draft_policy", "draft_budget", y)
         name = f"context of {context} tokens, {panel} {value}"
-        panels.append(Panel(name, x_label, y_label, curves, is_speedup=is_speedup))
-    return Figure(title, panels or [Panel("nothing measured", x_label, y_label, [])])
+        panels.append(Panel(name, "budget, KV entries read", y_label, curves, is_speedup=is_speedup))
+    return Figure(title, panels)
 
 
 FIGURES = {

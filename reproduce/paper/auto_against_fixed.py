@@ -73,7 +73,7 @@ def summary(rows: Sequence[Record]) -> str:
     """How many runs fall short of the aim; of at least one."""
     ratios = [row["ratio"] for row in rows]
     n_below = sum(ratio < LEAST_RATIO for ratio in ratios)
-    verdict = "no median lies below" if not n_below else f"{n_below} of {len(rows)} medians below"
+    verdict = f"{n_below} of {len(rows)} medians below" if n_below else "no median lies below"
     return f"the aim is {LEAST_RATIO} or more at every size: {verdict}; the lowest median is {min(ratios):.4f}"
 
 

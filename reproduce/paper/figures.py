@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +34,7 @@ POINTS = MEASURED | {"linestyle": "none"}
 STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """Points that belong together. names: one for each point, written beside it."""
 
     label: str
@@ -46,8 +44,7 @@ class Series:
     names: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One pair of axes, labelled with units. is_speedup: with a line where plain decoding is."""
 
     title: str
@@ -58,8 +55,9 @@ class Panel:
     is_speedup: bool = False
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
+    """Panels side by side; without any it says that nothing was measured."""
+
     title: str
     panels: Sequence[Panel]
 
@@ -122,14 +120,15 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure as Canvas
 
     # Neither a date nor a version: the same numbers give the same bytes.
+    panels = figure.panels or [Panel("nothing measured", "", "", [])]
     files = {folder / f"{name}.png": ["Software"], folder / f"{name}.svg": ["Date", "Creator"]}
     with matplotlib.rc_context(fname=STYLE):
         width, height = PANEL_INCHES
-        legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in figure.panels]
-        size = width * len(figure.panels), height + LEGEND_LINE_INCHES * max(legends)
+        legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in panels]
+        size = width * len(panels), height + LEGEND_LINE_INCHES * max(legends)
         canvas = Canvas(figsize=size, layout="constrained")
         canvas.suptitle(figure.title, fontsize=10)
-        for axes, panel in zip(canvas.subplots(1, len(figure.panels), squeeze=False)[0], figure.panels, strict=True):
+        for axes, panel in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             _draw(axes, panel)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,22 +162,16 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-class Pair(NamedTuple):
-    """What one panel shows: published numbers, and of these records the value `y` that stands beside them."""
-
-    title: str
-    facts: Sequence[Record]
-    records: Sequence[Record]
-    y: Key
-    y_label: str
+# A panel's title, published numbers, and of these records what stands beside them, which its label says.
+Pair = tuple[str, Sequence[Record], Sequence[Record], Key, str]
 
 
 def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
     """Over the rows decoded together: a line for each context, and for measured ones for each way to draft. What all of
     these share is said above.
     """
-    colours = shades(row["prefix_len"] for pair in pairs for row in (*pair.facts, *pair.records))
-    ways = [_way(record) for pair in pairs for record in pair.records]
+    colours = shades(row["prefix_len"] for _, facts, records, *_ in pairs for row in (*facts, *records))
+    ways = [_way(record) for _, _, records, *_ in pairs for record in records]
     shared = [part for part, *others in zip(*ways, strict=True) if {part} >= {*others}]
 
     def colour(row: Record) -> Style:
