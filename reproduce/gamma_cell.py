@@ -15,7 +15,7 @@ import common.startup
 import itertools
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import engine
 from common import cli
@@ -25,9 +25,9 @@ from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from engine.counts import total
+from models.names import Dtype, Scheme
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
-from reproduce.paper.reproduction import DraftDtype, DraftWeights
 
 OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
 SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
@@ -50,8 +50,12 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
-    draft_dtype: tuple[DraftDtype, ...] = ("auto",)  # the draft's dtypes; auto modes have the first
-    draft_weights: tuple[DraftWeights, ...] = ("same",)  # the draft's linear layers; auto modes have the first
+    draft_dtype: tuple[Literal["auto", "same"] | Dtype, ...] = (
+        "auto",
+    )  # the draft's dtypes; auto modes have the first
+    draft_weights: tuple[Literal["same"] | Scheme, ...] = (
+        "same",
+    )  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
     repeats: int = 3  # how often all are run, interleaved

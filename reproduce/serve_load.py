@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import islice, product
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import arg
 
@@ -35,9 +35,6 @@ from reproduce.paper.prompts import stretches
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
 from reproduce.serve_parts.figures import beside, spread
 from serving.serve import Serve
-
-if TYPE_CHECKING:
-    from models.checkpoints.model_source import ModelSource
 
 # By number of clients and mode.
 Phases = dict[int, dict[str, list[Phase]]]
@@ -79,20 +76,9 @@ class Flags:
         return max(n_clients, -(-self.requests // self.turns))
 
 
-def prompt_maker(flags: Flags, n_rows: int, source: ModelSource) -> Callable[[int], str]:
-    """What gives a new prompt of so many tokens. Errors: UserError."""
-
-    tokenizer, n_pairs = source.tokenizer(), flags.repeats * len(flags.clients)
-    book = next(bench.load_books(str(bench.resolve_dataset(RunConfig(text=flags.text), source))))
-    ids = tokenizer.encode(book, add_bos=False)
-    n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients))
-    cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
-    return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens])
-
-
 def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: int, put_off: list[DataError]) -> Phases:
-    """Every phase that there was time for. put_off: takes what a run outlives. Errors: DataError for a server that does
-    not answer at all."""
+    """Every phase that there was time for. new_prompt: of so many tokens. put_off: takes what a run outlives. Errors:
+    DataError for a server that does not answer at all."""
     began, how = time.monotonic(), {"max_tokens": flags.gen_len, "temperature": flags.temperature}
     endpoints = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in OURS}
     if flags.peer is not None:
@@ -123,9 +109,12 @@ def main(flags: Flags) -> None:
     flags.check()
     serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
     source, n_rows, put_off = text_target(serve.config()), serve.batch.max_batch, list[DataError]()
-    new_prompt = prompt_maker(flags, n_rows, source)
+    tokenizer, n_phases = source.tokenizer(), flags.repeats * len(flags.clients)
+    book = next(bench.load_books(str(bench.resolve_dataset(RunConfig(text=flags.text), source))))
+    n_prompts = flags.repeats * sum(map(flags.n_talks, flags.clients)) + len(OURS) * n_rows * n_phases + 3
+    cut = iter([*stretches(tokenizer.encode(book, add_bos=False), n_prompts, flags.longest)])
     with served(words) as url:
-        phases = run_load(flags, url, new_prompt, n_rows, put_off)
+        phases = run_load(flags, url, lambda length: tokenizer.decode(next(cut)[:length]), n_rows, put_off)
     pairs = ((n, mode, of_modes) for n, of_modes in phases.items() for mode in of_modes)
     rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
