@@ -110,7 +110,6 @@ class Contender:
 
         speedups: to plain decoding in the same repeat; speedup: their median.
         """
-
         pairs = [*zip((self.plain or self).outputs, self.outputs, strict=True)]
         # LEAST_GEN_LEN makes every rate a number.
         plain_rates, rates = ([bench.tokens_per_second(one) for one in each] for each in zip(*pairs, strict=True))

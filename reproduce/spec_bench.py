@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
@@ -37,7 +38,7 @@ from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.paper.columns import SLOWER, of
-from reproduce.paper.published import Record
+from reproduce.paper.published import Record, grouped
 
 PROMPTS = "reproduce/prompts/question.jsonl"
 BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
@@ -127,7 +128,6 @@ def open_session(
     run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
 ) -> engine.Session:
     """With room for the prompts, those or the run's own, and for every drafter. Errors: UserError."""
-
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
@@ -153,7 +153,6 @@ def converse(
 ) -> dict[str, Record]:
     """What each drafter did beside plain decoding, over all turns of a category: in the other order every other batch,
     but for drafters that plain decoding's text makes. Requests are numbered from `first` on."""
-
     name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
     batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
     turned = [PLAIN, *drafters][::-1]
@@ -181,7 +180,6 @@ def converse(
 
 def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> Record:
     """What is summed of a batch; seconds are of decoding alone, to its last row. contended: whether threads waited."""
-
     counts, before = drafted.stats.counts, plain.stats
     return {
         "sequences": len(drafted.tokens),
@@ -197,7 +195,6 @@ def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> R
 
 def summed(parts: Sequence[Record]) -> Record:
     """Several as one, with its rates."""
-
     sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["judged"]), "speedup": bench.ratio(drafted, plain)}
@@ -208,13 +205,10 @@ def summed(parts: Sequence[Record]) -> Record:
 
 def table_rows(records: Iterable[Record]) -> list[Record]:
     """A drafter's categories together, and last what they sum up to."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        for row in record["rows"]:
-            one = {name: (record | row)[name] for name in (*SHARED, "category", *row)}
-            groups.setdefault(str([one[name] for name in SHARED]), []).append(one)
-    with_sums = ([*group, summed(group) | {"category": ALL}] if len(group) > 1 else group for group in groups.values())
-    return list(chain.from_iterable(with_sums))
+    own = ((record | row, row) for record in records for row in record["rows"])
+    rows = [{name: one[name] for name in (*SHARED, "category", *row)} for one, row in own]
+    groups = grouped(rows, itemgetter(*SHARED)).values()
+    return [row for own in groups for row in (*own, *([summed(own) | {"category": ALL}] if len(own) > 1 else []))]
 
 
 def measure(
