@@ -30,6 +30,7 @@ from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
 
 OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
+DraftDtypes, DraftWeights = tuple[Literal["auto", "same"] | Dtype, ...], tuple[Literal["same"] | Scheme, ...]
 SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
 # Of runs that drafted, beside plain decoding in the same repeat.
 MEDIANS = (
@@ -50,12 +51,8 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
-    draft_dtype: tuple[Literal["auto", "same"] | Dtype, ...] = (
-        "auto",
-    )  # the draft's dtypes; auto modes have the first
-    draft_weights: tuple[Literal["same"] | Scheme, ...] = (
-        "same",
-    )  # the draft's linear layers; auto modes have the first
+    draft_dtype: DraftDtypes = ("auto",)  # the draft's dtypes; auto modes have the first
+    draft_weights: DraftWeights = ("same",)  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
     repeats: int = 3  # how often all are run, interleaved
@@ -74,10 +71,8 @@ class Flags:
         if not self.fixed:
             first = [values[0] for values in stored]
             ways |= {AUTO: (budgets[-1], AUTO, *first), AUTO_BUDGET: (AUTO, AUTO, *first)}
-        return {
-            name: {"draft_policy": self.draft_policy, **dict(zip(OPTIONS, way, strict=True))}
-            for name, way in ways.items()
-        }
+        names = ("draft_policy", *OPTIONS)
+        return {name: dict(zip(names, (self.draft_policy, *way), strict=True)) for name, way in ways.items()}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from models.attention import AttentionBackend, AttentionSpec, select_backend
 from models.attention.flash_backend import find_flavour
 from reproduce.gpu_parts.cells import Options, Skip
 
-WARM_UPS, REPEATS = 3, 15
 COPY_BYTES, QUICK_COPY_BYTES = 4 * 2**30, 2**24
 
 
@@ -56,27 +55,17 @@ def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple
         for call in calls:
             call()
 
-    for _ in range(WARM_UPS):
-        run_all()
     if not options.on_cuda:
+        run_all()  # what is done for the first time takes longer
         return median(timeit(call, number=1) for call in calls), "clock"
-    torch.cuda.synchronize()
-    run, timed_by = run_all, "events"
+    from triton.testing import do_bench, do_bench_cudagraph
+
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run_all()
-        graph.replay()
-        run, timed_by = graph.replay, "graph"
+        ms, timed_by = do_bench_cudagraph(run_all, return_mode="median"), "graph"
     except Exception:
         torch.cuda.synchronize()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls), timed_by
+        ms, timed_by = do_bench(run_all, return_mode="median"), "events"
+    return ms / 1e3 / len(calls), timed_by
 
 
 @cache
