@@ -1,7 +1,7 @@
 """The columns of all tables of runs, here and on the pages, and the rows that set published numbers beside them."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -54,23 +54,10 @@ def _identical(record: Record) -> str | None:
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
-def _rates(by_position: Sequence[float | None]) -> str:
-    return ", ".join(NONE if rate is None else f"{rate:.2f}" for rate in by_position) or "-"
-
-
-def _pointwise(record: Record) -> str:
-    """How what lies between matrix products and attention ran; older records only say whether it was compiled."""
-    return record.get("pointwise") or ("compiled" if record.get("compile") else "eager")
-
-
 def rows_a_round(row: Record) -> float | None:
     """Of a load on a server: those that decode together."""
     rate, ms, tokens = (row[name] for name in ("decode_tokens_per_second", "round_ms", "tokens_per_round"))
     return rate * ms / 1e3 / tokens if tokens and rate else None
-
-
-def _shared_bytes(record: Record) -> str:
-    return " and ".join(f"{n} on {gpu}" for gpu, n in record["max_shared_bytes"].items())
 
 
 # What tables list, by name: a record's field, unless it is made of several.
@@ -80,12 +67,19 @@ COLUMNS = {
     **{name: measured(name, **said) for name, said in FIELDS["measured"].items()},
     "speedup": measured("speedup", "speedup", speedup_text),
     "wall_speedup": measured("wall_speedup", "to the last row", speedup_text),
-    "acceptance_per_position": Column("acceptance_per_position", "by draft position", _rates),
+    "acceptance_per_position": Column(
+        "acceptance_per_position",
+        "by draft position",
+        lambda rates: ", ".join(NONE if rate is None else f"{rate:.2f}" for rate in rates) or "-",
+    ),
     "gap_percent": measured("gap_percent", "gaps", "{:.1f}%".format),
     "target": Column(target_name, "target", align="<"),
     "draft": Column(draft_name, "draft", align="<"),
     "draft_weights": Column(lambda row: row.get("draft_weights") or row.get("draft_dtype"), "draft weights", align="<"),
-    "pointwise": Column(_pointwise, "pointwise", align="<"),
+    # Older records only say whether it was compiled.
+    "pointwise": Column(
+        lambda row: row.get("pointwise") or ("compiled" if row.get("compile") else "eager"), "pointwise", align="<"
+    ),
     "budget_or_all": Column(lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"], "budget"),
     "identical": Column(_identical, "identical rows"),
     "verify_over_plain": measured(over("verify_step_ms"), KINDS["verify"], ".2f"),
@@ -99,7 +93,10 @@ COLUMNS = {
     "kv_megabytes": Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV"),
     "largest_kernel": Column(lambda row: f"`{row['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
     "ms_of_largest": Column(lambda row: row["largest"][0]["ms_per_round"], "of it, ms", ".2f"),
-    "shared_bytes": Column(_shared_bytes, "bytes of shared memory of a block, at most"),
+    "shared_bytes": Column(
+        lambda row: " and ".join(f"{n} on {gpu}" for gpu, n in row["max_shared_bytes"].items()),
+        "bytes of shared memory of a block, at most",
+    ),
     "n_problems": Column(lambda record: len(record["problems"]), "that spill or do not fit"),
 }
 # What other tables have beside fields.

@@ -18,9 +18,8 @@ Key = str | Callable[[Record], Any]
 # Keywords of matplotlib's `plot`.
 Style = Mapping[str, Any]
 # Okabe and Ito's palette, without its yellow, which is lost on white.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
-CATEGORIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
+BLACK = "#000000"
+CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", BLACK)
 # viridis up to 0.9 of its range, dark to light: also without colour vision the order can be seen.
 SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 MARKERS = "osD^vP"
