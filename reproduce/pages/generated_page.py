@@ -44,9 +44,9 @@ def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
         record = line.get("record", line)  # of a sweep, or by itself
         if line.get("status") == "skipped" or line.get("quick"):
             continue
-        key = line["key"] if "key" in line else (line["benchmark"], line["cell"]) if "cell" in line else number
+        key = line.get("key") or ((line.get("benchmark"), line["cell"]) if "cell" in line else number)
         kept.pop(key, None)
-        if record and (not benchmarks or record["benchmark"] in benchmarks):
+        if record and (not benchmarks or record.get("benchmark") in benchmarks):
             kept[key] = record | {"file": name}
     return list(kept.values())
 
