@@ -8,18 +8,15 @@ passkey and multikey: the right answers to questions about facts that stand earl
 share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
 """
 
+import common.startup
+
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
-
+import numpy as np
 from tyro.conf import arg
 
 import engine
@@ -28,21 +25,20 @@ from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import publish
 from common.say import say
 from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
-from engine.counts import Counts
+from engine.counts import Counts, total
 from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS, of
-from reproduce.paper.needles import KINDS, needles
+from reproduce.paper.prompts import KINDS, needles
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
 OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
 # Settings that are each row's own.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
-COLUMNS = of("draft_policy", "budget or all", "text", "acceptance_rate", "judged", "mean_accepted_length")
-COLUMNS += of("distinct_4gram_fraction")
 
 
 @dataclass(frozen=True)
@@ -70,10 +66,7 @@ class Flags:
             raise without_effect(["budgets"], what, seen=seen, required="a policy with a budget")
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
-        if self.target.load_format == "dummy":
-            fix = f"leave out {flag('load_format')}"
-            what = "random weights have no acceptance"
-            raise ConfigError(what, flag("load_format"), "dummy", "a trained model", fix)
+        self.target.require_trained("random weights have no acceptance")
         unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
         if unlike and "sampled" not in self.texts:
             what, seen = "only sampled text is sampled", f"{flag('texts')} {' '.join(self.texts)}"
@@ -91,32 +84,26 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from engine.bench import passes, record
-    from engine.bench.plan import resolve_several
-
     flags.check()
     drafts = flags.drafts()
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    plan = resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
+    plan = bench.resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
     session = engine.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
-    prefill_seconds = passes.prefill(session)
+    prefill_seconds = bench.prefill(session)
     rows = []
     asked = [text for text in flags.texts if text in KINDS]  # of prompts of their own, which are prefilled in turn
     pairs = [*itertools.product(drafts, [text for text in flags.texts if text not in KINDS])]
     for draft, text in pairs + [(draft, text) for text in asked for draft in drafts]:
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
-        rows.append(record.rounded(_row(own, text)))
+        rows.append(bench.rounded(_row(own, text)))
         say(f"{rows[-1]['draft_policy']}, {text}: {rows[-1]['acceptance_rate']}")
-    say(console(rows, COLUMNS))
+    say(console(rows, of("texts")))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    publish(flags.output.output, record.record_of("acceptance", session, measured, ROW_SETTINGS))
+    publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))
 
 
 def _row(session: engine.Session, text: str) -> dict[str, Any]:
-    from engine.bench import passes, record
-    from engine.bench.settings import settings_record
     from engine.evaluation.teacher_forcing import forced_acceptance
-    from engine.stats import total
 
     drafter = session.drafter()
     if text == "book" or text in KINDS:
@@ -127,26 +114,26 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
             prompts, written = needles(text, prompts, encode, session.gen_len)
         each = forced_acceptance(session.runner, drafter, prompts, written)
     else:
-        output = passes.decode(session, text, drafter)
+        output = bench.decode(session, text, drafter)
         each, written = output.stats.rows, output.tokens
     counts = total(each)
     session.runner.drop_graphs()
-    own = {name: value for name, value in settings_record(session).items() if name in ROW_SETTINGS}
+    own = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
     own |= {"draft_budget": None} if own["draft_policy"] == "full" else {}
     counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": standard_error(each)}
-    counted |= {"judged": counts.verified}
-    counted |= {name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")}
-    return {"text": text, **own, **counted, "distinct_4gram_fraction": record.distinct_4gram_fraction(written)}
+    counted |= {"judged": counts.verified} | {
+        name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")
+    }
+    return {"text": text, **own, **counted, "distinct_4gram_fraction": bench.distinct_4gram_fraction(written)}
 
 
 def standard_error(rows: Sequence[Counts]) -> float | None:
     """Of the acceptance of all rows together, by how much rows differ (the ratio estimator's); None for one row."""
-    n_verified, n_rows = sum(row.verified for row in rows), len(rows)
-    if n_rows < 2 or not n_verified:
+    accepted, verified = np.array([(row.accepted, row.verified) for row in rows]).T
+    if len(rows) < 2 or not verified.any():
         return None
-    rate = sum(row.accepted for row in rows) / n_verified
-    squares = sum((row.accepted - rate * row.verified) ** 2 for row in rows)
-    return (squares * n_rows / (n_rows - 1)) ** 0.5 / n_verified
+    left = accepted - accepted.sum() / verified.sum() * verified
+    return float(np.sqrt(np.square(left).sum() * len(rows) / (len(rows) - 1)) / verified.sum())
 
 
 if __name__ == "__main__":

@@ -5,11 +5,6 @@ python reproduce/acceptance_tables.py
 python reproduce/acceptance_tables.py --fixed model=CHECKPOINT --axis prefix_len=4000,8000 --fixed budgets=[128,512]
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import common.startup
 
 from common import cli

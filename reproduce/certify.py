@@ -2,35 +2,26 @@
 
     python reproduce/certify.py --dtype bfloat16 --tokens 20000 --output reproduce/results/certify.jsonl
 
-1. Calibrate: along the book's own text, without any speculation, how far are the logits of forwards of
-   gamma + 1 tokens from those of 1-token forwards? eps is the largest difference. If the two choose differently more
-   often than rounding explains, forwards of several tokens are wrong, and the certificate fails.
-2. Run: self-speculation over rows of different lengths, --tokens in all.
-3. Compare: plain decoding in a cache prefilled anew is forced along the emitted tokens and checks each. A token
-   that is not its choice is a flip; one that it scores more than 2 eps below its choice is a flip outside
-   near-ties, and there must be none.
-
-Temperature 0 certifies the greedy mode, a higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if
-not, 2 if it could not be made. docs/lossless.md says more.
+How it is calibrated, run and compared: docs/lossless.md, "The certificate". Temperature 0 certifies the greedy mode, a
+higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
+
+import common.startup
 
 import math
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
-
+import torch
 from tyro.conf import arg
 
 import engine
 from common import cli
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import ALIASES, BudgetedName, draft_flags
 
@@ -69,9 +60,7 @@ class Flags:
         for name in ("tokens", "B", "gamma", "calibration_positions"):  # at gamma 0 there is nothing to certify
             require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
-        if self.target.load_format == "dummy":
-            fix = f"leave out {flag('load_format')}"
-            raise ConfigError("random weights certify nothing", flag("load_format"), "dummy", "a trained model", fix)
+        self.target.require_trained("random weights certify nothing")
         sizes = Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced))
         mode = "coupled" if self.temperature else "greedy"
         sampling = Sampling(self.temperature, seed=self.seed, verification=mode)
@@ -82,17 +71,13 @@ class Flags:
 
 def certified(session: engine.Session, following: list[list[int]]) -> dict[str, Any]:
     """The record of the three steps. following: how the data set goes on behind each prompt."""
-    import torch
-
-    from engine.bench.passes import decode
-    from engine.bench.record import distinct_4gram_fraction, record_of
     from engine.evaluation.certificate import calibrate, certify, replay
 
     runner, params, prompts = session.runner, session.sampling.params, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
     calibration = calibrate(runner.model, runner.cache, prompts, forced, session.draft.gamma + 1)
-    output = decode(session, "speculation", session.drafter())
+    output = bench.decode(session, "speculation", session.drafter())
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
@@ -101,8 +86,8 @@ def certified(session: engine.Session, following: list[list[int]]) -> dict[str, 
     measured |= {**asdict(result), "calibration_trusted": calibration.trusted}
     measured |= {"holds": result.holds and calibration.trusted}
     measured |= {name: getattr(output.stats.counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
-    measured["distinct_4gram_fraction"] = distinct_4gram_fraction(output.tokens)
-    record = record_of("certify", session, measured)
+    measured["distinct_4gram_fraction"] = bench.distinct_4gram_fraction(output.tokens)
+    record = bench.record_of("certify", session, measured)
     # Digits that count, not decimals: in float64 eps is of the order of 1e-13.
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}
 
@@ -114,9 +99,7 @@ SAID = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibratio
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.plan import resolve
-
-    session = engine.Session.of_plan(resolve(flags.config()), n_continued=flags.n_forced)
+    session = engine.Session.of_plan(bench.resolve(flags.config()), n_continued=flags.n_forced)
     texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
     shorter = max(1, flags.prefix_len // (4 * flags.B))
     cut = [(text, flags.prefix_len - row * shorter) for row, text in enumerate(texts)]

@@ -7,16 +7,12 @@ of real prompts at those sizes and at one between them, which the model interpol
 acceptance rate of the run that it is compared with.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import itemgetter
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import numpy as np
 
@@ -24,7 +20,8 @@ from common import cli
 from common.errors import ConfigError
 from common.tables import console
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
-from reproduce.paper import auto_against_fixed, columns
+from reproduce.paper import auto_against_fixed
+from reproduce.paper.columns import of
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import COST_MODEL, showing
@@ -70,9 +67,6 @@ def grid_of(record: Record) -> CostGrid:
     return CostGrid(drafts=drafts, **axes, **costs)
 
 
-ERRORS = columns.section("cost_errors")
-
-
 def error_summary(compared: Sequence[Record]) -> str:
     if not compared:
         return "nothing compared"
@@ -83,13 +77,13 @@ def error_summary(compared: Sequence[Record]) -> str:
 def table(records: list[Record]) -> str:
     compared, title = comparisons(records), "  Speedups, predicted by the cost model and measured end to end\n"
     modes = (f"\n{auto_against_fixed.section_of(mode, records, console)}" for mode in auto_against_fixed.MODES)
-    return "\n".join([title, console(compared, ERRORS), f"  {error_summary(compared)}", *modes])
+    return "\n".join([title, console(compared, of("cost_errors")), f"  {error_summary(compared)}", *modes])
 
 
 def figure(records: list[Record]) -> Figure:
     compared = sorted(comparisons(records), key=itemgetter("B", "prefix_len"))
     label = "B {B}, {prefix_len} tokens".format_map
-    points = lines(compared, label, "measured", "predicted", lambda _: {"marker": "o"}, style=POINTS)
+    points = lines(compared, label, "measured", "predicted", style=POINTS | {"marker": "o"})
     series = [diagonal(compared, "predicted", "measured"), *points]
     panel = Panel("the cost model", "measured speedup", "predicted speedup", series, is_log_x=False)
     return Figure("Predicted and measured speedups", [panel])

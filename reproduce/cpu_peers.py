@@ -2,24 +2,19 @@
 
     python reproduce/cpu_peers.py --output reproduce/results/cpu_peers.jsonl
 
-The prompt is prefilled once, by Foretoken; its keys and values are copied into transformers' caches.
-Then the peers take turns: each generates a few tokens and goes on from there at its next turn. A peer's
-figure is the median time between two of its tokens. Needs requirements-dev.txt.
+The prompt is prefilled once, by Foretoken; its keys and values are copied into transformers' caches. A peer's figure is
+the median time between two of its tokens. Needs requirements-dev.txt.
 """
 
-import sys
+import common.startup
+
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import torch
 
@@ -27,6 +22,7 @@ import engine
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from reproduce.paper.in_turns import in_turns
@@ -82,15 +78,12 @@ def main(flags: Flags) -> None:
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers import __version__ as transformers_version
 
-    from engine.bench.passes import prefill
-    from engine.bench.record import record_of, rounded
-
     require_at_least("turns", flags.turns, 1)
     require_at_least("tokens_per_turn", flags.tokens_per_turn, 2)  # what is measured is the time between two
     sizes = Sizes(flags.B, flags.prefix_len, flags.turns * flags.tokens_per_turn)
     target = Target(device="cpu", dtype="float32")
     session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=Output(flags.output)))
-    prefill_seconds = prefill(session)
+    prefill_seconds = bench.prefill(session)
     gguf = next(DEFAULT_CHECKPOINT.glob("*.gguf"))
     how = {"gguf_file": gguf.name, "dtype": session.plan.dtype, "attn_implementation": "sdpa"}
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, **how)
@@ -108,7 +101,7 @@ def main(flags: Flags) -> None:
     measured |= {f"slower than foretoken: {name}": ms / medians["foretoken"] for name, ms in medians.items()}
     measured["same_tokens_row_0"] = all(text == texts[0] for text in texts)
     measured["transformers_version"] = transformers_version
-    publish(flags.output, rounded(record_of("cpu_peers", session, measured)))
+    publish(flags.output, bench.rounded(bench.record_of("cpu_peers", session, measured)))
 
 
 if __name__ == "__main__":

@@ -10,35 +10,26 @@ does before the target verifies, also on the host; the mean over rounds.
 
 from __future__ import annotations
 
-import sys
+import common.startup
+
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from statistics import fmean
 from typing import Annotated
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import arg
 
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
-from common.tables import Column, console
+from common.tables import console
+from engine import bench
 from engine.bench.config import Rows, RunConfig, Sizes, Text
 from reproduce.gamma_cell import Contender
-from reproduce.paper.columns import measured, of, over, rows_of
+from reproduce.paper.columns import of, rows_of
+from reproduce.paper.in_turns import in_turns
 from reproduce.paper.published import Record
 from reproduce.spec_bench import PLAIN, Drafters, open_session
-
-BENCHMARK = "drafters"
-COLUMNS = [
-    *(Column("text", "text", align="<"), *of("temperature", "B", "gamma"), Column("drafter", "drafter", align="<")),
-    *of("acceptance_rate", "mean_accepted_length"),
-    measured(over("drafting_ms"), "drafting / plain step", ".2f"),
-    *of("speedup", "wall_speedup", "identical"),
-]
 
 
 @dataclass(frozen=True)
@@ -58,30 +49,27 @@ def row_of(one: Contender) -> Record:
 
 
 def main(flags: Flags) -> None:
-    from engine.bench import passes
-    from engine.bench.record import record_of
-
     require_at_least("repeats", flags.repeats, 1)
     configs, rows = flags.configs(), Rows(prompts=flags.prompts)
     run = RunConfig(flags.target, flags.text, flags.sizes, rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()))
-    passes.prefill(session)
+    bench.prefill(session)
     contenders = [plain := Contender(PLAIN, session.variant(draft=None))]
     for name, draft in configs.items():
         contenders.append(Contender(name, session.variant(draft=draft), plain, [], {"gamma": draft.gamma}))
-    passes.warm_up(plain.session)
-    texts = passes.decode(plain.session, PLAIN).tokens  # what an oracle drafts
-    for repeat in range(flags.repeats):
-        for one in contenders if repeat % 2 == 0 else reversed(contenders):
-            if one.plain:
-                one.drafters[:] = one.session.drafters(texts)
-                passes.warm_up(one.session, one.drafters)
-            one.run()
-            one.drafters.clear()
+    texts = bench.decode(plain.session, PLAIN).tokens  # what an oracle drafts
+
+    def run_anew(one: Contender) -> None:
+        one.drafters[:] = one.session.drafters(texts) if one.plain else []
+        bench.warm_up(one.session, one.drafters)
+        one.run()
+        one.drafters.clear()
+
+    in_turns({one.name: partial(run_anew, one) for one in contenders}, flags.repeats)
     found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
-    record = record_of(BENCHMARK, plain.session, found, without=("gamma", "draft_budget"))
-    publish(flags.output.output, record, console(rows_of([record]), COLUMNS))
+    record = bench.record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))
+    publish(flags.output.output, record, console(rows_of([record]), of("drafters")))
 
 
 if __name__ == "__main__":

@@ -3,42 +3,34 @@
     python reproduce/gamma_cell.py --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
     python reproduce/gamma_cell.py --fixed --gammas 3 --budgets 512 --draft_weights same int8
 
-Every repeat, every other one in reverse order, runs plain decoding, each fixed draft, `auto`, which chooses gamma at
-the largest budget, and `auto budget`, which chooses both, as `--gamma auto --draft_budget auto` does: its budgets are
-that flag's own. Right before each of their runs, what their rounds cost and accept is measured anew, on the same
-prompts; the time of that is in no speedup (`measured_costs_seconds`). The record is the last line of standard output;
-cost_model_error.py compares it with what the cost model predicts.
+`auto` chooses gamma at the largest budget, `auto budget` both, as `--gamma auto --draft_budget auto` does. Right before
+each of their runs, what their rounds cost and accept is measured anew, on the same prompts; the time of that is in no
+speedup (`measured_costs_seconds`).
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import common.startup
+
+import itertools
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, ClassVar, Literal
 
 import engine
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
+from engine.counts import total
+from models.names import Dtype, Scheme
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
-from reproduce.paper.reproduction import DraftDtype, DraftWeights
-
-if TYPE_CHECKING:
-    from engine.bench.auto_costs import RunCosts
-    from engine.bench.passes import Decoded
 
 OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
+DraftDtypes, DraftWeights = tuple[Literal["auto", "same"] | Dtype, ...], tuple[Literal["same"] | Scheme, ...]
 SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
 # Of runs that drafted, beside plain decoding in the same repeat.
 MEDIANS = (
@@ -59,8 +51,8 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
-    draft_dtype: tuple[DraftDtype, ...] = ("auto",)  # the draft's dtypes; auto modes have the first
-    draft_weights: tuple[DraftWeights, ...] = ("same",)  # the draft's linear layers; auto modes have the first
+    draft_dtype: DraftDtypes = ("auto",)  # the draft's dtypes; auto modes have the first
+    draft_weights: DraftWeights = ("same",)  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
     repeats: int = 3  # how often all are run, interleaved
@@ -79,10 +71,8 @@ class Flags:
         if not self.fixed:
             first = [values[0] for values in stored]
             ways |= {AUTO: (budgets[-1], AUTO, *first), AUTO_BUDGET: (AUTO, AUTO, *first)}
-        return {
-            name: {"draft_policy": self.draft_policy, **dict(zip(OPTIONS, way, strict=True))}
-            for name, way in ways.items()
-        }
+        names = ("draft_policy", *OPTIONS)
+        return {name: dict(zip(names, (self.draft_policy, *way), strict=True)) for name, way in ways.items()}
 
 
 @dataclass(frozen=True)
@@ -96,37 +86,32 @@ class Contender:
     plain: Contender | None = None
     drafters: list[engine.Drafter] = field(default_factory=list)
     draft: dict[str, Any] = field(default_factory=dict)
-    outputs: list[Decoded] = field(default_factory=list)
-    costs: list[RunCosts] = field(default_factory=list)
+    outputs: list[bench.Decoded] = field(default_factory=list)
+    costs: list[bench.RunCosts] = field(default_factory=list)
 
     def run(self) -> None:
-        from engine.bench.auto_costs import costs_of
-        from engine.bench.passes import decode, make_pacing
         from engine.timing import PhaseTimer
 
         device = self.session.runner.device
-        costs = costs_of(self.session, self.drafters, whole=True) if self.drafters else None
+        costs = bench.costs_of(self.session, self.drafters, whole=True) if self.drafters else None
         self.costs.extend([costs] if costs else [])
-        pacing = make_pacing(self.session, self.drafters, costs) if self.drafters else None
+        pacing = bench.make_pacing(self.session, self.drafters, costs) if self.drafters else None
         # On a CPU a phase needs no synchronisation, so timing it costs nothing.
         timer = PhaseTimer(device) if self.drafters and device.type == "cpu" else None
-        self.outputs.append(decode(self.session, self.name, phase=timer, pacing=pacing))
+        self.outputs.append(bench.decode(self.session, self.name, phase=timer, pacing=pacing))
 
     def row(self) -> dict[str, Any]:
         """Lists have one value a repeat, but `measured_costs`, which has one a drafter and number of rows for each.
 
         speedups: to plain decoding in the same repeat; speedup: their median.
         """
-        from engine.bench.record import cache_of, costs_record, identical_rows, rounded, tokens_per_second
-        from engine.stats import total
-
-        plain = (self.plain or self).outputs
+        pairs = [*zip((self.plain or self).outputs, self.outputs, strict=True)]
         # LEAST_GEN_LEN makes every rate a number.
-        rates, plain_rates = (list(map(tokens_per_second, each)) for each in (self.outputs, plain))
-        speedups = list(map(operator.truediv, rates, plain_rates))
+        plain_rates, rates = ([bench.tokens_per_second(one) for one in each] for each in zip(*pairs, strict=True))
+        speedups = [own / plain for plain, own in zip(plain_rates, rates, strict=True)]
         choices = [[round_.choice for round_ in output.stats.rounds] for output in self.outputs]
-        same = [identical_rows(a.tokens, b.tokens) for a, b in zip(self.outputs, plain, strict=True)]
-        budgets = [[cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
+        budgets = [[bench.cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
+        same = min(bench.identical_rows(plain.tokens, own.tokens) for plain, own in pairs)
         budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
         row = {
             "way": self.name,
@@ -137,49 +122,38 @@ class Contender:
             "speedup": median(speedups),
             "speedups": speedups,
             "acceptance_rate": total([output.stats.counts for output in self.outputs]).acceptance_rate,
-            "identical_rows": min(same) if self.session.sampling.reproducible else None,
+            "identical_rows": same if self.session.sampling.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
             "budgets": budgets if budget == AUTO else None,
-            "measured_costs": [costs_record(self.session, one.by_rows) for one in self.costs] or None,
+            "measured_costs": [bench.costs_record(self.session, one.by_rows) for one in self.costs] or None,
             "measured_costs_seconds": [one.seconds for one in self.costs] or None,
         }
-        return rounded(row | self._medians())
-
-    def _medians(self) -> dict[str, Any]:
-        """MEDIANS, and how the draft is stored; None where a way does not have the figure."""
-        from engine.bench.passes import Passes
-        from engine.bench.record import make_record
-
-        if self.plain is None:
-            return {}
-        pairs = zip(self.plain.outputs, self.outputs, strict=True)
-        passes = [Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
-        runs = [make_record("", self.session, each) for each in passes]
-        seen = {name: [run[name] for run in runs] for name in MEDIANS}
-        stored = {name: runs[0][name] for name in OPTIONS[2:]}
-        return stored | {name: None if None in values else median(values) for name, values in seen.items()}
+        if self.plain:
+            passes = [bench.Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
+            runs = [bench.make_record("", self.session, each) for each in passes]
+            row |= {name: runs[0][name] for name in OPTIONS[2:]}
+            seen = {name: [run[name] for run in runs] for name in MEDIANS}
+            row |= {name: None if None in values else median(values) for name, values in seen.items()}
+        return bench.rounded(row)
 
 
 def main(flags: Flags) -> None:
-    from engine.bench import passes, record
-    from engine.bench.plan import resolve_several
-
     flags.check()
     chosen = flags.drafts()
     drafts = flags.draft.variants(*chosen.values())
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session = engine.Session.of_plan(resolve_several(config, drafts))
-    prefill_seconds = passes.prefill(session)
+    session = engine.Session.of_plan(bench.resolve_several(config, drafts))
+    prefill_seconds = bench.prefill(session)
     contenders = [plain := Contender("plain", session.variant(draft=None))]
     for (name, options), draft in zip(chosen.items(), drafts, strict=True):
         own = session.variant(draft=draft)
         contenders.append(Contender(name, own, plain, own.drafters(), options))
     for one in contenders:
-        passes.warm_up(one.session, one.drafters)
+        bench.warm_up(one.session, one.drafters)
     in_turns({one.name: one.run for one in contenders}, flags.repeats)
     rows = [one.row() for one in contenders]
     measured = {"repeats": flags.repeats, "prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    publish(flags.output.output, record.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))
+    publish(flags.output.output, bench.record_of("gamma_cell", session, measured, without=("gamma", "draft_budget")))
 
 
 if __name__ == "__main__":

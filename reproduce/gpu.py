@@ -2,13 +2,11 @@
 
     python reproduce/gpu.py --output reproduce/results/gpu.jsonl
 
-Parts: (a) every attention backend against float64, random numbers, quantised layers, what a prompt's chunk attends
-in, replayed rounds; (b) how fast backends read a KV cache; (c) speculation beside
-plain decoding on the default model and book; (d) costs of 8B and 7B shapes with random weights; (e) what of a round
-is no kernel. Rows that do not fit into memory are left out, and the record says so. Every finished cell is appended
-at once, one that breaks as a record of its error. Each part runs in a process of its own, which is started again
-behind a cell that broke the device; what it says goes to `<output>.logs/`. Exit code 1 if a check failed or a cell
-broke.
+Parts: (a) backends against float64, random numbers, quantised layers, prompts' chunks, replayed rounds; (b) how fast
+backends read a KV cache; (c) speculation beside plain decoding on the default model and book; (d) costs of 8B and 7B
+shapes with random weights, as many rows as fit; (e) what of a round is no kernel. Every cell is appended as it ends,
+one that breaks as its error, and its part goes on behind it in a new process; what that says goes to `<output>.logs/`.
+Exit code 1 if a check failed or a cell broke.
 """
 
 import os
@@ -17,10 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.errors import ConfigError, flag

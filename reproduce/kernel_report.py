@@ -7,9 +7,6 @@ and names the variants if one of them spills registers or needs more shared memo
 """
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.errors import ConfigError
@@ -18,9 +15,7 @@ from common.provenance import provenance
 from common.say import say
 from common.tables import console
 from engine.bench.config import Output
-from reproduce.paper.columns import section
-
-COLUMNS = section("compiled", spills=lambda row: row["spill_stores"] + row["spill_loads"])
+from reproduce.paper.columns import of
 
 
 def main(flags: Output) -> None:
@@ -43,7 +38,7 @@ def main(flags: Output) -> None:
     record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(kernels)}
     record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
     summary = f"{len(kernels)} variants, at most {most_registers} registers, {len(problems)} problems"
-    table = console(kernels, COLUMNS, indent="")
+    table = console(kernels, of("compiled"), indent="")
     publish(flags.output, record | {"kernels": kernels} | provenance(), table, summary)
     if problems:
         print("\n".join(problems), file=sys.stderr)

@@ -4,37 +4,36 @@
 
 From all layers on, that one is dropped without which the draft is accepted most: sum(min(p, q)) of target and draft
 behind the text's tokens, the probability that rejection sampling accepts (Leviathan et al. 2023, arXiv 2211.17192,
-theorem 3.5), at temperature 0 the share of equal tokens. Costs measured here, of the most and the fewest layers and on
-the line between, make that a predicted speedup. The first so many layers (an early exit) stand beside each. The record
-is the last line of standard output.
+theorem 3.5). Costs measured here, of the most and the fewest layers and on the line between, make that a predicted
+speedup. The first so many layers (an early exit) stand beside each.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
+import torch
 
 import engine
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
-from common.tables import Column, console
+from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import draft_flags
+from engine.cost_model.costs import tokens_per_round
+from engine.drafters import SelfSpeculation, Shown
+from engine.sampling import logits_to_probs
+from reproduce.paper.columns import of
 
 SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
 Layers = tuple[int, ...]
-NUMBERS = ["expected_acceptance", "early_exit", "draft_ms", "predicted_speedup"]
-COLUMNS = [Column("layers", "layers"), Column("gamma", "gamma")]
-COLUMNS += [Column(name, name.replace("_", " "), ".3f") for name in NUMBERS]
 
 
 @dataclass(frozen=True)
@@ -49,27 +48,19 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    import torch
-
-    from engine.bench import passes, record
-    from engine.bench.plan import resolve
-    from engine.cost_model.costs import Costs, tokens_per_round
     from engine.cost_model.measure import measure_costs
-    from engine.drafters import SelfSpeculation, Shown
-    from engine.sampling import logits_to_probs
     from engine.terminal.texts import with_text
     from models.llama import select_layers
 
-    own = flags.target, flags.text, flags.sizes
-    config = RunConfig(*own, sampling=flags.sampling, output=flags.output, draft=flags.draft.config())
-    plan = resolve(config)
+    own = {"sampling": flags.sampling, "output": flags.output, "draft": flags.draft.config()}
+    plan = bench.resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
     with_text(plan.target)
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
     session = engine.Session.of_plan(plan, n_continued=plan.gen_len)
     runner, gamma, sampling, length = session.runner, plan.gamma, plan.sampling, plan.prefix_len
-    passes.prefill(session)
+    bench.prefill(session)
     book = torch.tensor(session.continuations, device=runner.device)
     positions = torch.arange(length, length + book.shape[1], device=runner.device).expand_as(book)
     texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
@@ -93,29 +84,23 @@ def main(flags: Flags) -> None:
             shares[place] = torch.minimum(laws[:, block], logits_to_probs(logits, sampling.params)).sum(dim=-1).mean()
         return shares.mean().item()
 
-    def paying(alpha: float, one: Costs) -> tuple[float, int]:
-        """The predicted speedup, and the gamma."""
-        return max((one.speedup(tokens_per_round(alpha, n), n), n) for n in range(1, gamma + 1))
-
     found = search(runner.model.config.n_layer, flags.fewest, acceptance)
     exits = [acceptance(tuple(range(len(layers)))) for layers, _ in found]
     drafters = [draft(layers)[1] for layers, _ in found]
     most, least = measure_costs(runner, [drafters[0], drafters[-1]], session.prompts, gammas=[gamma], **session.how)
     per_layer = (most.draft_ms - least.draft_ms) / max(1, len(found) - 1)
-    costs = [replace(most, draft_ms=most.draft_ms - dropped * per_layer) for dropped in range(len(found))]
     rows: list[dict[str, Any]] = []
-    for (layers, alpha), early, one in zip(found, exits, costs, strict=True):
+    for dropped, ((layers, alpha), early) in enumerate(zip(found, exits, strict=True)):
+        one = replace(most, draft_ms=most.draft_ms - dropped * per_layer)
         rows.append({"draft_layers": ",".join(map(str, layers)), "layers": len(layers), "expected_acceptance": alpha})
-        rows[-1] |= {"early_exit": early, "draft_ms": one.draft_ms}
-        rows[-1]["predicted_speedup"], rows[-1]["gamma"] = paying(alpha, one)
+        pays, best = max((one.speedup(tokens_per_round(alpha, n), n), n) for n in range(1, gamma + 1))
+        rows[-1] |= {"early_exit": early, "draft_ms": one.draft_ms, "predicted_speedup": pays, "gamma": best}
     winner = max(rows, key=itemgetter("predicted_speedup"))
     order = [({*more} - {*fewer}).pop() for (more, _), (fewer, _) in pairwise(found)]
-    measured = {"order": order, "plain_ms": costs[0].plain_ms, "best": winner["draft_layers"], "rows": rows}
-    says = "pays best: --draft_layers {draft_layers} --gamma {gamma}, {predicted_speedup:.2f} predicted".format(
-        **winner
-    )
-    line = record.record_of("layer_search", session, record.rounded(measured), {"draft_layers", "gamma"})
-    publish(flags.output.output, line, console(rows, COLUMNS), says)
+    measured = {"order": order, "plain_ms": most.plain_ms, "best": winner["draft_layers"], "rows": rows}
+    says = "pays best: --draft_layers {draft_layers} --gamma {gamma}, {predicted_speedup:.2f} predicted"
+    line = bench.record_of("layer_search", session, bench.rounded(measured), {"draft_layers", "gamma"})
+    publish(flags.output.output, line, console(rows, of("layers")), says.format(**winner))
 
 
 def search(n_layer: int, fewest: int, score: Callable[[Layers], float]) -> list[tuple[Layers, float]]:

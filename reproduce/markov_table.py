@@ -6,18 +6,17 @@
 Where prompts are cut from the text as well, those and what follows them should be skipped.
 """
 
-import sys
+import common.startup
+
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
-
 from common import cli
 from common.checkout import ROOT
-from common.errors import flag, require_at_least
+from common.errors import require_at_least
+from engine import bench
 from engine.bench.config import RunConfig, Target, Text
+from engine.drafters.ngram_table import NGramTable
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,12 @@ def main(flags: Flags) -> None:
     require_at_least("max_ngram", flags.max_ngram, 1)
     require_at_least("skip", flags.skip, 0)
 
-    from engine.bench.data import load_books
-    from engine.bench.text import resolve_dataset
-    from engine.drafters.ngram_table import NGramTable
-    from models.checkpoints.model_source import find_model
+    from engine.terminal.texts import text_target
 
-    stored = flags.target
-    source = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
+    run = RunConfig(flags.target, flags.text)
+    source = text_target(run)
     table, tokenizer = NGramTable(flags.max_ngram), source.tokenizer()
-    for book in load_books(str(resolve_dataset(RunConfig(target=stored, text=flags.text), source))):
+    for book in bench.load_books(str(bench.resolve_dataset(run, source))):
         table.learn(tokenizer.encode(book, add_bos=False)[flags.skip :])
     table.save(flags.markov_table, source.config.vocab_size)
 

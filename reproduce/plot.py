@@ -7,17 +7,14 @@ Reads what the benchmarks append to --output, and the rows of sweeps. Of repeats
 one of the two numbers are left out, which is said.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from textwrap import fill
 from typing import Annotated, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 from tyro.conf import Positional, arg
 
@@ -26,7 +23,7 @@ from common.errors import ConfigError
 from common.jsonl import read_lines
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure, Panel, lines
-from reproduce.paper.published import Record
+from reproduce.paper.published import Record, grouped
 from reproduce.paper.reproduction import REPRODUCTION
 
 DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # rather than counted up
@@ -62,11 +59,9 @@ def main(flags: Flags) -> None:
     drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in flags.y}
     panels = [panel(kept, x, y) for y, kept in drawn.items() if kept and (flags.x or counts[x] > 1)]
     if not panels:
-        seen, required = (
-            f"{len(measured)} records with a number to draw",
-            f"numbers that differ under {flags.x or ' or '.join(AXES)}",
-        )
-        raise ConfigError("there is nothing to draw", "RECORDS", seen, required, "measure more, or give --x, --y")
+        what, seen = "there is nothing to draw", f"{len(measured)} records with a number to draw"
+        required = f"numbers that differ under {flags.x or ' or '.join(AXES)}"
+        raise ConfigError(what, "RECORDS", seen, required, "measure more, or give --x, --y")
     for y, kept in drawn.items():
         print(f"  {y} over {x}: {len(kept)} of {len(records)} records; others lack a number")
     name = Path(flags.records[0]).stem
@@ -90,14 +85,15 @@ def read_records(paths: Sequence[str]) -> list[Record]:
 def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     """Median `y` over `x`, a line for each combination of the other settings that vary."""
     varied = [name for name in SETTINGS if name != x and len({repr(record.get(name)) for record in records}) > 1]
-    points: dict[tuple[str, float], list[float]] = {}
-    for record in records:
+
+    def line(record: Record) -> tuple[str, float]:
         label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
-        label = fill(label.replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
-        points.setdefault((label, record[x]), []).append(record[y])
-    medians = [{"label": label, "x": at, "y": median(values)} for (label, at), values in points.items()]
+        return fill(label.replace("$", "\\$"), LABEL_WIDTH), record[x]  # a dollar sign would begin a formula
+
+    points = grouped(records, line).items()
+    medians = [{"label": label, x: at, y: median(one[y] for one in same)} for (label, at), same in points]
     is_log = x in DOUBLED and min(record[x] for record in records) > 0
-    return Panel(y, x, y, lines(medians, "label", "x", "y"), is_log_x=is_log, is_speedup=y.endswith("speedup"))
+    return Panel(y, x, y, lines(medians, "label", x, y), is_log_x=is_log, is_speedup=y.endswith("speedup"))
 
 
 def _is_number(value: object) -> bool:

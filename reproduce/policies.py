@@ -7,30 +7,19 @@ Resumable: cells that have a record are not run again. Needles (passkey, multike
 that tells them early, where a recent window has forgotten them; what is judged is the right answer, teacher-forced.
 """
 
-import sys
+import common.startup
+
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
+from operator import itemgetter
 
 from common import cli
 from common.tables import console
 from reproduce.paper import columns
 from reproduce.paper.figures import Figure, Panel, lines
-from reproduce.paper.published import Record
+from reproduce.paper.published import Record, grouped
 from reproduce.paper.reproduction import showing
 
-ACCEPTED = columns.of(
-    *("target", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "text", "acceptance_rate"),
-    *("acceptance_standard_error", "judged", "mean_accepted_length"),
-)
-SPEED = columns.of(
-    *("target", "prefix_len", "B", "temperature", "draft_policy", "draft_budget", "speedup", "draft_step_ms"),
-    *("refresh_ms", "verify_step_ms", "round_ms", "acceptance_rate", "peak_memory_bytes", "identical"),
-)
 ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
 REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are of rounds in which all rows are busy."
 
@@ -47,12 +36,12 @@ def timed(records: list[Record]) -> list[Record]:
 def table(records: list[Record]) -> str:
     """For the console."""
     parts = []
-    for title, rows, shown, note in (
-        ("Acceptance by policy", judged(records), ACCEPTED, ERRORS),
-        ("Speed by policy", timed(records), SPEED, REFRESH),
+    for title, rows, name, note in (
+        ("Acceptance by policy", judged(records), "policies_acceptance", ERRORS),
+        ("Speed by policy", timed(records), "policies_speed", REFRESH),
     ):
         ordered = sorted(rows, key=lambda row: [str(row.get(one)) for one in ("text", "B", "draft_policy")])
-        parts.append(f"  {title}\n\n{console(ordered, shown)}\n\n  {note}")
+        parts.append(f"  {title}\n\n{console(ordered, columns.of(name))}\n\n  {note}")
     return "\n\n".join(parts)
 
 
@@ -60,14 +49,12 @@ def by_panel(
     title: str, rows_of: Callable, panel: str, y: str, y_label: str, is_speedup: bool, records: list[Record]
 ) -> Figure:
     """A panel for each value of a setting, in each a line for each policy over the entries that it reads."""
-    rows = rows_of(records)
-    shown = []
-    for value in dict.fromkeys((row["prefix_len"], row[panel]) for row in rows):
-        own = [row for row in rows if (row["prefix_len"], row[panel]) == value and row["draft_budget"]]
-        curves = lines(own, "draft_policy", "draft_budget", y)
-        name = f"context of {value[0]} tokens, {panel} {value[1]}"
-        shown.append(Panel(name, "budget, KV entries read", y_label, curves, is_speedup=is_speedup))
-    return Figure(title, shown or [Panel("nothing measured", "budget, KV entries read", y_label, [])])
+    panels = []
+    for (context, value), rows in grouped(rows_of(records), itemgetter("prefix_len", panel)).items():
+        curves = lines([row for row in rows if row["draft_budget"]], "draft_policy", "draft_budget", y)
+        name = f"context of {context} tokens, {panel} {value}"
+        panels.append(Panel(name, "budget, KV entries read", y_label, curves, is_speedup=is_speedup))
+    return Figure(title, panels)
 
 
 FIGURES = {

@@ -5,15 +5,12 @@
 What was measured and what is only predicted stand in columns of their own; what has no record is "not measured".
 """
 
-import sys
+import common.startup
+
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import numpy as np
 
@@ -28,67 +25,50 @@ from reproduce.paper import auto_against_fixed, columns, cpu_roofline, tables
 from reproduce.paper.columns import NONE, machine_name, of
 from reproduce.paper.published import Record, grouped, is_of, pairs_of, published
 from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, MAKE_DRAFT, SPEEDUPS
-from reproduce.paper.tables import Table, published_speedups
-from reproduce.sweeping.runner import OK, read_rows
 
 PAGE, FIGURES = ROOT / "reproduce" / "README.md", ROOT / "reproduce" / "figures"
 ERROR = Column(lambda row: row["predicted_ms"] / row["measured_ms"] - 1, "error", "+.0%")
-ON_CPU = of("B", "prefix_len", "cost", "predicted_ms", "measured_ms", ERROR)
 
 
 def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
-    gpu = [record for record in read(folder, GPU, "gpu_costs") if record.get("status") == "done"]
-    runs = [*swept(folder, SPEEDUPS), *gpu]
+    facts, acceptance = published(), columns.rows_of(read(folder, ACCEPTANCE))
+    runs = read(folder, SPEEDUPS) + [one for one in read(folder, GPU, "gpu_costs") if one.get("status") == "done"]
     runs = [run for run in runs if isinstance(run.get("gamma"), int) and run.get("draft_budget") != AUTO]
+    own = [run for run in runs if run["file"] == SPEEDUPS]
     speculation = [run for run in runs if run.get("load_format") != "dummy"]
-    acceptance = columns.rows_of(swept(folder, ACCEPTANCE))
-    machines = dict.fromkeys(map(machine_name, [*runs, *acceptance]))
-    is_published = any(is_of(fact, run) for fact in published().speedups for run in speculation)
+    is_published = any(is_of(fact, run) for fact in facts.speedups for run in speculation)
     drawn = {file.stem: f"![{file.stem.replace('_', ' ')}](figures/{file.name})\n\n" for file in figures.glob("*.svg")}
+
+    def beside_published(groups: dict[str, list[Record]]) -> dict[str, str]:
+        return {name: markdown(*tables.published_speedups(known, speculation)) for name, known in groups.items()}
+
     values = {
-        "machines": ", ".join(machines) or NONE,
+        "machines": ", ".join(dict.fromkeys(map(machine_name, [*runs, *acceptance]))) or NONE,
         "is_published": "published models" if is_published else "no published model",
-        "facts": published(),
+        "facts": facts,
         "make_draft": MAKE_DRAFT,
         "figures": defaultdict(str, drawn),
-    }
-    facts, by_machine = published(), grouped(published().speedup_tables, itemgetter("origin"))
-    own = [run for run in runs if run["file"] == SPEEDUPS]
-    values |= {
-        "by_machine": {name: markdown(*published_speedups(of, speculation)) for name, of in by_machine.items()},
-        "by_pair": {
-            ", ".join(pair): markdown(*published_speedups(of, speculation))
-            for pair, of in pairs_of(facts.figure_6).items()
-        },
+        "by_machine": beside_published(grouped(facts.speedup_tables, itemgetter("origin"))),
+        "by_pair": beside_published({", ".join(pair): known for pair, known in pairs_of(facts.figure_6).items()}),
         "acceptance_by_context": markdown(*tables.published_acceptance(acceptance)),
         "ratios": markdown(*tables.published_ratios(runs)),
-        "speedups": shown("Speedup", tables.speedups(speculation), SPEEDUPS),
-        "costs": shown("Costs", tables.costs(own), SPEEDUPS),
-        "flow": shown("Throughput against latency", tables.flow(speculation), SPEEDUPS),
-        "acceptance": shown("Acceptance", tables.acceptance(acceptance), ACCEPTANCE),
+        "speedups": table("Speedup", *tables.of_runs("speedups", speculation), SPEEDUPS),
+        "costs": table("Costs", *tables.of_runs("costs", own), SPEEDUPS),
+        "flow": table("Throughput against latency", *tables.of_runs("flow", speculation), SPEEDUPS),
+        "acceptance": table("Acceptance", *tables.acceptance(acceptance), ACCEPTANCE),
     }
     values |= roofline_tables(read(folder, roofline_error.ROOFLINE, "cpu_roofline"))
-    return filled("published.md", values | cost_model_tables(swept(folder, COST_MODEL)))
-
-
-def shown(what: str, of: Table, file: str) -> str:
-    return table(what, of.rows, of.columns, file)
-
-
-def swept(folder: Path, name: str) -> list[Record]:
-    """What was measured: rows of cells that went well. Each record says in `file` where it is."""
-    rows = read_rows(folder / name).values()
-    return [row["record"] | {"file": name} for row in rows if row["status"] == OK]
+    return filled("published.md", values | cost_model_tables(read(folder, COST_MODEL)))
 
 
 def roofline_tables(cpu: Sequence[Record]) -> dict[str, str]:
     """How far off predictions from data sheets are, by which constant, and on this CPU."""
-    rows = cpu[-1]["rows"] if cpu else ()
+    shown, rows = of("B prefix_len cost predicted_ms measured_ms", ERROR), cpu[-1]["rows"] if cpu else ()
     return {
         "roofline_summary": roofline_error.summary(),
         "cpu_summary": cpu_roofline.summary(cpu) if cpu else f"{NONE} where both could be compared",
         "roofline_errors": markdown(roofline_error.errors(), roofline_error.ERRORS),
-        "roofline_on_cpu": table("The roofline on a CPU", cpu[-1:], ON_CPU, roofline_error.ROOFLINE, rows),
+        "roofline_on_cpu": table("The roofline on a CPU", cpu[-1:], shown, roofline_error.ROOFLINE, rows),
     }
 
 
@@ -99,7 +79,7 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
     return {
         "cost_error": cost_model_error.error_summary(compared).capitalize(),
         "cost_grids": "\n\n".join(markdown(np.ndindex(grid.plain.shape), cost_columns(grid)) for grid in grids) or NONE,
-        "cost_errors": markdown(compared, cost_model_error.ERRORS) if compared else NONE,
+        "cost_errors": markdown(compared, of("cost_errors")) if compared else NONE,
         "modes": "".join(f"{auto_against_fixed.section_of(mode, records)}\n\n" for mode in auto_against_fixed.MODES),
         "cost_source": source(records) if records else absent("The cost model", COST_MODEL),
     }

@@ -3,23 +3,20 @@
     python reproduce/roofline_error.py
     python reproduce/roofline_error.py --measure
 
-Published speedups are predicted from data sheets; then two constants are fitted to half of those whose acceptance is
-published, and tested on the other half. With --measure this CPU's rates and the built-in model's costs are measured,
-too, in about two minutes.
+Two constants are fitted to half of the published speedups whose acceptance is published, and tested on the other half.
+--measure takes about two minutes.
 """
 
+import common.startup
+
 import itertools
-import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
+import numpy as np
 
 from common import cli
 from common.jsonl import append_record, publish, require_appendable
@@ -71,11 +68,10 @@ def median_error(facts: Sequence[Record], change: Callable[[Machine], Machine]) 
 
 def fit(facts: Sequence[Record]) -> tuple[float, ...]:
     """Of the factors tried, those that leave least of the logarithms' differences, in the mean of their squares."""
-
-    def left(factors: tuple[float, ...]) -> float:
-        return fmean(math.log(ratio) ** 2 for ratio in ratios(facts, partial(scaled, factors)))
-
-    return min(itertools.product(*TRIED.values()), key=left)
+    return min(
+        itertools.product(*TRIED.values()),
+        key=lambda factors: np.square(np.log(ratios(facts, partial(scaled, factors)))).mean(),
+    )
 
 
 @cache
@@ -95,9 +91,8 @@ def errors() -> list[Record]:
         "the same, every entry read once for all heads and tokens": partial(replace, tile=16, packs_group=True),
         f"fitted: {said()}": partial(scaled, fitted()),
     }
-    return [
-        {"way": way} | {name: median_error(facts, of) for name, facts in groups().items()} for way, of in ways.items()
-    ]
+    by_group = {way: {name: median_error(facts, of) for name, facts in groups().items()} for way, of in ways.items()}
+    return [{"way": way} | medians for way, medians in by_group.items()]
 
 
 HEADS = (Column(name, f"{name} ({len(facts)})", ".1%") for name, facts in groups().items())

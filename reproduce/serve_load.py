@@ -4,45 +4,37 @@
     python reproduce/serve_load.py --clients 8 --turns 6
     python reproduce/serve_load.py --clients 8 --peer http://127.0.0.1:8123 --peer_model /tmp/smollm2
 
-Starts the server with the flags of --server; so many clients ask /v1/completions, each its next request when
-the last one is answered. Every phase is run plainly, with speculation, and by the peer, in the other order every other
-time. Prompts are stretches of a book of which no two begin with the same token, and before a phase the server's rows
-are made to forget the last one's; with --turns a client goes on behind its own prompt and answer, of which the server
-reuses what its row holds.
+So many clients ask /v1/completions, each its next request when the last one is answered, with --turns behind its own
+prompt and answer. Every phase is run plainly, with speculation, and by the peer, in the other order every other time;
+before it the server's rows are made to forget the last one's prompts, no two of which begin with the same token.
 """
 
 from __future__ import annotations
 
+import common.startup
+
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import islice, product
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
+from typing import Annotated
 
 from tyro.conf import arg
 
 from common import cli
-from common.errors import DataError, flag, require_at_least
+from common.errors import DataError, require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Text
-from reproduce.paper.columns import section
-from reproduce.paper.published import Record
+from reproduce.paper.columns import of
+from reproduce.paper.prompts import stretches
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served
-from reproduce.serve_parts.figures import beside, spread, stretches
+from reproduce.serve_parts.figures import beside, spread
 from serving.serve import Serve
-
-if TYPE_CHECKING:
-    from models.checkpoints.model_source import ModelSource
 
 # By number of clients and mode.
 Phases = dict[int, dict[str, list[Phase]]]
@@ -50,15 +42,6 @@ BENCHMARK = "serve_load"
 OURS = PLAIN, SPECULATION = "plain", "speculation"
 SHORT = 8  # tokens of what makes a row forget
 NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation leaves as it is: decode tok/s is of rounds alone."
-
-
-def rows_a_round(row: Record) -> float | None:
-    """That decode together."""
-    rate, ms, tokens = (row[name] for name in ("decode_tokens_per_second", "round_ms", "tokens_per_round"))
-    return rate * ms / 1e3 / tokens if tokens and rate else None
-
-
-COLUMNS = section("serving", rows_a_round=rows_a_round)
 
 
 @dataclass(frozen=True)
@@ -93,22 +76,9 @@ class Flags:
         return max(n_clients, -(-self.requests // self.turns))
 
 
-def prompt_maker(flags: Flags, n_rows: int, source: ModelSource) -> Callable[[int], str]:
-    """What gives a new prompt of so many tokens. Errors: UserError."""
-    from engine.bench.data import load_books
-    from engine.bench.text import resolve_dataset
-
-    tokenizer, n_pairs = source.tokenizer(), flags.repeats * len(flags.clients)
-    book = next(load_books(str(resolve_dataset(RunConfig(text=flags.text), source))))
-    ids = tokenizer.encode(book, add_bos=False)
-    n_talks = flags.repeats * sum(map(flags.n_talks, flags.clients))
-    cut = iter(list(stretches(ids, n_talks + 2 * n_rows * n_pairs + 3, flags.longest)))
-    return lambda n_tokens: tokenizer.decode(next(cut)[:n_tokens])
-
-
 def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: int, put_off: list[DataError]) -> Phases:
-    """Every phase that there was time for. put_off: takes what a run outlives. Errors: DataError for a server that does
-    not answer at all."""
+    """Every phase that there was time for. new_prompt: of so many tokens. put_off: takes what a run outlives. Errors:
+    DataError for a server that does not answer at all."""
     began, how = time.monotonic(), {"max_tokens": flags.gen_len, "temperature": flags.temperature}
     endpoints = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in OURS}
     if flags.peer is not None:
@@ -134,21 +104,23 @@ def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: i
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.record import rounded
-    from models.checkpoints.model_source import find_model
+    from engine.terminal.texts import text_target
 
     flags.check()
     serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
-    target, n_rows, put_off = serve.config().target, serve.batch.max_batch, list[DataError]()
-    source = find_model(target.model, target.load_format, target.model_name, flag("model"))
-    new_prompt = prompt_maker(flags, n_rows, source)
+    source, n_rows, put_off = text_target(serve.config()), serve.batch.max_batch, list[DataError]()
+    tokenizer, n_phases = source.tokenizer(), flags.repeats * len(flags.clients)
+    book = next(bench.load_books(str(bench.resolve_dataset(RunConfig(text=flags.text), source))))
+    n_prompts = flags.repeats * sum(map(flags.n_talks, flags.clients)) + len(OURS) * n_rows * n_phases + 3
+    cut = iter([*stretches(tokenizer.encode(book, add_bos=False), n_prompts, flags.longest)])
     with served(words) as url:
-        phases = run_load(flags, url, new_prompt, n_rows, put_off)
+        phases = run_load(flags, url, lambda length: tokenizer.decode(next(cut)[:length]), n_rows, put_off)
     pairs = ((n, mode, of_modes) for n, of_modes in phases.items() for mode in of_modes)
     rows = [{"clients": n, "mode": mode, **beside(own[PLAIN], own[mode])} for n, mode, own in pairs]
     said = {name: value for name, value in asdict(flags).items() if name not in ("text", "output")}
     record = {"benchmark": BENCHMARK, "model": source.name, "dataset": flags.text.dataset, **said, "rows": rows}
-    publish(flags.output.output, rounded(record | provenance()), console(rows, COLUMNS), NOTE, put_off=put_off)
+    record = bench.rounded(record | provenance())
+    publish(flags.output.output, record, console(rows, of("load")), NOTE, put_off=put_off)
 
 
 if __name__ == "__main__":

@@ -3,26 +3,22 @@
     python reproduce/spec_bench.py --output reproduction/spec_bench.jsonl
     python reproduce/spec_bench.py --prompts spec-bench --per_category 10 --drafters self standalone:DRAFT/model.pth
 
-A category is decoded turn by turn, --B conversations at a time: plainly, then by each drafter from the same prefilled
-state. A later turn follows plain decoding's answers, for all drafters the same; rows end at the model's end token. Each
-category appends a record to --output as it ends; one that has a record of the same flags there is not run again.
+How conversations are decoded, and what is counted: docs/prompt_sets.md. The same command goes on with categories that
+have no record in --output yet.
 """
 
 from __future__ import annotations
 
+import common.startup
+
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
 
@@ -32,18 +28,17 @@ from common.checkout import ROOT
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_or_put_off, publish, read_lines, require_appendable
 from common.provenance import provenance
-from common.tables import Column, console
+from common.tables import console
+from engine import bench
 from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
 from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
+from engine.contention import contention
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.paper.columns import SLOWER, of
-from reproduce.paper.published import Record
-
-if TYPE_CHECKING:
-    from engine.bench.passes import Decoded
+from reproduce.paper.published import Record, grouped
 
 PROMPTS = "reproduce/prompts/question.jsonl"
 BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
@@ -58,11 +53,6 @@ ELSEWHERE = ("output", "prompts", "categories", "per_category")
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "judged", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
-COLUMNS = [
-    *(Column("drafter", "drafter", align="<"), *of("gamma", "draft_budget"), Column("category", "category", align="<")),
-    *(Column("sequences", "prompts"), *of("acceptance_rate", "mean_accepted_length", "baseline_tokens_per_second")),
-    *of("decode_tokens_per_second", "speedup", "identical"),
-]
 
 
 @dataclass(frozen=True)
@@ -81,11 +71,7 @@ class Drafters:
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
-        if self.target.load_format == "dummy":
-            fix = f"leave out {flag('load_format')}"
-            raise ConfigError(
-                "random weights have nothing to say", flag("load_format"), "dummy", "a trained model", fix
-            )
+        self.target.require_trained("random weights have nothing to say")
         sampled = self.sampling.temperature > 0 and self.sampling.verification != "coupled"
         given = self.draft.given()
         able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
@@ -142,14 +128,12 @@ def open_session(
     run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
 ) -> engine.Session:
     """With room for the prompts, those or the run's own, and for every drafter. Errors: UserError."""
-    from engine.bench.plan import resolve, resolve_several
-
     for draft in configs:  # all are checked before anything is loaded
-        resolve(replace(run, draft=draft), ids)
+        bench.resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
     # The first is what a session is opened with: the draft model, if there is one.
     deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: not one.has_model)]
-    return engine.Session.of_plan(resolve_several(run, deepest, texts=ids))
+    return engine.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
@@ -169,8 +153,6 @@ def converse(
 ) -> dict[str, Record]:
     """What each drafter did beside plain decoding, over all turns of a category: in the other order every other batch,
     but for drafters that plain decoding's text makes. Requests are numbered from `first` on."""
-    from engine.bench import passes
-
     name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
     batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
     turned = [PLAIN, *drafters][::-1]
@@ -180,14 +162,14 @@ def converse(
             for row in rows:
                 talks[row].append({"role": "user", "content": category[row].turns[turn]})
             prompts = [template.encode(talks[row]) for row in rows]
-            seen: dict[str, Decoded] = {}
+            seen: dict[str, bench.Decoded] = {}
             turned = turned[::-1]
             for draft in [*turned, *(draft for draft in batches if draft not in drafters)]:
                 own = replace(sessions[draft], prompts=prompts, numbered_from=first)
                 drafter = drafters.get(draft)
                 if drafter is None and draft != PLAIN:
                     drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
-                seen[draft] = passes.decode(own, f"{name}, {draft}", drafter)
+                seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
                 parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
@@ -196,17 +178,14 @@ def converse(
     return {draft: summed(parts) for draft, parts in batches.items()}
 
 
-def counted(plain: Decoded, drafted: Decoded, comparable: bool) -> Record:
+def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> Record:
     """What is summed of a batch; seconds are of decoding alone, to its last row. contended: whether threads waited."""
-    from engine.bench.record import COUNTED, identical_rows
-    from engine.contention import contention
-
     counts, before = drafted.stats.counts, plain.stats
     return {
         "sequences": len(drafted.tokens),
-        "identical_sequences": identical_rows(plain.tokens, drafted.tokens) if comparable else None,
+        "identical_sequences": bench.identical_rows(plain.tokens, drafted.tokens) if comparable else None,
         "rounds": counts.rounds,
-        **{name: getattr(counts, COUNTED[name]) for name in ("drafted", "judged", "accepted", "emitted")},
+        **{name: getattr(counts, bench.COUNTED[name]) for name in ("drafted", "judged", "accepted", "emitted")},
         "seconds": drafted.stats.decode_seconds,
         "baseline_emitted": before.counts.emitted,
         "baseline_seconds": before.decode_seconds,
@@ -216,25 +195,20 @@ def counted(plain: Decoded, drafted: Decoded, comparable: bool) -> Record:
 
 def summed(parts: Sequence[Record]) -> Record:
     """Several as one, with its rates."""
-    from engine.bench.record import ratio
-
     sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
-    plain, drafted = (ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
-    rates = {"acceptance_rate": ratio(sums["accepted"], sums["judged"]), "speedup": ratio(drafted, plain)}
-    rates |= {"mean_accepted_length": ratio(sums["emitted"], sums["rounds"])}
+    plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
+    rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["judged"]), "speedup": bench.ratio(drafted, plain)}
+    rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"contended": any(part.get("contended") for part in parts)}
     return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
 
 
 def table_rows(records: Iterable[Record]) -> list[Record]:
     """A drafter's categories together, and last what they sum up to."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        for row in record["rows"]:
-            one = {name: (record | row)[name] for name in (*SHARED, "category", *row)}
-            groups.setdefault(str([one[name] for name in SHARED]), []).append(one)
-    with_sums = ([*group, summed(group) | {"category": ALL}] if len(group) > 1 else group for group in groups.values())
-    return list(chain.from_iterable(with_sums))
+    own = ((record | row, row) for record in records for row in record["rows"])
+    rows = [{name: one[name] for name in (*SHARED, "category", *row)} for one, row in own]
+    groups = grouped(rows, itemgetter(*SHARED)).values()
+    return [row for own in groups for row in (*own, *([summed(own) | {"category": ALL}] if len(own) > 1 else []))]
 
 
 def measure(
@@ -244,39 +218,33 @@ def measure(
     put_off: list[Exception],
 ) -> Iterable[Record]:
     """A record of each category, appended to the output. Errors: UserError."""
-    from engine.bench import passes
-    from engine.bench.record import record_of, rounded
-    from engine.bench.resolved import option_names
-    from engine.bench.settings import settings_record
-    from models.checkpoints.model_source import find_model
+    from engine.terminal.texts import text_target
 
-    stored, options = flags.target, ("draft_model", "gamma", "draft_policy", *option_names())
-    template = find_model(stored.model, stored.load_format, stored.model_name, flag("model")).chat_template()
+    options = ("draft_model", "gamma", "draft_policy", *bench.option_names())
+    template = text_target(RunConfig(flags.target)).chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
     sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
     run = RunConfig(flags.target, sizes=sizes, rows=own_rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()), ids)
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
-    settings = {name: settings_record(sessions[name]) for name in configs}
+    settings = {name: bench.settings_record(sessions[name]) for name in configs}
     own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
     drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
     for name in (PLAIN, *drafters):
-        passes.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
+        bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
     first = 0
     for cell, prompts in waiting.items():
         found = converse(sessions, drafters, template, prompts, first)
         rows, first = [own[name] | seen for name, seen in found.items()], first + sum(len(one.turns) for one in prompts)
         named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
         named |= {"conversations": len(prompts), "rows": rows}
-        record = record_of(BENCHMARK, sessions[PLAIN], rounded(named), options)
+        record = bench.record_of(BENCHMARK, sessions[PLAIN], bench.rounded(named), options)
         append_or_put_off(flags.output.output, record, put_off)
         yield record
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.record import rounded
-
     if flags.per_category is not None:
         require_at_least("per_category", flags.per_category, 1)
     require_appendable(flags.output.output)
@@ -288,12 +256,12 @@ def main(flags: Flags) -> None:
     done = {line["cell"]: line for line in lines if isinstance(line, dict) and line.get("benchmark") == BENCHMARK}
     if waiting := {cell: prompts for cell, prompts in cells.items() if cell not in done}:
         done |= {record["cell"]: record for record in measure(flags, configs, waiting, put_off)}
-    rows = rounded(table_rows(done[cell] for cell in cells))
+    rows = bench.rounded(table_rows(done[cell] for cell in cells))
     summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
     said = f"{SLOWER}: slower than plain decoding"
     if any(row.get("contended") for row in rows):
         said += "; threads waited for processors: no speedup here is to be trusted"
-    publish(None, summary, console(rows, COLUMNS), f"  {said}", put_off=put_off)
+    publish(None, summary, console(rows, of("conversations")), f"  {said}", put_off=put_off)
 
 
 if __name__ == "__main__":

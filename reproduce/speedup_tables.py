@@ -6,19 +6,15 @@ python reproduce/speedup_tables.py --grid reproduce/grids/speedups_draft.toml --
 python reproduce/speedup_tables.py --fixed model=CHECKPOINT --axis B=32,64 --axis prefix_len=8000,32000 --axis gamma=3,4
 """
 
-import sys
-from operator import itemgetter
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import common.startup
+
+from operator import itemgetter
 
 from common import cli
 from common.tables import Column
 from reproduce.paper import columns, tables
 from reproduce.paper.columns import KINDS, over
-from reproduce.paper.figures import BLACK, Figure, Pair, Panel, Series, lines, over_rows
+from reproduce.paper.figures import BLACK, Figure, Panel, Series, lines, over_rows
 from reproduce.paper.published import SELF, Record, draft_name, grouped, pairs_of, published, target_name
 from reproduce.paper.reproduction import SPEEDUPS, showing
 
@@ -28,33 +24,30 @@ NOTE = f"""{columns.SLOWER}: slower than plain decoding. Measured: while all row
   formula: what the published formula makes of the measured acceptance and step times. Figure 6 was read off a plot, to
   about 0.02; published ratios are theoretical, measured ones medians of timed rounds. Of throughput against latency no
   numbers are published: ms a token is what a row waits, tokens/s are of all rows while all are busy."""
-RATIOS = {kind: [fact for fact in published().ratios if fact["kind"] == kind] for kind in KINDS}
 FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 
 
 def table(records: list[Record]) -> str:
     facts = tables.published_speedups(published().speedups, records)
     facts = facts._replace(columns=[Column("origin", "published of", align="<"), *facts.columns])
-    own = tables.speedups(records), tables.costs(records), tables.flow(records)
+    own = (tables.of_runs(name, records) for name in ("speedups", "costs", "flow"))
     return tables.side_by_side(SPEEDUP, NOTE, facts, tables.published_ratios(records), *own)
 
 
 def speedup_figure(records: list[Record]) -> Figure:
     """A panel for each published pair of models; measured self-speculation or draft models are in those like it."""
-    pairs = []
+    pairs, measured = [], [record for record in records if record.get("speedup") is not None]
     for (target, draft), known in pairs_of(published().figure_6).items():
-        own = [record for record in records if (draft_name(record) == SELF) == (draft == SELF)]
-        own = [record for record in own if record.get("speedup") is not None]
-        pairs.append(Pair(f"published: {target}, {draft} draft", known, own, "speedup", "speedup"))
+        own = [record for record in measured if (draft_name(record) == SELF) == (draft == SELF)]
+        pairs.append((f"published: {target}, {draft} draft", known, own, "speedup", "speedup"))
     return over_rows(SPEEDUP, pairs)
 
 
 def cost_figure(records: list[Record]) -> Figure:
     pairs = []
-    for kind, facts in RATIOS.items():
-        at = f"gamma {facts[0]['gamma']}" if facts[0]["gamma"] else f"budget {facts[0]['draft_budget']}"
-        title = f"published: {facts[0]['model']}, {at}, theoretical"
-        pairs.append(Pair(title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
+    for kind, facts in grouped(published().ratios, itemgetter("kind")).items():
+        title = f"published: {facts[0]['model']}, {tables.AT.cell(facts[0])}, theoretical"
+        pairs.append((title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
     return over_rows(COSTS, pairs)
 
 
@@ -65,8 +58,7 @@ def flow_figure(records: list[Record]) -> Figure:
         Panel(f"{target}, {context} tokens", *FLOW_AXES, _flow_series(own), is_log_x=False)
         for (target, context), own in sorted(groups.items(), key=itemgetter(0))
     ]
-    title = f"{FLOW} ({published().about['system']}: no published numbers recorded)"
-    return Figure(title, panels or [Panel("nothing measured", *FLOW_AXES, [], is_log_x=False)])
+    return Figure(f"{FLOW} ({published().about['system']}: no published numbers recorded)", panels)
 
 
 def _flow_series(records: list[Record]) -> list[Series]:

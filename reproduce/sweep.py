@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tyro.conf import UseAppendAction, arg
 
 from common import cli
@@ -45,11 +43,11 @@ class Flags:
     def cells(self) -> Sequence[Cell]:
         """Those of a file of sweeps, or of a script. Errors: ConfigError."""
         if not (self.grid if self.script is None else self.output):
-            what, required = "it is not clear what to run", "--grid, or --script and --output"
+            what, where = "it is not clear what to run", "--grid, --script, --output"
             fix = (
                 "give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --output sweep.jsonl"
             )
-            raise ConfigError(what, "--grid, --script, --output", self.script or "neither", required, fix)
+            raise ConfigError(what, where, self.script or "neither", "--grid, or --script and --output", fix)
         fixed = {name: value_of(text) for name, text in assigned("fixed", self.fixed).items()}
         axes = {name: values_of(text) for name, text in assigned("axis", self.axis).items()}
         return cells_of(read_grid(str(self.grid)) if self.script is None else [Sweep(self.script)], fixed, axes)

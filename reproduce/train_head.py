@@ -2,32 +2,31 @@
 
     python reproduce/train_head.py --out reproduction/heads --minutes 45
 
-The target goes on with parts of a book's first half; its hidden states there are stored once in the folder, from which
-both heads are trained. Ended at any time, the same command goes on. The heads are saved as they are published, for
---draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa, and draft behind prompts of the
-book's second half, beside n-gram and self-drafts. FOLDER/held_back.txt has that half, as a --dataset of other commands.
-The record is the last line of standard output.
+On what and how: docs/speculation.md, "Trained heads". Ended at any time, the same command goes on. The heads are for
+--draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa; FOLDER/held_back.txt, the half
+of the book that they have not seen, is a --dataset of other commands.
 """
 
+import common.startup
+
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common.startup
 
 import engine
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
-from common.tables import Column, console
+from common.tables import console
+from engine import bench
 from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, draft_flags
 from engine.drafters.config import DrafterConfig
+from models.checkpoints.manifest import CONFIG, write_text
+from models.config import read_config
 from reproduce.heads.recipe import Recipe
 from reproduce.paper.columns import of
 
@@ -40,7 +39,6 @@ LEAST_WINDOW = 32
 # Settings that are each row's own, or none of this record.
 OWN = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
 COUNTED = ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")
-COLUMNS = of(Column("draft", "draft", align="<"), Column("temperature", "temperature"), *COUNTED)
 
 
 @dataclass(frozen=True)
@@ -75,30 +73,23 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from engine.bench.data import make_prompts
-    from engine.bench.plan import resolve
-    from engine.bench.record import record_of, rounded
     from engine.terminal.texts import with_text
-    from models.checkpoints.manifest import CONFIG, write_text
-    from models.config import read_config
     from reproduce.heads import examples, training
 
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    source = with_text((plan := resolve(config)).target)
+    source = with_text((plan := bench.resolve(config)).target)
     session = engine.Session.of_plan(plan)
     book, target, runner = next(session.books()), session.runner.model, session.runner
-    halves = zip((book[: len(book) // 2], book[len(book) // 2 :]), (flags.num_prompts, flags.held_back), strict=True)
-    prompts, held_back = (
-        make_prompts([half], session.tokenizer, n_prompts=n, prefix_len=session.prefix_len) for half, n in halves
-    )
+    first, second = book[: len(book) // 2], book[len(book) // 2 :]
+    cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
+    prompts, held_back = cut([first], n_prompts=flags.num_prompts), cut([second], n_prompts=flags.held_back)
     keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
-    write_text(folder / "held_back.txt", book[len(book) // 2 :])
+    write_text(folder / "held_back.txt", second)
     layers = training.inputs_of(target.config.n_layer)
-    written = examples.write_examples(
-        runner, prompts, session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
-    )
+    how = session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
+    written = examples.write_examples(runner, prompts, *how)
     windows = examples.windows_of(folder, recipe.window)
     known = examples.most_frequent(windows, recipe.draft_vocab_size, runner.vocab_size).to(runner.device)
     heads = training.new_heads(target, known, recipe.depth)
@@ -112,13 +103,12 @@ def main(flags: Flags) -> None:
     measured = {"recipe": vars(recipe), "examples": len(windows), "example_tokens": len(windows) * recipe.window}
     measured |= {"steps": curve[-1]["step"], "writing_seconds": written, "training_seconds": trained}
     measured |= {"curve": thinned, "rows": rows}
-    publish(flags.output.output, record_of("train_head", session, rounded(measured), OWN), console(rows, COLUMNS))
+    record = bench.record_of("train_head", session, bench.rounded(measured), OWN)
+    publish(flags.output.output, record, console(rows, of("heads")))
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Note what the folder's files are of. Errors: ConfigError if that is something else."""
-    from models.checkpoints.manifest import write_text
-
     file = folder / "settings.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
@@ -129,12 +119,10 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """How each draft is accepted behind those prompts, by temperature."""
-    from engine.bench.plan import resolve
-
     sizes = Sizes(min(len(prompts), config.sizes.B), config.sizes.prefix_len, flags.measured_len)
     rows = []
     for draft in flags.drafts():
-        opened = engine.Session.of_plan(resolve(replace(config, sizes=sizes, draft=draft)))
+        opened = engine.Session.of_plan(bench.resolve(replace(config, sizes=sizes, draft=draft)))
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=Sampling(temperature))
             counts = session.generate(session.drafter()).stats.counts

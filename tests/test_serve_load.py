@@ -14,11 +14,12 @@ from programs import Ended, run
 from serving_cases import FLAGS, Served
 
 from common.errors import ConfigError, DataError
+from reproduce.paper.columns import rows_a_round
+from reproduce.paper.prompts import stretches
 from reproduce.performance_page import page
-from reproduce.serve_load import rows_a_round
 from reproduce.serve_parts.clients import Answer, Endpoint, Phase, failed, load
 from reproduce.serve_parts.clients import served as served_with
-from reproduce.serve_parts.figures import beside, spread, stretches, summary
+from reproduce.serve_parts.figures import beside, spread, summary
 
 
 def answer(asked: float, times: list[float], n_tokens: int, text: str = "", **said: dict[str, Any]) -> Answer:

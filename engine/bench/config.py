@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from common.errors import ConfigError, flag
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.names import Backend, Dtype, KVDtype, Scheme
@@ -40,6 +41,12 @@ class Target:
     """torch.compile what lies between matrix products and attention"""
     no_cuda_graphs: bool = False
     """on a GPU, do not capture rounds as CUDA graphs"""
+
+    def require_trained(self, what: str) -> None:
+        """Raise ConfigError for random weights. what: why they will not do."""
+        if self.load_format == "dummy":
+            where = flag("load_format")
+            raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
 
 
 @dataclass(frozen=True)

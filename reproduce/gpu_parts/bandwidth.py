@@ -12,8 +12,9 @@ from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
 from kv_cache import FullKVCache
 from models.attention import AttentionSpec
+from models.attention.flash_backend import find_flavour
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, missing_flash, time_calls
+from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, time_calls
 
 
 class Shape(NamedTuple):
@@ -66,8 +67,7 @@ def copy(options: Options) -> Record:
     record = {"bytes_per_second": copy_bandwidth(options), "l2_bytes": l2_bytes(options)}
     record |= {"multiprocessors": properties.multi_processor_count if properties else None}
     record |= {"memory_bytes": properties.total_memory if properties else None}
-    record |= {"backends": [named.name for named in backends(options)]}
-    return record | {"missing": {name: reason for name, reason in missing_flash().items() if reason}}
+    return record | {"backends": [named.name for named in backends(options)], "flash": find_flavour(options.device)[1]}
 
 
 def attention(options: Options, filled: tuple, named: Named, n_token: int) -> Record:

@@ -6,7 +6,6 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,11 +18,7 @@ DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 BROKEN_DEVICE = ("CUDA error", "illegal memory access", "device-side assert", "launch failure")
 Record = dict[str, Any]
 Value = TypeVar("Value")
-
-
-@cache
-def all_sizes() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("sizes.toml").read_text())
+SIZES = tomllib.loads(Path(__file__).with_name("sizes.toml").read_text())
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Options:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return all_sizes()["quick" if self.quick else "full"]
+        return SIZES["quick" if self.quick else "full"]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,9 +1,7 @@
 """What a device has: attention backends, each by a name of its own; a copy's bandwidth; the time of a function."""
 
-import functools
-import importlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from timeit import timeit
 from typing import NamedTuple
@@ -11,12 +9,10 @@ from typing import NamedTuple
 import torch
 
 from common.errors import ConfigError
-from models.attention import AttentionBackend, AttentionSpec, TorchAttention, select_backend
-from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, Package
+from models.attention import AttentionBackend, AttentionSpec, select_backend
+from models.attention.flash_backend import find_flavour
 from reproduce.gpu_parts.cells import Options, Skip
 
-FLASH = {"flash: FlashAttention-3": FA3, "flash: fa3-fwd": FA3_FWD, "flash: FlashAttention-2": FA2}
-WARM_UPS, REPEATS = 3, 15
 COPY_BYTES, QUICK_COPY_BYTES = 4 * 2**30, 2**24
 
 
@@ -29,22 +25,10 @@ class Named(NamedTuple):
 
 
 def backends(options: Options) -> list[Named]:
-    """The backends for the device, the one that `auto` picks first."""
-    there = [name for name, reason in missing_flash().items() if reason is None and options.on_cuda]
-    flash = [Named(name, options.device, partial(make_flash, FLASH[name], options.device)) for name in there]
-    return [ours("triton" if options.on_cuda else "cpp", options.device), *flash, ours("torch", options.device)]
-
-
-@functools.cache
-def missing_flash() -> dict[str, str | None]:
-    """Why each flash package cannot be imported; None where it can."""
-    reasons: dict[str, str | None] = dict.fromkeys(FLASH)
-    for name, package in FLASH.items():
-        try:
-            importlib.import_module(package.module).flash_attn_with_kvcache  # noqa: B018
-        except Exception as error:  # a package built for another torch or CUDA fails in ways of its own
-            reasons[name] = f"{type(error).__name__}: {error}"
-    return reasons
+    """The backends for the device, the one that `auto` picks first; flash in the package that a run would take."""
+    flash = ["flash"] if torch.cuda.is_available() and find_flavour(options.device)[0] else []
+    names = ["triton", *flash, "torch"] if options.on_cuda else ["cpp", "torch"]
+    return [ours(name, options.device) for name in names]
 
 
 def ours(name: str, device: str) -> Named:
@@ -60,16 +44,6 @@ def ours(name: str, device: str) -> Named:
     return Named(name, device, make)
 
 
-def make_flash(package: Package, device: str, spec: AttentionSpec) -> FlashAttention:
-    kernel = importlib.import_module(package.module).flash_attn_with_kvcache
-    flavour = Flavour(package, kernel, torch.cuda.get_device_properties(device).multi_processor_count)
-    if reason := flavour.unsupported(spec):
-        raise Skip(reason)
-    if package is not FA2 and torch.cuda.get_device_capability(device)[0] != 9:
-        raise Skip(f"{package.title} is for compute capability 9")
-    return FlashAttention(flavour, TorchAttention())
-
-
 def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:
     """Median seconds of one of `calls`, run one after the other, and how they were taken: "graph", "events", "clock".
 
@@ -81,30 +55,20 @@ def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple
         for call in calls:
             call()
 
-    for _ in range(WARM_UPS):
-        run_all()
     if not options.on_cuda:
+        run_all()  # what is done for the first time takes longer
         return median(timeit(call, number=1) for call in calls), "clock"
-    torch.cuda.synchronize()
-    run, timed_by = run_all, "events"
+    from triton.testing import do_bench, do_bench_cudagraph
+
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run_all()
-        graph.replay()
-        run, timed_by = graph.replay, "graph"
+        ms, timed_by = do_bench_cudagraph(run_all, return_mode="median"), "graph"
     except Exception:
         torch.cuda.synchronize()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls), timed_by
+        ms, timed_by = do_bench(run_all, return_mode="median"), "events"
+    return ms / 1e3 / len(calls), timed_by
 
 
-@functools.cache
+@cache
 def copy_bandwidth(options: Options) -> float:
     """Bytes per second that a copy within the device's memory reads and writes."""
     n_bytes = COPY_BYTES if options.on_cuda else QUICK_COPY_BYTES

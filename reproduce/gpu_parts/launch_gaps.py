@@ -1,7 +1,7 @@
 """Part e: the time of a round in which the device computes, and in which it waits for the host or a launch."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter
 from functools import partial
 
 import torch
@@ -39,20 +39,19 @@ def profiled(options: Options, size: tuple[str, int, int], what: str) -> Record:
     finally:
         if drafter is not None:
             session.runner.drop_graphs()
-    times: dict[str, list[float]] = defaultdict(list)
+    times = Counter[str]()
     for event in profiler.events():
         # A range of the profiler's user covers kernels that are there as well.
         if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
-            times[event.name[:160]].append(event.time_range.elapsed_us() / 1e3 / n_profiled)
-    largest = sorted(times, key=lambda name: -sum(times[name]))[:N_KERNELS]
-    kernel_ms, round_ms = sum(map(sum, times.values())), 1e3 * stats.decode_seconds / len(stats.rounds)
+            times[event.name[:160]] += event.time_range.elapsed_us() / 1e3 / n_profiled
+    kernel_ms, round_ms = times.total(), 1e3 * stats.decode_seconds / len(stats.rounds)
     record = {"model": size[0], "load_format": "dummy", **size_record(session), "prefix_len": size[2]}
     record |= {"gamma": GAMMA if drafter else 0, "draft_budget": session.draft.capacity if drafter else None}
     record |= {"attention": session.runner.model.backend.name, "compile": session.config.target.compile}
     record |= {"verification": session.sampling.mode, "rounds": len(stats.rounds), "round_ms": round_ms}
     gap_percent = 100 * (1 - kernel_ms / round_ms) if options.on_cuda else None
     record |= {"kernel_ms_per_round": kernel_ms, "gap_percent": gap_percent}
-    kernels = [{"kernel": name, "ms_per_round": sum(times[name])} for name in largest]
+    kernels = [{"kernel": name, "ms_per_round": ms} for name, ms in times.most_common(N_KERNELS)]
     return rounded(record | {"largest": kernels})
 
 

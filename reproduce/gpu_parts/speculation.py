@@ -1,15 +1,13 @@
 """Parts c and d: speculation beside plain decoding, and what its steps cost, many cells over one filled cache."""
 
-import json
-import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from engine.bench import memory, passes
-from engine.bench.config import RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import RunConfig, Sampling, Sizes, Target
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import resolve
 from engine.bench.record import make_record, rounded
@@ -18,14 +16,14 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.timing import PhaseTimer
 from kv_cache.streaming import Streaming
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
+from models.checkpoints.tokenizer import load_tokenizer
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
 from reproduce.gpu_parts.devices import copy_bandwidth
+from reproduce.paper.prompts import stretches
 
 COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
 SAMPLINGS = {"coupled": COUPLED, "greedy": Sampling(verification="greedy")}
 MOST_GAMMA = 4
-# More than English prose takes, on average over a prompt.
-CHARACTERS_PER_TOKEN = 5
 GAMMA = 3
 
 
@@ -46,15 +44,19 @@ def self_draft(gamma: int, budget: int, weights: Any = "same") -> SelfConfig:
     return SelfConfig(gamma=gamma, policy=Streaming(budget), draft_weights=weights)
 
 
-def open_session(options: Options, target: Target, **config: Any) -> Session:
+def open_session(
+    options: Options, target: Target, prompts: Sequence[list[int]] | None = None, **config: Any
+) -> Session:
     """On a GPU compiled, and with graphs. Of rows that do not fit into memory, as many as do.
 
-    config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits.
+    prompts: whole ones, a row each. config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits.
     """
-    plan = resolve(RunConfig(replace(target, device=options.device, compile=options.on_cuda), **config))
+    target = replace(target, device=options.device, compile=options.on_cuda)
+    plan = resolve(RunConfig(target, **config), prompts)
     most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
     n_rows = min(plan.n_rows, most) or plan.n_rows
-    return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
+    own_prompts = plan.own_prompts and plan.own_prompts[:n_rows]
+    return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows, own_prompts=own_prompts))
 
 
 def dummy_session(options: Options, model: str, sizes: Sizes, kv_dtype: Any = "same", **config: Any) -> Session:
@@ -109,25 +111,15 @@ def speculation(options: Options, batch: int, prefix: int, sampling: str, gamma:
 
 @shared
 def _prefilled(options: Options, batch: int, prefix: int) -> tuple[Filled, Record]:
-    """Over prompts cut out of the book at even distances, its beginning once more behind it; what a record says of
-    them.
-    """
+    """Over stretches of the default book; what a record says of them."""
     for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK):
         if not path.is_file():
             raise Skip(f"{path.name} of the default model and book is missing: python download.py, then convert")
-    book = DEFAULT_BOOK.read_text(encoding="utf-8-sig")
-    length, stride = prefix * CHARACTERS_PER_TOKEN, len(book) // batch
-    around = book + book[:length]
-    # A prompt begins with a word.
-    begins = [around.find(" ", row * stride) + 1 for row in range(batch)]
-    draft = self_draft(MOST_GAMMA, options.sizes["budget"])
-    sizes = Sizes(batch, prefix, options.sizes["selfspec_gen_len"])
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "windows.jsonl")
-        file.write_text("".join(json.dumps({"text": around[begin : begin + length]}) + "\n" for begin in begins))
-        session = open_session(options, Target(), text=Text(str(file)), sizes=sizes, sampling=COUPLED, draft=draft)
-    assert session.tokenizer is not None
-    overlap = max(0.0, 1 - stride / len(session.tokenizer.decode(session.prompts[0])))
+    tokens = load_tokenizer(DEFAULT_CHECKPOINT).encode(DEFAULT_BOOK.read_text(encoding="utf-8-sig"), add_bos=False)
+    sizes = Sizes(batch, gen_len=options.sizes["selfspec_gen_len"])
+    own = {"sizes": sizes, "sampling": COUPLED, "draft": self_draft(MOST_GAMMA, options.sizes["budget"])}
+    session = open_session(options, Target(), list(stretches(tokens, batch, prefix)), **own)
+    overlap = max(0.0, 1 - (len(tokens) - prefix) / batch / prefix)
     prompts = {"prompts": "stretches of the book at even distances", "prompt_overlap": round(overlap, 4)}
     return Filled(session, passes.prefill(session)), prompts
 

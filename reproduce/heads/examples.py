@@ -32,7 +32,10 @@ def write_examples(
 ) -> float:
     """A file for as many prompts as there are rows, unless it is there, while the seconds that all took are `allowed`.
     Returns those. Errors: UserError for a folder that cannot be written."""
-    n_rows, spent = runner.max_batch, sum(map(_seconds_of, _files(folder)))
+    n_rows, spent = runner.max_batch, 0.0
+    for file in _files(folder):
+        with safe_open(file, "pt") as opened:
+            spent += float(opened.metadata()["seconds"])
     for first in range(0, len(prompts), n_rows):
         path = folder / f"examples-{first:06}.safetensors"
         if path.exists() or (first and not allowed(spent)):
@@ -80,12 +83,6 @@ def make_examples(
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("examples-*.safetensors"))
-
-
-def _seconds_of(file: Path) -> float:
-    """What it took to make."""
-    with safe_open(file, "pt") as opened:
-        return float(opened.metadata()["seconds"])
 
 
 def windows_of(folder: Path, width: int) -> list[Examples]:

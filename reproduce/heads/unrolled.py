@@ -34,9 +34,7 @@ class Unrolled(BlockAlone, TorchAttention):
         n = queries.shape[1]
         own = torch.eye(n, dtype=torch.bool, device=queries.device)
         visible = torch.cat([torch.ones_like(own).tril(), *[own] * len(self._written)], dim=1)
-        return torch.zeros(visible.shape, dtype=spec.dtype, device=own.device).masked_fill(~visible, -torch.inf)[
-            None, None
-        ]
+        return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[None, None]
 
 
 def unrolled_losses(

@@ -12,6 +12,7 @@ from reproduce.paper.columns import NONE, machine_name
 from reproduce.paper.published import Record
 
 RESULTS, GPU = ROOT / "reproduce" / "results", "gpu.jsonl"
+PAGES = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,26 @@ def write(page: Path, text: str) -> None:
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """The text of a page: a template of this folder, with a value at each place that it names."""
-    return (Path(__file__).parent / template).read_text(encoding="utf-8").format_map(values)
+    return (PAGES / template).read_text(encoding="utf-8").format_map(values)
 
 
 def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
-    """The file's records of those kinds that count: the last one of each cell, and none of a quick run.
+    """The file's records that count, of those benchmarks or of all: the last one of each cell, if that did not fail,
+    and none of a quick run.
 
     Each says in `file` where it is. Errors: DataError naming a line that is no record.
     """
     kept: dict[object, Record] = {}
-    for number, record in read_lines(folder / name):
-        if not isinstance(record, dict):
+    for number, line in read_lines(folder / name):
+        if not isinstance(line, dict):
             where, fix = f"{folder / name}, line {number}", "delete this line, and measure again what it recorded"
-            raise DataError("a line is not a record", where, str(record)[:80], "a JSON object", fix)
-        if record.get("benchmark") in benchmarks and not record.get("quick") and record.get("status") != "skipped":
-            key = (record["benchmark"], record["cell"]) if "cell" in record else number
-            kept.pop(key, None)
+            raise DataError("a line is not a record", where, str(line)[:80], "a JSON object", fix)
+        record = line.get("record", line)  # of a sweep, or by itself
+        if line.get("status") == "skipped" or line.get("quick"):
+            continue
+        key = line.get("key") or ((line.get("benchmark"), line["cell"]) if "cell" in line else number)
+        kept.pop(key, None)
+        if record and (not benchmarks or record.get("benchmark") in benchmarks):
             kept[key] = record | {"file": name}
     return list(kept.values())
 

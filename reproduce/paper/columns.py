@@ -1,8 +1,9 @@
 """The columns of all tables of runs, here and on the pages, and the rows that set published numbers beside them."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from reproduce.paper.published import SELF, Record, draft_name, speedup, target_
 
 NONE = "not measured"
 SLOWER = "*"
-PUBLISHED = "published"
 TEXTS = ("greedy", "sampled", "book")
 KINDS = {"verify": "verification / plain step", "draft": "draft step / plain step"}
 # A column of what is measured: a row without it says so.
@@ -54,52 +54,71 @@ def _identical(record: Record) -> str | None:
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
-def _rates(by_position: Sequence[float | None]) -> str:
-    return ", ".join(NONE if rate is None else f"{rate:.2f}" for rate in by_position) or "-"
+def rows_a_round(row: Record) -> float | None:
+    """Of a load on a server: those that decode together."""
+    rate, ms, tokens = (row[name] for name in ("decode_tokens_per_second", "round_ms", "tokens_per_round"))
+    return rate * ms / 1e3 / tokens if tokens and rate else None
 
 
-def _pointwise(record: Record) -> str:
-    """How what lies between matrix products and attention ran; older records only say whether it was compiled."""
-    return record.get("pointwise") or ("compiled" if record.get("compile") else "eager")
-
-
-# Every column by the name that tables list it under: a record's field, unless it is made of several.
+# What tables list, by name: a record's field, unless it is made of several.
 FIELDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 COLUMNS = {
-    **{name: Column(name, **said) for name, said in FIELDS["known"].items()},
+    **{name: Column(**{"key": name, **said}) for name, said in FIELDS["known"].items()},
     **{name: measured(name, **said) for name, said in FIELDS["measured"].items()},
-    PUBLISHED: Column(PUBLISHED, "published", published_text),
     "speedup": measured("speedup", "speedup", speedup_text),
     "wall_speedup": measured("wall_speedup", "to the last row", speedup_text),
-    "acceptance_per_position": Column("acceptance_per_position", "by draft position", _rates),
+    "acceptance_per_position": Column(
+        "acceptance_per_position",
+        "by draft position",
+        lambda rates: ", ".join(NONE if rate is None else f"{rate:.2f}" for rate in rates) or "-",
+    ),
     "gap_percent": measured("gap_percent", "gaps", "{:.1f}%".format),
     "target": Column(target_name, "target", align="<"),
     "draft": Column(draft_name, "draft", align="<"),
     "draft_weights": Column(lambda row: row.get("draft_weights") or row.get("draft_dtype"), "draft weights", align="<"),
-    "pointwise": Column(_pointwise, "pointwise", align="<"),
-    "budget or all": Column(lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"], "budget"),
+    # Older records only say whether it was compiled.
+    "pointwise": Column(
+        lambda row: row.get("pointwise") or ("compiled" if row.get("compile") else "eager"), "pointwise", align="<"
+    ),
+    "budget_or_all": Column(lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"], "budget"),
     "identical": Column(_identical, "identical rows"),
-    "verify / plain": measured(over("verify_step_ms"), KINDS["verify"], ".2f"),
-    "draft / plain": measured(over("draft_step_ms"), KINDS["draft"], ".2f"),
+    "verify_over_plain": measured(over("verify_step_ms"), KINDS["verify"], ".2f"),
+    "draft_over_plain": measured(over("draft_step_ms"), KINDS["draft"], ".2f"),
+    "drafting_over_plain": measured(over("drafting_ms"), "drafting / plain step", ".2f"),
     "formula": measured(_formula_speedup, "by the formula", speedup_text),
-    "plain ms per token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
-    "ms per token": measured(over("round_ms", "mean_accepted_length"), "speculation, ms a token", ".1f"),
+    "plain_ms_per_token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
+    "ms_per_token": measured(over("round_ms", "mean_accepted_length"), "speculation, ms a token", ".1f"),
+    "prompt_tokens": Column(lambda row: f"{row['shortest']} to {row['longest']}", "prompt tokens"),
+    "outcome": Column("status", "outcome", lambda status: "passed" if status == "done" else "FAILED", align="<"),
+    "kv_megabytes": Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV"),
+    "largest_kernel": Column(lambda row: f"`{row['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
+    "ms_of_largest": Column(lambda row: row["largest"][0]["ms_per_round"], "of it, ms", ".2f"),
+    "shared_bytes": Column(
+        lambda row: " and ".join(f"{n} on {gpu}" for gpu, n in row["max_shared_bytes"].items()),
+        "bytes of shared memory of a block, at most",
+    ),
+    "n_problems": Column(lambda record: len(record["problems"]), "that spill or do not fit"),
 }
+# What other tables have beside fields.
+COMPUTED = {"rows_a_round": rows_a_round, "spills": lambda row: row["spill_stores"] + row["spill_loads"]}
 
 
-def section(name: str, **computed: Callable[[Any], object]) -> list[Column]:
-    """The columns of one table, from the section of that name; `computed` of the row where they are not its fields."""
-    return [Column(computed.get(key, key), **said) for key, said in FIELDS[name].items()]
+def of(*names: str | Column, **computed: Callable[[Any], object]) -> list[Column]:
+    """Columns by their names, several with spaces between; those of a table by its name; and any others as they are.
 
-
-def of(*names: str | Column) -> list[Column]:
-    """Columns by their names, and any others as they are."""
-    return [COLUMNS[name] if isinstance(name, str) else name for name in names]
-
-
-DRAFT = of("gamma", "draft_budget", "draft_weights")
-STEPS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms")
-SPECULATION = of("speedup", "wall_speedup", *STEPS, "acceptance_rate", "mean_accepted_length")
+    computed: of a table's columns those that are functions of the row.
+    """
+    found: list[Column] = []
+    for name in chain.from_iterable(one.split() if isinstance(one, str) else [one] for one in names):
+        if isinstance(name, Column):
+            found.append(name)
+        elif name in FIELDS["tables"]:
+            found += of(FIELDS["tables"][name])
+        elif name in FIELDS["own"]:
+            found += [Column((COMPUTED | computed).get(key, key), **said) for key, said in FIELDS["own"][name].items()]
+        else:
+            found.append(COLUMNS[name])
+    return found
 
 
 def by_size(record: Record) -> tuple:

@@ -3,14 +3,13 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import ConfigError
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS
-from reproduce.paper.published import SELF, Record, draft_name, target_name
+from reproduce.paper.published import SELF, Record, draft_name, grouped, target_name
 
 # Of the draft's cache, in the order of their colours.
 POLICIES = (*dict.fromkeys(("full", "streaming", "snapkv", *policies())),)
@@ -19,9 +18,8 @@ Key = str | Callable[[Record], Any]
 # Keywords of matplotlib's `plot`.
 Style = Mapping[str, Any]
 # Okabe and Ito's palette, without its yellow, which is lost on white.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
-CATEGORIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
+BLACK = "#000000"
+CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", BLACK)
 # viridis up to 0.9 of its range, dark to light: also without colour vision the order can be seen.
 SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 MARKERS = "osD^vP"
@@ -29,13 +27,13 @@ PANEL_INCHES, LEGEND_LINE_INCHES = (5.0, 3.6), 0.145
 # What is published is open markers on a dashed line, what is measured is filled ones; the former lie above,
 # and are larger, so that neither hides the other.
 PUBLISHED = {"linestyle": "--", "linewidth": 0.9, "markersize": 6.5, "markerfacecolor": "none", "zorder": 4}
+PUBLISHED |= {"marker": "o"}
 MEASURED = {"linestyle": "-", "linewidth": 1.4, "markersize": 4.5, "zorder": 3}
 POINTS = MEASURED | {"linestyle": "none"}
 STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """Points that belong together. names: one for each point, written beside it."""
 
     label: str
@@ -45,12 +43,8 @@ class Series:
     names: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes, labelled with units. is_speedup: with a line where plain decoding is.
-
-    x_names: what stands at 0, 1, 2 ... of a horizontal axis that has names instead of numbers.
-    """
+class Panel(NamedTuple):
+    """One pair of axes, labelled with units. is_speedup: with a line where plain decoding is."""
 
     title: str
     x_label: str
@@ -58,11 +52,11 @@ class Panel:
     series: Sequence[Series]
     is_log_x: bool = True
     is_speedup: bool = False
-    x_names: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
+    """Panels side by side; without any it says that nothing was measured."""
+
     title: str
     panels: Sequence[Panel]
 
@@ -79,17 +73,18 @@ def lines(
     """A series for each label, of the rows that have both numbers, by x; its colour and marker are those of its place
     among the series, unless `look` has others for its first row. name: what is written beside a row's point.
     """
-    groups: dict[str, list[tuple[float, float, Record]]] = {}
-    for row in rows:
-        title, at, height = (key(row) if callable(key) else row.get(key) for key in (label, x, y))
-        if at is not None and height is not None:
-            groups.setdefault(title, []).append((at, height, row))
+
+    def value(row: Record, key: Key) -> Any:
+        return key(row) if callable(key) else row.get(key)
+
+    drawn = [row for row in rows if value(row, x) is not None and value(row, y) is not None]
     found = []
-    for place, (title, group) in enumerate(groups.items()):
-        xs, ys, members = zip(*sorted(group, key=lambda point: point[0]), strict=True)
-        own = {"color": CATEGORIES[place % len(CATEGORIES)], "marker": MARKERS[place % len(MARKERS)]}
-        own |= look(members[0]) if look else {}
-        found.append(Series(title, xs, ys, {**style, **own}, [name(member) for member in members] if name else ()))
+    for place, (title, group) in enumerate(grouped(drawn, lambda row: value(row, label)).items()):
+        group.sort(key=lambda row: value(row, x))
+        own = {"color": CATEGORIES[place % len(CATEGORIES)], "marker": MARKERS[place % len(MARKERS)], **style}
+        own |= look(group[0]) if look else {}
+        xs, ys = ([value(row, key) for row in group] for key in (x, y))
+        found.append(Series(title, xs, ys, own, list(map(name, group)) if name else ()))
     return found
 
 
@@ -124,14 +119,15 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure as Canvas
 
     # Neither a date nor a version: the same numbers give the same bytes.
+    panels = figure.panels or [Panel("nothing measured", "", "", [])]
     files = {folder / f"{name}.png": ["Software"], folder / f"{name}.svg": ["Date", "Creator"]}
     with matplotlib.rc_context(fname=STYLE):
         width, height = PANEL_INCHES
-        legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in figure.panels]
-        size = width * len(figure.panels), height + LEGEND_LINE_INCHES * max(legends)
+        legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in panels]
+        size = width * len(panels), height + LEGEND_LINE_INCHES * max(legends)
         canvas = Canvas(figsize=size, layout="constrained")
         canvas.suptitle(figure.title, fontsize=10)
-        for axes, panel in zip(canvas.subplots(1, len(figure.panels), squeeze=False)[0], figure.panels, strict=True):
+        for axes, panel in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             _draw(axes, panel)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -154,12 +150,9 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.set_xscale("log", base=2)
     if panel.is_log_x and panel.series:  # named are powers of two times the smallest value: sizes double
         values = [x for series in panel.series for x in series.x]
-        doublings = math.ceil(math.log2(max(values) / min(values)))
-        ticks = [min(values) * 2**power for power in range(doublings + 1)]
+        ticks = [min(values) * 2**power for power in range(1 + math.ceil(math.log2(max(values) / min(values))))]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-    if panel.x_names:
-        axes.set_xticks(range(len(panel.x_names)), panel.x_names)
     if panel.is_speedup:
         axes.axhline(1, color=BLACK, linewidth=0.8, linestyle=":")
         axes.annotate("plain decoding", (0.01, 1), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
@@ -168,42 +161,32 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-@dataclass(frozen=True)
-class Pair:
-    """What one panel shows: published numbers, and of these records the value `y` that stands beside them."""
-
-    title: str
-    facts: Sequence[Record]
-    records: Sequence[Record]
-    y: Key
-    y_label: str
+# A panel's title, published numbers, and of these records what stands beside them, which its label says.
+Pair = tuple[str, Sequence[Record], Sequence[Record], Key, str]
 
 
 def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
     """Over the rows decoded together: a line for each context, and for measured ones for each way to draft. What all of
     these share is said above.
     """
-    records = [record for pair in pairs for record in pair.records]
-    colours = shades(row["prefix_len"] for pair in pairs for row in (*pair.facts, *pair.records))
-    ways = list(map(_way, records))
-    shared = [part for n, part in enumerate(ways[0]) if all(way[n] == part for way in ways)] if ways else []
+    colours = shades(row["prefix_len"] for _, facts, records, *_ in pairs for row in (*facts, *records))
+    ways = [_way(record) for _, _, records, *_ in pairs for record in records]
+    shared = [part for part, *others in zip(*ways, strict=True) if {part} >= {*others}]
+
+    def colour(row: Record) -> Style:
+        return {"color": colours[row["prefix_len"]]}
 
     def look(row: Record) -> Style:
-        return {"color": colours[row["prefix_len"]], "marker": "o" if draft_name(row) == SELF else "s"}
+        return colour(row) | {"marker": "o" if draft_name(row) == SELF else "s"}
 
     def name(record: Record) -> str:
         own = [part for part in _way(record) if part not in shared]
         return ", ".join(["measured", f"{record['prefix_len']} tokens", *own])
 
-    def series(pair: Pair) -> list[Series]:
-        label = "published, {prefix_len} tokens".format_map
-        known = lines(pair.facts, label, "B", "value", lambda fact: look(fact) | {"marker": "o"}, style=PUBLISHED)
-        return known + lines(pair.records, name, "B", pair.y, look)
-
-    panels = [
-        Panel(pair.title, "rows decoded together", pair.y_label, series(pair), is_speedup=pair.y_label == "speedup")
-        for pair in pairs
-    ]
+    panels, label = [], "published, {prefix_len} tokens".format_map
+    for panel, facts, records, y, y_label in pairs:
+        series = lines(facts, label, "B", "value", colour, style=PUBLISHED) + lines(records, name, "B", y, look)
+        panels.append(Panel(panel, "rows decoded together", y_label, series, is_speedup=y_label == "speedup"))
     return Figure(title + (f"\nmeasured: {', '.join(shared)}" if shared else ""), panels)
 
 
@@ -224,5 +207,5 @@ def acceptance_curves(facts: Sequence[Record], rows: Sequence[Record], x: str) -
         return {"color": CATEGORIES[POLICIES.index(row["draft_policy"])], "marker": MARKERS[TEXTS.index(row["text"])]}
 
     of_known = "published, {model}, {draft_policy}".format_map
-    known = lines(facts, of_known, x, "value", lambda _: {"color": BLACK, "marker": "o"}, style=PUBLISHED)
+    known = lines(facts, of_known, x, "value", style=PUBLISHED | {"color": BLACK})
     return known + lines(rows, label, x, "acceptance_rate", look)

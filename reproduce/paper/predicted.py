@@ -51,10 +51,7 @@ def alpha_of(fact: Record) -> float:
 
 def halves(facts: list[Record]) -> tuple[list[Record], list[Record]]:
     """To fit and to test: every other setting, by machine, context and rows; numbers of one setting stay together."""
-
-    def setting(fact: Record) -> tuple[bool, int, int]:
-        return "8xH100" in fact["origin"], fact["prefix_len"], fact["B"]
-
-    order = sorted(set(map(setting, facts)))
-    fitted = [fact for fact in facts if order.index(setting(fact)) % 2 == 0]
+    settings = [("8xH100" in fact["origin"], fact["prefix_len"], fact["B"]) for fact in facts]
+    order = sorted({*settings})
+    fitted = [fact for fact, setting in zip(facts, settings, strict=True) if order.index(setting) % 2 == 0]
     return fitted, [fact for fact in facts if fact not in fitted]

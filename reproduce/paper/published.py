@@ -10,7 +10,6 @@ from typing import Any
 from engine.cost_model.costs import tokens_per_round
 from engine.cost_model.published import same_context
 
-FILE = Path(__file__).resolve().parent / "published.json"
 SELF = "self"
 Record = dict[str, Any]
 
@@ -57,7 +56,7 @@ class Published:
 
 @cache
 def published() -> Published:
-    return Published(**json.loads(FILE.read_text(encoding="utf-8")))
+    return Published(**json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))
 
 
 def target_name(record: Record) -> str:

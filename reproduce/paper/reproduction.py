@@ -6,10 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.checkout import ROOT
-from models.names import Dtype, Scheme
 from reproduce import sweep
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure
@@ -21,8 +20,6 @@ REPRODUCTION, GRIDS = ROOT / "reproduction", ROOT / "reproduce" / "grids"
 SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
 # Makes a copy of the default model without four of its layers: docs/checkpoints.md, "A draft model".
 MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir checkpoints/SmolLM2-draft"
-DraftDtype = Literal["auto", "same"] | Dtype
-DraftWeights = Literal["same"] | Scheme
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,13 @@ from reproduce.paper.predicted import is_acceptance_known, predict
 from reproduce.paper.published import Record, is_of, is_setting_of, published
 
 MEASURED, SHAPE = "measured on the same model", "measured on the same shape"
-TARGET, DRAFT, CONTEXT, ROWS = of("target", "draft", "prefix_len", "B")
 GAMMA = Column("gamma", "gamma", missing="not shown")
 VALUE = Column("value", "published", columns.published_text)
 SPEEDUP_VALUE = Column("value", "published", columns.published_speedup_text)
 RATIO = Column("kind", "ratio", KINDS.get, align="<")
-RUN = of("target", "draft", "prefix_len", "B", "gamma", "draft_budget", "draft_weights")
-SPEEDUP = of("speedup", "wall_speedup", "formula", "acceptance_rate", "mean_accepted_length", "identical")
-COSTS = of("baseline_step_ms", "draft_step_ms", "verify_step_ms", "round_ms", "verify / plain", "draft / plain")
-FLOW = of("plain ms per token", "baseline_tokens_per_second", "ms per token", "decode_tokens_per_second")
-ACCEPTED = of("target", "draft", "prefix_len", "B", "gamma", "budget or all", "draft_policy", "text", "acceptance_rate")
-ACCEPTED += of("acceptance_per_position", "judged", "mean_accepted_length")
-LOOPS = of("distinct_4gram_fraction")
+AT = Column(
+    lambda fact: f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}", "at", align="<"
+)
 
 
 class Table(NamedTuple):
@@ -41,27 +36,28 @@ def side_by_side(title: str, note: str, *tables: Table) -> str:
 
 def published_speedups(facts: Sequence[Record], runs: Sequence[Record]) -> Table:
     own = beside(MEASURED, runs, itemgetter("speedup"), speedup_text)
-    return Table(facts, [TARGET, DRAFT, CONTEXT, ROWS, GAMMA, SPEEDUP_VALUE, BY_ROOFLINE, own])
+    return Table(facts, of("target draft prefix_len B", GAMMA, SPEEDUP_VALUE, BY_ROOFLINE, own))
 
 
 def published_acceptance(rows: Sequence[Record]) -> Table:
-    built_in, rate, shown = [row for row in rows if row["model"] == DEFAULT_NAME], "acceptance_rate", "{:.3f}".format
-    near = beside("same context on the built-in model", built_in, itemgetter(rate), shown, is_setting_of)
-    own = beside(MEASURED, rows, itemgetter(rate), shown)
-    return Table(published().acceptance, [TARGET, DRAFT, CONTEXT, VALUE, own, near])
+    built_in, how = (
+        [row for row in rows if row["model"] == DEFAULT_NAME],
+        (itemgetter("acceptance_rate"), "{:.3f}".format),
+    )
+    near = beside("same context on the built-in model", built_in, *how, is_setting_of)
+    return Table(published().acceptance, of("target draft prefix_len", VALUE, beside(MEASURED, rows, *how), near))
 
 
 def published_ratios(runs: Sequence[Record]) -> Table:
     """Of draft steps only where the draft's weights are stored as the target's, as in what was published."""
     plain = [run for run in runs if run.get("draft_dtype") == run.get("dtype")]
-    plain = [run for run in plain if run.get("draft_weights") in (None, "same")]
+    own = {"verify": runs, "draft": [run for run in plain if run.get("draft_weights") in (None, "same")]}
 
     def listed(fact: Record) -> str:
-        own = runs if fact["kind"] == "verify" else plain
-        return beside(SHAPE, own, over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
+        return beside(SHAPE, own[fact["kind"]], over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
 
-    shown = [RATIO, TARGET, AT, CONTEXT, ROWS, VALUE, BY_ROOFLINE, Column(listed, SHAPE, align="<")]
-    return Table(published().ratios, shown)
+    measured = Column(listed, SHAPE, align="<")
+    return Table(published().ratios, of(RATIO, "target", AT, "prefix_len B", VALUE, BY_ROOFLINE, measured))
 
 
 def beside(
@@ -96,27 +92,16 @@ def by_roofline(fact: Record) -> str:
     return f"{f'{value:.2f}' if is_ratio else speedup_text(value)}{mark} ({value / fact['value'] - 1:+.0%})"
 
 
-def at(fact: Record) -> str:
-    return f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}"
-
-
 BY_ROOFLINE = Column(by_roofline, "predicted by the roofline (error)", align="<")
-AT = Column(at, "at", align="<")
 
 
-def speedups(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), [*RUN, *SPEEDUP, *LOOPS])
-
-
-def costs(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), [*RUN, *COSTS])
-
-
-def flow(runs: Sequence[Record]) -> Table:
-    return Table(sorted(runs, key=by_size), [*RUN, *FLOW])
+def of_runs(name: str, runs: Sequence[Record]) -> Table:
+    """The table of that name: speedups, costs, or flow."""
+    return Table(sorted(runs, key=by_size), of(name))
 
 
 def acceptance(rows: Sequence[Record]) -> Table:
-    order = itemgetter("text", "draft_policy")
-    rows = sorted(rows, key=lambda row: (*by_size(row)[:3], *order(row), row["draft_budget"] or 0))
-    return Table(rows, [*ACCEPTED, *LOOPS])
+    def order(row: Record) -> tuple:
+        return *by_size(row)[:3], row["text"], row["draft_policy"], row["draft_budget"] or 0
+
+    return Table(sorted(rows, key=order), of("acceptance"))

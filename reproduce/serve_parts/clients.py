@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -59,7 +59,10 @@ def served(flags: Sequence[str]) -> Iterator[str]:
     quiet, url = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}, f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, **quiet) as process:
         try:
-            while not is_healthy(url):
+            while True:
+                with suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/health", trust_env=False).is_success:
+                        break
                 if process.poll() is not None:
                     said = " ".join(flags)
                     fix = f"look at what `python -m serving {said}` says"
@@ -68,13 +71,6 @@ def served(flags: Sequence[str]) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).is_success
-    except httpx.TransportError:
-        return False
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str, seed: int) -> Answer:
@@ -114,9 +110,8 @@ async def load(endpoint: Endpoint, prompts: Sequence[str], n_clients: int, n_tur
 
         async def counters() -> dict[str, float]:
             lines = (await client.get("/metrics")).text.splitlines() if "speculate" in endpoint.body else []
-            return {
-                name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if name in COUNTED
-            }
+            pairs = (line.rpartition(" ")[::2] for line in lines)
+            return {name: float(value) for name, value in pairs if name in COUNTED}
 
         before, began = await counters(), time.perf_counter()
         await asyncio.gather(*(converse() for _ in range(n_clients)))

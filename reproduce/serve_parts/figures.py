@@ -6,23 +6,9 @@ from itertools import count
 
 import numpy
 
-from common.errors import DataError, flag
+from engine import bench
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import COUNTED, Phase
-
-
-def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
-    """Of a text, at about even distances; no two begin with the same token. Errors: DataError."""
-    seen: set[int] = set()
-    for index in range(n):
-        starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
-        start = next((start for start in starts if ids[start] not in seen), None)
-        if start is None:
-            required = f"{n} stretches of {longest} that begin differently"
-            where, fix = f"{flag('dataset')}, {flag('longest')}", "give more text, or shorten the prompts"
-            raise DataError("too little text for the prompts", where, f"{len(ids)} tokens", required, fix)
-        seen.add(ids[start])
-        yield list(ids[start : start + longest])
 
 
 def spread(shortest: int, longest: int) -> Iterator[int]:
@@ -52,11 +38,11 @@ def summary(phases: Sequence[Phase]) -> Record:
         **percentiles("tpot_ms", [(one.times[-1] - one.times[0]) / (one.n_tokens - 1) for one in longer]),
         "prompt_tokens": timings["prompt_n"] + timings["cache_n"] if said else None,
         "reused_prompt_tokens": timings["cache_n"] if said else None,
-        "accepted_share": ratio(drafts["accepted"], drafts["drafted"]),
-        "tokens_per_round": ratio(timings["predicted_n"] - len(said), drafts["rounds"]),
-        "decode_tokens_per_second": ratio(n_decoded - len(said), in_rounds),
-        "round_ms": ratio(1e3 * in_rounds, n_rounds),
-        "between_share": ratio(between, between + in_rounds),
+        "accepted_share": bench.ratio(drafts["accepted"], drafts["drafted"]),
+        "tokens_per_round": bench.ratio(timings["predicted_n"] - len(said), drafts["rounds"]),
+        "decode_tokens_per_second": bench.ratio(n_decoded - len(said), in_rounds),
+        "round_ms": bench.ratio(1e3 * in_rounds, n_rounds),
+        "between_share": bench.ratio(between, between + in_rounds),
     }
 
 
@@ -65,15 +51,11 @@ def percentiles(name: str, seconds: Sequence[float]) -> Record:
     return {f"{name}_p{n}": 1e3 * float(numpy.percentile(seconds, n)) if seconds else None for n in (50, 99)}
 
 
-def ratio(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
-
-
 def beside(plain: Sequence[Phase], own: Sequence[Phase]) -> Record:
     """The same of phases of one kind, and over plain rounds. identical_answers: to those of the same request there."""
     before, row = summary(plain), summary(own)
     for name, rate in (("speedup", "output_tokens_per_second"), ("decode_speedup", "decode_tokens_per_second")):
-        row[name] = ratio(row[rate], before[rate])
+        row[name] = bench.ratio(row[rate], before[rate])
     answers, plain_answers = ([one for phase in phases for one in phase.answers] for phases in (own, plain))
     same = (one.error is None and one.text == other.text for one, other in zip(answers, plain_answers, strict=True))
     return row | {"identical_answers": sum(same)}

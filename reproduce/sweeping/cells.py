@@ -63,7 +63,7 @@ class Cell:
         return arguments
 
     def text_of(self, name: str) -> str:
-        """A flag's value as a text, false where the cell goes without it."""
+        """False where the cell goes without it."""
         return value_text(self.given.get(name, False))
 
 

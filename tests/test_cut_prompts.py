@@ -7,7 +7,7 @@ import pytest
 from common.errors import ConfigError
 from engine.counts import Counts
 from reproduce.acceptance import standard_error
-from reproduce.paper.needles import KINDS, LATEST, needles
+from reproduce.paper.prompts import KINDS, LATEST, needles
 
 TEXTS = [[1] * 2400, [2] * 2100, [3] * 2250]
 

@@ -1,9 +1,10 @@
-"""Needles: facts early in a long text that is asked for them at its end (in the style of RULER, arXiv 2404.06654)."""
+"""Prompts: stretches of a text that begin differently; needles, facts early in a long text that is asked for them at
+its end (in the style of RULER, arXiv 2404.06654)."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError, flag
 
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
 QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
@@ -12,6 +13,20 @@ KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lot
 KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
 # Where facts lie, in parts of the text: early, so that no recent window has them.
 EARLIEST, LATEST = 0.05, 0.5
+
+
+def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
+    """Of a text, at about even distances; no two begin with the same token. Errors: DataError."""
+    seen: set[int] = set()
+    for index in range(n):
+        starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
+        start = next((start for start in starts if ids[start] not in seen), None)
+        if start is None:
+            required = f"{n} stretches of {longest} that begin differently"
+            where, fix = f"{flag('dataset')}, {flag('longest')}", "give more text, or shorten the prompts"
+            raise DataError("too little text for the prompts", where, f"{len(ids)} tokens", required, fix)
+        seen.add(ids[start])
+        yield list(ids[start : start + longest])
 
 
 def needles(
