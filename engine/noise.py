@@ -71,9 +71,9 @@ def in_passes(*inputs: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def compiled_source(backend: str | Callable = "inductor") -> Source:
+def compiled_source() -> Source:
     """`uniform_pairs` as one kernel."""
-    return torch.compile(uniform_pairs, backend=backend, fullgraph=True)
+    return torch.compile(uniform_pairs, fullgraph=True)
 
 
 def uniform(

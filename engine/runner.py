@@ -40,11 +40,6 @@ class Prefilled:
     bad_position: int | None
     answer: tuple[int, ...] = ()
 
-    @property
-    def n_finite(self) -> int:
-        """Tokens of the prompt before the first whose logits are not."""
-        return len(self.prompt) if self.bad_position is None else self.bad_position
-
 
 def finite_rows(x: Tensor) -> Tensor:
     """Whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
@@ -143,7 +138,7 @@ class ModelRunner:
         n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
         held = self.cache.notes.pop(row, None)
         known = held if isinstance(held, Prefilled) and held.model is self.model else None
-        if known and known.prompt == tuple(prompt) and n_shared == known.n_finite:
+        if known and known.prompt == tuple(prompt) and n_shared in (n_prompt, known.bad_position):
             return n_prompt, self._prefill(row, prompt, n_prompt, known, chunk)
         n_shared = min(n_shared, n_prompt - 1) if reuses else 0
         return n_shared, self._prefill(row, prompt, n_shared, None, chunk)

@@ -42,11 +42,8 @@ VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
 def report_measured(flags: CostFlags) -> None:
     """Measure costs and, unless it is given, acceptance; print and record what follows. Errors: UserError."""
     session, contexts, is_measured = open_largest(flags), flags.sorted("contexts"), flags.alpha is None
-    acceptances: Acceptances
-    if flags.alpha is None:
-        acceptances = {context: measure_acceptance(session, flags, context) for context in contexts}
-    else:
-        acceptances = dict.fromkeys(contexts, dict.fromkeys(flags.configs(), flags.alpha))
+    given = {} if flags.alpha is None else dict.fromkeys(flags.configs(), flags.alpha)
+    acceptances = {context: given or measure_acceptance(session, flags, context) for context in contexts}
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,

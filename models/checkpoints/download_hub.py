@@ -8,9 +8,8 @@ import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
-from models.checkpoints.manifest import WEIGHTS, describe, read_manifest, update_manifest
+from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
 
-SIDE_PATTERNS = ("config.json", "generation_config.json", "tokenizer.*", "tokenizer_config.json", "chat_template.jinja")
 WEIGHT_PATTERNS = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
@@ -62,5 +61,5 @@ def select_files(names: Iterable[str]) -> list[str]:
     top_level = sorted(name for name in names if "/" not in name)
     for patterns in WEIGHT_PATTERNS:
         if fnmatch.filter(top_level, patterns[0]):
-            return list(filter_repo_objects(top_level, allow_patterns=[*patterns, *SIDE_PATTERNS]))
+            return list(filter_repo_objects(top_level, allow_patterns=[*patterns, *SIDE_FILES]))
     return []
