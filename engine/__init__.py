@@ -1,15 +1,5 @@
-"""The engine: runners, drafters, verification, and the one decode loop."""
+"""The engine: runners, drafters, verification, and the one decode loop; names are imported when they are asked for."""
 
-from common.lazy import lazily
+import lazy_loader
 
-_HOMES = {
-    "engine.bench.config": ("RunConfig",),
-    "engine.bench.session": ("Session",),
-    "engine.decoding": ("Decoder", "GenerateOutput", "generate"),
-    "engine.requests": ("Request",),
-    "engine.drafters": ("Drafter", "NGram", "SavedText", "SelfSpeculation", "StandaloneDraft"),
-    "engine.runner": ("ModelRunner",),
-    "engine.sampling": ("SamplingParams",),
-    "engine.verification": ("Verdict", "verify_coupled", "verify_greedy", "verify_rejection"),
-}
-__getattr__ = lazily(__name__, {name: module for module, names in _HOMES.items() for name in names})
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

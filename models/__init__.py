@@ -1,13 +1,5 @@
 """Llama-family models: one configuration, one Transformer, one loader."""
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from common.lazy import lazily
-from models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from models.checkpoints.loading import load_model
-    from models.llama import Transformer
-
-__all__ = ["ModelConfig", "Transformer", "load_model"]
-__getattr__ = lazily(__name__, {"load_model": "models.checkpoints.loading", "Transformer": "models.llama"})
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,17 @@
+from .bench.config import RunConfig as RunConfig
+from .bench.session import Session as Session
+from .decoding import Decoder as Decoder
+from .decoding import GenerateOutput as GenerateOutput
+from .decoding import generate as generate
+from .drafters import Drafter as Drafter
+from .drafters import NGram as NGram
+from .drafters import SavedText as SavedText
+from .drafters import SelfSpeculation as SelfSpeculation
+from .drafters import StandaloneDraft as StandaloneDraft
+from .requests import Request as Request
+from .runner import ModelRunner as ModelRunner
+from .sampling import SamplingParams as SamplingParams
+from .verification import Verdict as Verdict
+from .verification import verify_coupled as verify_coupled
+from .verification import verify_greedy as verify_greedy
+from .verification import verify_rejection as verify_rejection
