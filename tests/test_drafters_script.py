@@ -19,7 +19,7 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
         names.append(name)
         return decode(session, name, *rest, **more)
 
-    monkeypatch.setattr(passes, "decode", noted)
+    monkeypatch.setattr("engine.bench.decode", noted)
     drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic"]
     flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
     ended = call("reproduce/drafters.py", f"{flags} --drafters {' '.join(drafters)}")

@@ -149,7 +149,7 @@ def test_one_that_leaves_while_it_waits_never_starts(served: Served, monkeypatch
         served.until(lambda: n_rows(served) == 4, "rows in use")
         waiting = served.begin(TGI, {"inputs": "x" * 77, "parameters": LONG})
         served.until(lambda: len(served.server.service.jobs) == 5, "a request that waits")
-        assert served.metrics()["tgi_queue_size"] == 1
+        served.until(lambda: served.metrics()["tgi_queue_size"] == 1, "its place in the queue")
         waiting.close()
         served.until(lambda: len(served.server.service.jobs) == 4, "its end")
         for connection in running:

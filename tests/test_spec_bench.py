@@ -61,7 +61,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]],
         calls.append((name, session.prompts, original(session, name, *rest), session.numbered_from))
         return calls[-1][2]
 
-    monkeypatch.setattr(passes, "decode", decode)
+    monkeypatch.setattr("engine.bench.decode", decode)
     return calls
 
 
