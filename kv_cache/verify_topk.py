@@ -35,10 +35,10 @@ def copy_chosen(
 class VerifyTopKCache(SnapKVCache):
     """As SnapKVCache behind a prompt; after every `refresh` rounds a self-draft's entries are chosen anew.
 
-    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that
-    queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv 2512.01278): of its
-    first and of its last token that stands ("ends"), or of every token ("all"), the last that stands in place of
-    rejected ones. Errors: ConfigError as of SnapKVCache, or if `refresh` or `n_first` is too small.
+    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that,
+    averaged over `pool` neighbours, queries of the last verification attend to most (Vegas, arXiv 2602.07223;
+    PillarAttn, arXiv 2512.01278): of its first and of its last token that stands ("ends"), or of every token ("all"),
+    the last that stands in place of rejected ones. Errors: ConfigError as of SnapKVCache, or if `refresh` or `n_first` is too small.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class VerifyTopKCache(SnapKVCache):
         dtype: torch.dtype | None = None,
         n_first: int = 4,
         refresh: int = 4,
-        score_queries: Literal["ends", "all"] = "ends",
+        score_queries: Literal["ends", "all"] = "all",
     ) -> None:
         check_topk(budget, window, n_first, refresh)
         super().__init__(config, max_batch, budget, window, device, dtype)
@@ -103,6 +103,7 @@ class VerifyTopKCache(SnapKVCache):
         is_recent = torch.arange(n_slot, device=self.device) >= (lengths - self.window)[:, None, None]
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             share = observed.shares[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
+            share = torch.nn.functional.avg_pool1d(share, self.pool, stride=1, padding=self.pool // 2)
             share[..., : self.n_first].fill_(float("inf"))
             chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
             copy(self, to_layer, source, from_layer, chosen, is_new)
@@ -128,7 +129,7 @@ class VerifyTopK(SnapKV):
     """attention sinks in the budget"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
-    score_queries: Literal["ends", "all"] = "ends"
+    score_queries: Literal["ends", "all"] = "all"
     """by which queries of a verification: its first and last token's that stand, or all"""
 
     def check(self) -> None:
