@@ -63,6 +63,10 @@ class Policy(ABC):
         """What its options leave to choose among behind prompts of that length; mostly itself."""
         return [self]
 
+    def with_entries(self, n: int) -> Policy:
+        """The same with so many entries a row, where it has a number of them to choose."""
+        return self
+
     def for_context(self, trained: int, length: int) -> Policy:
         """The same for a draft model that was trained on `trained` positions, in rows of up to `length` tokens."""
         return self
@@ -83,6 +87,9 @@ class BudgetedPolicy(Policy):
     def reserved(self) -> int:
         """Entries that `auto` leaves as much room beside as they take."""
 
+    def with_entries(self, n: int) -> BudgetedPolicy:
+        return replace(self, draft_budget=n)
+
     @property
     def budget(self) -> int:
         """The budget, once `auto` is resolved."""
@@ -93,7 +100,7 @@ class BudgetedPolicy(Policy):
         if self.draft_budget != "auto":
             return [self]
         fitting = [budget for budget in self.AUTO_BUDGETS if 2 * self.reserved < budget < prefix_len]
-        return [replace(self, draft_budget=budget) for budget in fitting or self.AUTO_BUDGETS[:1]]
+        return [self.with_entries(budget) for budget in fitting or self.AUTO_BUDGETS[:1]]
 
     def entries(self, length: int) -> int:
         return self.budget

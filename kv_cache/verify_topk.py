@@ -35,10 +35,11 @@ def copy_chosen(
 class VerifyTopKCache(SnapKVCache):
     """As SnapKVCache behind a prompt; after every `refresh` rounds a self-draft's entries are chosen anew.
 
-    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that,
-    averaged over `pool` neighbours, queries of the last verification attend to most (Vegas, arXiv 2602.07223;
-    PillarAttn, arXiv 2512.01278): of its first and of its last token that stands ("ends"), or of every token ("all"),
-    the last that stands in place of rejected ones. Errors: ConfigError as of SnapKVCache, or if `refresh` or `n_first` is too small.
+    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that
+    queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv 2512.01278): of its
+    first and of its last token that stands ("ends"), or of every token ("all"), the last that stands in place of
+    rejected ones. What surrounds a hit, within `pool` entries, is kept with it. Errors: ConfigError as of
+    SnapKVCache, or if `refresh` or `n_first` is too small.
     """
 
     def __init__(
@@ -100,10 +101,13 @@ class VerifyTopKCache(SnapKVCache):
         most = observed.shares.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self.score_queries == "ends" else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
-        is_recent = torch.arange(n_slot, device=self.device) >= (lengths - self.window)[:, None, None]
+        slots = torch.arange(n_slot, device=self.device)
+        is_recent = slots >= (lengths - self.window)[:, None, None]
+        # Entries around one hit would rank alike, and which of them are chosen depend on how many others there are.
+        falling = 1 - slots % self.pool * 2.0**-20
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             share = observed.shares[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
-            share = torch.nn.functional.avg_pool1d(share, self.pool, stride=1, padding=self.pool // 2)
+            share = torch.nn.functional.max_pool1d(share, self.pool, stride=1, padding=self.pool // 2).mul_(falling)
             share[..., : self.n_first].fill_(float("inf"))
             chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
             copy(self, to_layer, source, from_layer, chosen, is_new)

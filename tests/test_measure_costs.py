@@ -28,8 +28,23 @@ from engine.decoding import Decoder
 from engine.drafters import Shown
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
+from kv_cache import VerifyTopKCache
 
 Decode = list[RoundStats]
+
+
+class Clock:
+    """One that only goes on when it is looked at, or waited for: seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @pytest.fixture
@@ -119,7 +134,7 @@ def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
 def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(11), Choice(0, 3): timed(29, 70), Choice(1, 3): timed(12, 90)}
     rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
-    first, second = costs_of_rounds(rounds, [1, 3], rates, [0, 0])
+    first, second = costs_of_rounds(rounds, [1, 3], rates, [0.0, 0.0])
     assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (11 + 29) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
@@ -127,17 +142,34 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
 
 def test_choosing_entries_anew_costs_every_round_its_share():
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
-    rounds[Choice(1, 3)] = [one | {"refresh": ms / 1e3} for one, ms in zip(timed(30), (0, 80, 12), strict=True)]
-    first, second = costs_of_rounds(rounds, [3], [None] * 2, [0, 4])
-    assert (first.refresh_ms, second.refresh_ms) == pytest.approx((0, 12 / 4))
+    first, second = costs_of_rounds(rounds, [3], [None] * 2, [0.0, 3.0])
     assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
     assert second.slower(2).round_ms(3) == pytest.approx(2 * second.round_ms(3))
+
+
+@pytest.mark.parametrize("refresh", [2, 4, 7])
+def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkeypatch):
+    """Also where it comes less often than there are rounds of a kind; a clock of 1 ms a look, 30 s for choosing."""
+    model, clock = tiny_model(), Clock()
+    runner = ModelRunner(model, full_cache(model, 4))
+    cache = VerifyTopKCache(TINY, 4, 24, 8, dtype=runner.cache.keys.dtype, refresh=refresh)
+    drafters = [SelfSpeculation(runner, full_cache(model, 4), 3), SelfSpeculation(runner, cache, 3)]
+    choose = VerifyTopKCache.choose
+    monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: clock.wait(30) or choose(*given))
+    for module in ("engine.timing", "engine.decoding", "engine.cost_model.rehearsal"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    rounds = Rehearsal(runner, drafters, random_prompts([40, 30, 50, 45]), gamma=3, max_new_tokens=60)
+    monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 1e6)
+    found = measure_for_decode(rounds, [3], 10**9)
+    assert [*found] == [4, 2]
+    for plain, chosen in found.values():
+        assert plain.refresh_ms == 0 and chosen.refresh_ms == pytest.approx(30e3 / refresh, rel=1e-3)
 
 
 def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
     rounds = {PLAIN: timed(0), Choice(0, 1): timed(10), Choice(0, 3): timed(30)}
     rounds |= {Choice(index, 2): timed(2 * ms) for index, ms in enumerate((12, 6, 9, 5), start=1)}
-    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5, [0] * 5)
+    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5, [0.0] * 5)
     assert [one.draft_ms for one in found] == pytest.approx([10, 10, 6, 6, 5])
 
 

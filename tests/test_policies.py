@@ -64,6 +64,18 @@ def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
             assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
 
 
+def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
+    """As if it were filled at once: nothing was selected while the whole text was kept."""
+    model, text = tiny_model(), random_prompts([90])[0]
+    for policy in ("snapkv", "verify_topk", "retrieval"):
+        runner, caches = ModelRunner(model, full_cache(model, 3)), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
+        runner.prefill_row(0, text)
+        for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
+            for n, known in parts:
+                SelfSpeculation(runner, cache, GAMMA).follow([Shown(0, 0, text[:n], known)])
+        assert torch.equal(caches[0].keys[:, 0], caches[1].keys[:, 0])
+
+
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
 def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
     """Rows are filled twice, with longer prompts or shorter ones."""

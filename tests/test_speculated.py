@@ -86,12 +86,13 @@ def test_a_decode_counts_both_levels(kind):
     assert out.stats.accepted > 0.5 * one_level.stats.accepted
 
 
-def test_a_draft_model_drafts_behind_all_that_stands():
+@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (4, 1), (6, 4)])
+def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
     """Whatever each row's inner rounds accepted, and behind plain rounds: what it would draft of that text alone."""
     model, small = tiny_model(), near_model()
     runner = ModelRunner(model, full_cache(model, 2))
-    inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), 2)
-    both = Speculated(SelfSpeculation(runner, full_cache(model, 2), 5, near_model()), inner)
+    inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), inner_gamma)
+    both = Speculated(SelfSpeculation(runner, full_cache(model, 2), gamma, near_model()), inner)
     prompts, propose_inner, propose = random_prompts([40, 7, 23]), inner.propose, both.propose
     seen, texts = [], []
 
@@ -112,12 +113,12 @@ def test_a_draft_model_drafts_behind_all_that_stands():
         return drafts
 
     inner.propose, both.propose = inner_round, outer_round
-    pacing = Scripted([both], [Choice(0, 5), Choice(0, 3), PLAIN, PLAIN])
+    pacing = Scripted([both], [Choice(0, gamma), Choice(0, 3), PLAIN, PLAIN])
     out = generate(runner, prompts, max_new_tokens=[25, 9, 30], pacing=pacing)
     whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     for request, length, ahead, current, tokens in texts:
         text = [*whole[request][: length + 1], *ahead]
-        assert text[-1] == current and tokens == continue_by_recomputing(small, text, 2)
+        assert text[-1] == current and tokens == continue_by_recomputing(small, text, inner_gamma)
     inner_counts = both.inner_counts()
     assert 0 < inner_counts.accepted < inner_counts.verified and len({len(ahead) for _, _, ahead, *_ in texts}) > 3
 

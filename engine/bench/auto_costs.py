@@ -96,7 +96,8 @@ def _key(session: Session) -> dict[str, Any]:
         "models": [[asdict(one.config), one.manifest_sha256] for one in (session.target, session.draft_source) if one],
         "ranks": [session.config.n_replicas, session.group, session.draft_group, session.target_ranks.all_reduce.name],
         "rows": _n_rows(session),
-        "drafters": [[[one.name, asdict(one)] for one in draft.policies], draft.gammas],
+        "drafters": [[level.kind, [[one.name, asdict(one)] for one in level.policies]] for level in draft.levels],
+        "gammas": draft.gammas,
         "context": round(LENGTHS_PER_OCTAVE * math.log2(session.prefix_len)),
         **provenance(),
     }

@@ -103,7 +103,8 @@ def open_largest(flags: CostFlags) -> Session:
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
-    """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps."""
+    """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps; what a
+    policy takes to choose entries anew is left out."""
     drafts, gammas = flags.configs(), flags.sorted("gammas")
     of_budget = {budget: config for (_, budget), config in drafts.items()}
     budgets = sorted(of_budget, reverse=True)

@@ -105,7 +105,9 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     n_rounds = max([WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters)])
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
         prompts = session.prompts[:n_rows]
-        Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how).run(choices, n_rounds)
+        rehearsal = Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how)
+        for choice in choices:  # one by one: what comes every so many rounds comes with each gamma
+            rehearsal.run([choice], n_rounds)
 
 
 @torch.inference_mode()

@@ -204,9 +204,13 @@ def resolve_several(
     assert plan.draft is not None
     each = [resolve_draft(draft, config.target, plan.prefix_len, plan.gen_len) for draft in drafts]
     pairs = [pair for draft in each for pair in zip(draft.capacities, draft.policies, strict=True)]
+    # Of one size, what observes verifications takes most, then what selects by a prompt's queries.
+    pairs.sort(key=lambda pair: (pair[0], pair[1].of_self_drafts, pair[1].n_observed))
     held = pairs if at_once == "all" else [*dict(pairs).items()]
-    held = sorted(held, key=lambda pair: -pair[0])[: None if at_once != "one" else 1]
-    capacities, policies = zip(*held, strict=True) if held else ((), ())
+    if at_once == "one" and pairs:
+        largest, demanding = pairs[-1], max(pairs, key=lambda pair: (pair[1].of_self_drafts, pair[1].n_observed))
+        held = [(largest[0], demanding[1].with_entries(largest[0]))]
+    capacities, policies = zip(*reversed(held), strict=True) if held else ((), ())
     is_chosen = plan.draft.auto_gamma if at_once == "one" else len(drafts) > 1
     return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities, auto_gamma=is_chosen))
 

@@ -200,6 +200,9 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
         fix = "compare with reproduce/acceptance.py --draft_model D --policies streaming snapkv --budgets 64 256"
         where = flag("draft_policy" if draft.policies else "draft_budget")
         raise ConfigError(what, where, AUTO, "a policy and a number of entries", f"{fix}, and name one")
+    if (draft.policies or draft.auto_budget) and any(getattr(text, "ngram_cache", None) for text in draft.texts):
+        what, where = "each of the drafts that are chosen among would save its own n-grams", flag("ngram_cache")
+        raise ConfigError(what, where, f"a file beside {AUTO}", "one policy and one budget", f"leave out {where}")
     each = [one for policy in draft.policies or (draft.policy,) for one in policy.alternatives(prefix_len)]
     for policy in each:
         policy.check()

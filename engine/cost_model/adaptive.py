@@ -91,7 +91,7 @@ class Adaptive:
         """Catching up, as a share of the time in which it has to pay. A drafter that fills its cache from the target's
         takes about a draft step for it, whatever it missed."""
         missed, costs = self._missed[drafter], self._of_all_rows[drafter]
-        n_run = missed if self.drafters[drafter].verification_cache is None else 0
+        n_run = missed if self.drafters[drafter].runs_missed else 0
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:

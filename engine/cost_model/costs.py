@@ -61,7 +61,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostGrid:
-    """Costs over batches and contexts (tokens), both ascending, for drafts named by (policy, budget).
+    """Costs over batches and contexts (tokens), both ascending, for drafts named by (policy, budget); but for what it
+    takes to choose a draft's entries anew.
 
     Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`.
     """

@@ -45,6 +45,7 @@ def measure_costs(
     rehearsal = Rehearsal(runner, drafters, prompts, gamma=gammas[-1], **how)
     choices, fewest = _choices(drafters, gammas), _n_untimed(runner) + FEWEST_TIMED
     rehearsal.run(choices, fewest)
+    _choose_once(rehearsal, choices)
     # The leader's clock decides, so that all ranks run the same rounds.
     n_more = runner.ranks.shared(lambda: int((seconds / rehearsal.seconds - 1) * fewest))
     rehearsal.run(choices, min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
@@ -97,6 +98,7 @@ def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int
     n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(rehearsal.drafters, [middle])
     fewest = UNTIMED_ROUNDS + FEWEST_TIMED
     rehearsal.run(first, fewest)
+    _choose_once(rehearsal, first)
 
     def affordable() -> Scope:
         costs = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
@@ -110,6 +112,7 @@ def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int
     if more.few_rows:
         rehearsal.keep(fewest_rows)
         rehearsal.run(first, fewest)
+        _choose_once(rehearsal, first)
         found[fewest_rows] = _costs(rehearsal, [middle], UNTIMED_ROUNDS)
     return found
 
@@ -126,9 +129,10 @@ def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> di
     def slower() -> float | None:
         """How many times as long everything takes."""
         plain, round_ = (
-            1e3 * min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, Choice(0, gamma))
+            1e3 * min(sum(parts.values()) - parts.get("refresh", 0.0) for parts in rehearsal.timed[one])
+            for one in (PLAIN, Choice(0, gamma))
         )
-        then = of_all_rows[0].round_ms(gamma) / of_all_rows[0].plain_ms
+        then = replace(of_all_rows[0], refresh_ms=0.0).round_ms(gamma) / of_all_rows[0].plain_ms
         return plain / of_all_rows[0].plain_ms if abs(round_ / plain / then - 1) <= MOST_OFF else None
 
     if (times := rehearsal.runner.ranks.shared(slower)) is None:
@@ -139,6 +143,13 @@ def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> di
         ]
         for n_rows, each in known.items()
     }
+
+
+def _choose_once(rehearsal: Rehearsal, choices: Sequence[Choice]) -> None:
+    """More rounds, where those so far chose no entries anew of a drafter that does now and then."""
+    for index, seen in enumerate(rehearsal.refreshes()):
+        if not seen and (every := rehearsal.drafters[index].refresh_every):
+            rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every)
 
 
 def _n_untimed(runner: ModelRunner) -> int:
@@ -158,17 +169,21 @@ def _choices(drafters: Sequence[Drafter], gammas: Sequence[int]) -> list[Choice]
 
 def _costs(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int) -> list[Costs]:
     timed = {choice: parts[n_untimed:] for choice, parts in rehearsal.timed.items()}
-    return costs_of_rounds(timed, gammas, rehearsal.acceptance, [one.refresh_every for one in rehearsal.drafters])
+    every = [one.refresh_every for one in rehearsal.drafters]
+    refresh_ms = [
+        1e3 * median_low(seen) / n if n else 0.0 for n, seen in zip(every, rehearsal.refreshes(), strict=True)
+    ]
+    return costs_of_rounds(timed, gammas, rehearsal.acceptance, refresh_ms)
 
 
 def costs_of_rounds(
     timed: Mapping[Choice, Sequence[Mapping[str, float]]],
     gammas: Sequence[int],
     acceptance: Sequence[AcceptanceRate | None],
-    refresh_every: Sequence[int],
+    refresh_ms: Sequence[float],
 ) -> list[Costs]:
-    """One a drafter, of the seconds that the rounds of each choice took in its parts (see `Rehearsal`), and of the
-    rounds after which its entries are chosen anew.
+    """One a drafter, of the seconds that the rounds of each choice took in its parts (see `Rehearsal`), and of a
+    round's share of what choosing its entries anew takes.
 
     A draft step takes no longer than one of the drafter before it.
     """
@@ -176,12 +191,10 @@ def costs_of_rounds(
     def ms(choice: Choice, part: str) -> float:
         return 1e3 * median_low(times[part] for times in timed[choice])  # of two, the one that nothing held up
 
-    draft_ms, refresh_ms = [], []
-    for drafter, every in enumerate(refresh_every):
+    draft_ms = []
+    for drafter in range(len(acceptance)):
         drafted = [choice for choice in timed if choice.drafter == drafter]
         draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
-        seconds = [parts["refresh"] for choice in drafted for parts in timed[choice] if parts["refresh"]]
-        refresh_ms.append(1e3 * median_low(seconds) / every if seconds else 0.0)
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)

@@ -70,6 +70,14 @@ class Rehearsal:
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
+    def refreshes(self) -> list[list[float]]:
+        """Of each drafter, the seconds that it took to choose entries anew, whenever it did."""
+        seen: list[list[float]] = [[] for _ in self.drafters]
+        for choice, rounds in self.timed.items():
+            if choice.drafter is not None:
+                seen[choice.drafter] += [parts["refresh"] for parts in rounds if parts["refresh"]]
+        return seen
+
     def choose(self, n_busy: int, n_joining: int) -> Choice:
         return self._next
 

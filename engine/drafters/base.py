@@ -52,6 +52,7 @@ class Drafter(Protocol):
     schedule: how many of a round's tokens each row drafts.
     observer: what drafts from the target's hidden states has one.
     refresh_every: rounds after which `is_due` comes again; 0: never.
+    runs_missed: whether it has to go through what it missed, where another drafter's cache was written through.
     reads_current: whether it is shown every row before every round, and behind what the target's row holds the current
     token, too.
     """
@@ -62,6 +63,7 @@ class Drafter(Protocol):
     follows_parts: bool = False
     observer: Observer | None = None
     refresh_every: int = 0
+    runs_missed: bool = True
     reads_current: bool = False
 
     def check(self, target: ModelRunner, length: int) -> None:

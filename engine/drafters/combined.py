@@ -29,7 +29,8 @@ class Combined(HostDrafter):
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
         self.model, self.verification_cache = model, model.verification_cache
-        self.observer, self.refresh_every = model.observer, model.refresh_every
+        self.observer = model.observer
+        self.refresh_every, self.runs_missed = model.refresh_every, model.runs_missed
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         self._skips, self._behind = False, dict[int, int]()
 

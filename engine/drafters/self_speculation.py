@@ -39,6 +39,8 @@ class SelfSpeculation(ModelDrafter, Verifier):
     Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
     """
 
+    runs_missed = False
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -67,6 +69,8 @@ class SelfSpeculation(ModelDrafter, Verifier):
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, known, _ in rows:
             queries = None
+            if self.cache.n_observed and known <= self.cache.capacity:  # nothing was selected yet
+                known = 0
             if self.cache.n_observed and len(text) > self.cache.capacity and not known:
                 queries = self._target.last_queries(row, text, self.cache.n_observed)
             self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, known=known)

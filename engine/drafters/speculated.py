@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.counts import Counts
-from engine.drafters.base import Drafter, Shown, check_gamma
+from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
@@ -50,6 +50,7 @@ class Speculated(Drafter):
     def __init__(self, outer: Verifier, inner: Drafter) -> None:
         self.gamma, self._outer, self._inner = outer.gamma, outer, inner
         self.refresh_every = outer.refresh_every
+        self.runs_missed = isinstance(inner, ModelDrafter) and inner.runs_missed
         self._cache: KVCache | None = getattr(inner, "cache", None)
         self.verification_cache = outer.verification_cache
         if self._cache is not None:
@@ -84,7 +85,8 @@ class Speculated(Drafter):
         previous, current, own = batch.previous, batch.current, batch.of(self._outer.cache, gamma)
         own.in_order = False  # as positions of a block may repeat
         cache = own if self._cache is None else WriteThroughKVCache(own, batch.of(self._cache, gamma))
-        for i in range(-(-2 * gamma // (2 + most))):
+        n_rounds = -(-2 * gamma // (2 + most))
+        for i in range(n_rounds):
             ahead = batch.ahead(n_tokens, previous, current, gamma)
             inner = verification.inner(n_tokens, i, most)
             drafts = self._inner.propose(ahead, inner, most)
@@ -94,7 +96,10 @@ class Speculated(Drafter):
             positions = torch.minimum(ahead.lengths[:, None] + place, batch.lengths[:, None] + gamma)
             logits = self._outer.block_logits(block, positions, cache)
             is_open = (n_tokens < gamma).long()
+            # The last token of a whole inner round is one that a model of its own has not run: the next round runs it.
+            least = most - (self.runs_missed and i == n_rounds - 1)
             meant = torch.full_like(n_tokens, most) if drafts.lengths is None else drafts.lengths
+            meant = meant.clamp(max=least)
             meant = torch.minimum(meant, (gamma - 1 - n_tokens).clamp(min=0))
 
             def decide(inner=inner, drafts=drafts, logits=logits, meant=meant) -> Tensor:

@@ -58,8 +58,9 @@ def _plan(config: RunConfig, context: int) -> Plan:
     assert plan.draft is not None
     if plan.draft.automatic:
         what = "costs are measured on prompts, and nothing is known of an answer beforehand"
-        where = flag("gamma" if plan.draft.auto_gamma else "draft_budget")
-        raise ConfigError(what, where, AUTO, "a number", f"use {where} with a number")
+        named = "gamma" if plan.draft.auto_gamma else "draft_policy" if plan.draft.auto_policy else "draft_budget"
+        required = "a policy" if named == "draft_policy" else "a number"
+        raise ConfigError(what, flag(named), AUTO, required, f"use {flag(named)} with {required}")
     room = min(context, plan.target.config.max_context)
     require_at_least("context", room, plan.gamma + 3)
     plan = with_draft(replace(plan, prefix_len=room - plan.gamma - 2), plan.config.draft)
