@@ -8,14 +8,22 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
+
+
+class Smallest(NamedTuple):
+    """Of a model, as a `KVShape`."""
+
+    n_layer: int = 1
+    n_kv_head: int = 1
+    head_dim: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,8 @@ class Policy(ABC):
         return False
 
     def check(self) -> None:
-        """Raise ConfigError if the options do not go together; asked of a number of entries, never of `auto`."""
-        return
+        """Raise ConfigError if its cache cannot be made; asked of a number of entries, never of `auto`."""
+        self.new_cache(Smallest(), 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
         """What its options leave to choose among behind prompts of that length; mostly itself."""

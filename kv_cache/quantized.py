@@ -44,7 +44,11 @@ class QuantizedKVCache(KVCache):
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_quantized(group, window)
+        if not 1 <= group <= window:
+            what = "a group of tokens does not fit the window that is not quantised"
+            where, seen = f"{flag('quant_group')} and {flag('quant_window')}", f"group {group}, window {window}"
+            fix = f"raise {flag('quant_window')} or lower {flag('quant_group')}"
+            raise ConfigError(what, where, seen, "1 <= group <= window", fix)
         # A group begins at most `window + 2 * group` tokens before the block that it is quantised at, which has `group`
         # tokens at most: none of them is written over before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
@@ -197,15 +201,6 @@ def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tens
     return ((x - low) / step).round().clamp(0, LEVELS).to(torch.uint8), (low, step)
 
 
-def check_quantized(group: int, window: int) -> None:
-    """Raise ConfigError unless a window holds a group."""
-    if not 1 <= group <= window:
-        what = "a group of tokens does not fit the window that is not quantised"
-        where = f"{flag('quant_group')} and {flag('quant_window')}"
-        fix = f"raise {flag('quant_window')} or lower {flag('quant_group')}"
-        raise ConfigError(what, where, f"group {group}, window {window}", "1 <= group <= window", fix)
-
-
 @dataclass(frozen=True)
 class Quantized(Policy):
     """All tokens, in 4 bits but for recent ones."""
@@ -223,9 +218,6 @@ class Quantized(Policy):
     @property
     def room(self) -> int:
         return self.quant_group
-
-    def check(self) -> None:
-        check_quantized(self.quant_group, self.quant_window)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

@@ -13,7 +13,7 @@ from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.over import BlockQueries, Observed
 from kv_cache.snapkv import SnapKV, attention_received
-from kv_cache.verify_topk import Copy, VerifyTopKCache, check_topk, copy_chosen
+from kv_cache.verify_topk import Copy, VerifyTopKCache, copy_chosen
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -40,13 +40,22 @@ class RetrievalKVCache(VerifyTopKCache):
         refresh: int = 4,
         chunk: int = 8,
     ) -> None:
-        check_chunk(chunk, window)
-        check_topk(budget, window, in_chunks(n_first, chunk), refresh)
-        super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
+        # Whatever lies before the window has to lie in a chunk that the text fills.
+        if not 1 <= chunk <= window:
+            what = "a chunk has no place in the draft's recent tokens"
+            where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
+            fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
+            raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
         self.chunk, self._longest = chunk, longest
+        super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
         dtype = torch.float32 if self.entries.dtype in largest() else self.entries.dtype
         self.means = torch.zeros(shape, device=device, dtype=dtype)
+
+    @property
+    def n_always(self) -> int:
+        """Those of the whole chunks that hold the first `n_first`."""
+        return -(-self.n_first // self.chunk) * self.chunk
 
     @property
     def max_length(self) -> int:
@@ -128,7 +137,7 @@ class RetrievalKVCache(VerifyTopKCache):
         n_before = (lengths - self.window)[:, None, None]
         last = ((n_before - 1) // self.chunk).clamp(min=0)
         share = attention_received(queries, means, last[:, 0])
-        share[..., : in_chunks(self.n_first, self.chunk) // self.chunk].fill_(float("inf"))
+        share[..., : self.n_always // self.chunk].fill_(float("inf"))
         share.masked_fill_(torch.arange(means.shape[2], device=self.device) > last, -1)
         # Of one chunk, which the window cuts, there are fewer.
         best = share.topk(min(means.shape[2], -(-self.n_sink // self.chunk) + 1)).indices
@@ -136,19 +145,6 @@ class RetrievalKVCache(VerifyTopKCache):
         # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
         in_order = (entries >= n_before).byte().sort(dim=-1, stable=True).indices
         return entries.gather(-1, in_order[..., : self.n_sink])
-
-
-def in_chunks(n: int, chunk: int) -> int:
-    """The tokens of the whole chunks that hold the first `n` tokens."""
-    return -(-n // chunk) * chunk
-
-
-def check_chunk(chunk: int, window: int) -> None:
-    """Raise ConfigError unless whatever lies before the window lies in a chunk that the text fills."""
-    if not 1 <= chunk <= window:
-        what, where = "a chunk has no place in the draft's recent tokens", f"{flag('chunk')}, {flag('snapkv_window')}"
-        seen, fix = f"chunk {chunk}, window {window}", f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
-        raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
 
 
 @dataclass(frozen=True)
@@ -163,11 +159,6 @@ class Retrieval(SnapKV):
     """rounds after which entries are chosen anew"""
     chunk: int = 8
     """tokens of a chunk, which is read whole or not at all"""
-
-    def check(self) -> None:
-        super().check()
-        check_chunk(self.chunk, self.snapkv_window)
-        check_topk(self.budget, self.snapkv_window, in_chunks(self.n_sink, self.chunk), self.refresh)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         own = self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.chunk

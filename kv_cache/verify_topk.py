@@ -53,11 +53,22 @@ class VerifyTopKCache(SnapKVCache):
         refresh: int = 4,
         score_queries: Literal["ends", "all"] = "ends",
     ) -> None:
-        check_topk(budget, window, n_first, refresh)
         super().__init__(config, max_batch, budget, window, device, dtype)
         self.n_first, self._refresh, self.score_queries = n_first, refresh, score_queries
+        require_at_least("refresh", refresh, 1)
+        if n_first < 0 or self.n_sink <= self.n_always:
+            what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
+            where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
+            seen = f"budget {budget}, n_sink {self.n_always}, window {window}"
+            fix = "raise the budget, or lower the others"
+            raise ConfigError(what, where, seen, "n_sink >= 0 and < budget - window", fix)
         # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
+
+    @property
+    def n_always(self) -> int:
+        """Of a text's first tokens, those that are always chosen."""
+        return self.n_first
 
     def reset_row(self, row: int) -> None:
         super().reset_row(row)
@@ -108,16 +119,6 @@ class VerifyTopKCache(SnapKVCache):
             copy(self, to_layer, source, from_layer, chosen, is_new)
 
 
-def check_topk(budget: int, window: int, n_first: int, refresh: int) -> None:
-    """Raise ConfigError unless something is chosen beside the window and the first tokens, and now and then anew."""
-    require_at_least("refresh", refresh, 1)
-    if n_first < 0 or budget - window <= n_first:
-        what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
-        where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
-        seen, required = f"budget {budget}, n_sink {n_first}, window {window}", "n_sink >= 0 and < budget - window"
-        raise ConfigError(what, where, seen, required, "raise the budget, or lower the others")
-
-
 @dataclass(frozen=True)
 class VerifyTopK(SnapKV):
     """Sinks, recent tokens, and what verification attends to most, of a self-draft."""
@@ -130,10 +131,6 @@ class VerifyTopK(SnapKV):
     """rounds after which entries are chosen anew"""
     score_queries: Literal["ends", "all"] = "ends"
     """by which queries of a verification: its first and last token's that stand, or all"""
-
-    def check(self) -> None:
-        super().check()
-        check_topk(self.budget, self.snapkv_window, self.n_sink, self.refresh)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         own = self.budget, self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.score_queries

@@ -47,8 +47,9 @@ class Observer(Protocol):
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
-    gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
-    for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
+    gamma: the most tokens proposed per row and round. over: the target's cache that it was built on, if on any.
+    verification_cache: that which the target verifies through; None for its own.
+    follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.
     observer: what drafts from the target's hidden states has one.
     refresh_every: rounds after which `is_due` comes again; 0: never.
@@ -57,6 +58,7 @@ class Drafter(Protocol):
     """
 
     gamma: int
+    over: KVCache | None = None
     schedule: Schedule = Schedule()
     verification_cache: VerificationCache = None
     follows_parts: bool = False
@@ -65,7 +67,11 @@ class Drafter(Protocol):
     reads_current: bool = False
 
     def check(self, target: ModelRunner, length: int) -> None:
-        """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
+        """Raise ConfigError unless this drafter drafts for that target, in rows of up to `length` tokens."""
+        if self.over is not None and target.cache is not self.over:
+            what, seen = "the drafter was built on another runner", f"{type(self).__name__} over another target's cache"
+            fix = "build the drafter from the runner that is passed to generate()"
+            raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         """Come to know what those rows hold; outside of what is captured."""
@@ -101,7 +107,7 @@ class TextDrafter(Drafter):
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
-        self.gamma, self._cache, self._ranks = gamma, runner.cache, runner.ranks
+        self.gamma, self.over, self._ranks = gamma, runner.cache, runner.ranks
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
@@ -114,9 +120,6 @@ class TextDrafter(Drafter):
 
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
         return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._cache, target.cache)
 
     def rollback(self, batch: Batch) -> None:
         """Text behind the rows' lengths is written over before it is looked at."""
@@ -158,9 +161,9 @@ class HostDrafter(TextDrafter):
 class ModelDrafter(Drafter):
     """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
 
-    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, target: ModelRunner | None = None) -> None:
         check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
-        self.gamma, self._runner = gamma, runner
+        self.gamma, self._runner, self._over = gamma, runner, target and target.cache
 
     @abstractmethod
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
@@ -188,8 +191,9 @@ class ModelDrafter(Drafter):
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's."""
+        super().check(target, length)
         own, name = self._runner, type(self).__name__
-        room = None if own.cache is None else own.cache.max_length
+        room = None if own.cache in (None, target.cache) else own.cache.max_length
         if own.max_batch != target.max_batch:
             what = "the draft cache has another number of rows than the target's"
             fix = "build both caches with the same max_batch"
@@ -202,14 +206,6 @@ class ModelDrafter(Drafter):
         if self._runner.cache is not None:
             batch.of(self._runner.cache).rollback(batch.lengths)
         self.schedule.observe(batch)
-
-
-def check_target(drafter: object, own: KVCache, given: KVCache) -> None:
-    """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
-    if given is not own:
-        what, seen = "the drafter was built on another runner", f"{type(drafter).__name__} over another target's cache"
-        fix = "build the drafter from the runner that is passed to generate()"
-        raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
 
 
 def check_gamma(gamma: int, window: int) -> None:

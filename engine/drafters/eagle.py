@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from common.errors import ConfigError, flag
-from engine.drafters.base import ModelDrafter, Shown, check_target
+from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.drafters.observed import HeadConfig, ObservedStates
 from kv_cache import FullKVCache
@@ -37,14 +37,10 @@ class Eagle(ModelDrafter):
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
         super().__init__(runner.over(cache, head.body), gamma)
         head.borrow(runner.model)
-        self._target, self._head, self.cache = runner, head, cache
+        self._target, self._head, self.cache, self.over = runner, head, cache, runner.cache
         # Another cache keeps the end of a prompt, and would be shown all of it.
         self.follows_parts = isinstance(cache, FullKVCache)
         self.observer = self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._target.cache, target.cache)
-        super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, known, *_ in rows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
-from engine.drafters.base import ModelDrafter, Shown, check_target
+from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import Parts
 from engine.drafters.observed import HeadConfig, ObservedStates
 
@@ -27,11 +27,8 @@ class Medusa(ModelDrafter):
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
         super().__init__(runner, gamma)
         check_heads(gamma, len(heads))
-        self._target, self._heads = runner, heads
+        self._target, self._heads, self.over = runner, heads, runner.cache
         self.observer = self._observed = ObservedStates(runner, gamma, heads.shape.dim)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._target.cache, target.cache)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, *_ in rows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
-from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma, check_target
+from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.speculated import Speculated, Verifier
@@ -52,17 +52,14 @@ class SelfSpeculation(ModelDrafter, Verifier):
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
-        self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
+        self._target, self.cache, self.layers = runner, cache, layers
+        self.over, self.ranks = runner.cache, runner.ranks
         self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh
         self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
             self._observed = cache.observer(gamma + 1, *sizes)
             self._observe()
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._target.cache, target.cache)
-        super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, known, _ in rows:
