@@ -12,14 +12,14 @@ import torch
 from common.errors import ConfigError, flag
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import KV, dequantize, stored_as
-from kv_cache.policy import Policy
+from kv_cache.full import Full, FullKVCache
 
 LEVELS = 15
 # A group whose numbers are all the same must not divide by 0.
 SMALLEST_STEP = 1e-8
 
 
-class QuantizedKVCache(KVCache):
+class QuantizedKVCache(FullKVCache):
     """All tokens, in the order of their positions: 4 bits a number, but for a ring of recent ones in `dtype` (Tiwari et
     al., "QuantSpec", arXiv 2502.10424, section 4).
 
@@ -31,8 +31,6 @@ class QuantizedKVCache(KVCache):
 
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
-
-    in_order = True
 
     def __init__(
         self,
@@ -77,16 +75,6 @@ class QuantizedKVCache(KVCache):
     @property
     def max_block(self) -> int:
         return self.group
-
-    @property
-    def max_length(self) -> int:
-        return self.capacity
-
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions
-
-    def retained_positions(self, length: int) -> torch.Tensor:
-        return torch.arange(length)
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
         self._ring_positions[self._rows, positions % self.ring] = positions
@@ -202,7 +190,7 @@ def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tens
 
 
 @dataclass(frozen=True)
-class Quantized(Policy):
+class Quantized(Full):
     """All tokens, in 4 bits but for recent ones."""
 
     name: ClassVar[str] = "quantized"
@@ -211,9 +199,6 @@ class Quantized(Policy):
     """numbers that share a scale: tokens of a key's channel, channels of a value"""
     quant_window: int = 64
     """recent tokens, at least, that are not quantised"""
-
-    def entries(self, length: int) -> int:
-        return length
 
     @property
     def room(self) -> int:

@@ -159,11 +159,13 @@ class HostDrafter(TextDrafter):
 
 
 class ModelDrafter(Drafter):
-    """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
+    """What drafters that run a model share, over a cache of its own, if any; `runner` may stand for what other ranks
+    hold. over: the target's cache, of a model that goes on from what the target holds."""
 
-    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, target: ModelRunner | None = None) -> None:
-        check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
-        self.gamma, self._runner, self._over = gamma, runner, target and target.cache
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, over: KVCache | None = None) -> None:
+        self.gamma, self.over, self._runner = gamma, over, runner
+        self._cache = None if runner.cache is over else runner.cache
+        check_gamma(gamma, gamma + 1 if self._cache is None else self._cache.max_block)
 
     @abstractmethod
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
@@ -171,7 +173,7 @@ class ModelDrafter(Drafter):
         decides. cache: what of the draft's own a round can touch."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        cache = None if self._runner.cache is None else batch.of(self._runner.cache, gamma)
+        cache = None if self._cache is None else batch.of(self._cache, gamma)
         tokens, distributions, bounds = [batch.current], [], self.schedule.bounds(batch, gamma)
         for i in range(gamma):
             logits = self.logits(batch, i, tokens[-1], cache)
@@ -193,7 +195,7 @@ class ModelDrafter(Drafter):
         """Also: the draft has a row for each of the target's."""
         super().check(target, length)
         own, name = self._runner, type(self).__name__
-        room = None if own.cache in (None, target.cache) else own.cache.max_length
+        room = None if self._cache is None else self._cache.max_length
         if own.max_batch != target.max_batch:
             what = "the draft cache has another number of rows than the target's"
             fix = "build both caches with the same max_batch"
@@ -203,8 +205,8 @@ class ModelDrafter(Drafter):
             raise ConfigError(what, f"{name}: cache", f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")
 
     def rollback(self, batch: Batch) -> None:
-        if self._runner.cache is not None:
-            batch.of(self._runner.cache).rollback(batch.lengths)
+        if self._cache is not None:
+            batch.of(self._cache).rollback(batch.lengths)
         self.schedule.observe(batch)
 
 

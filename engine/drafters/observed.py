@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ class ObservedStates:
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
-        self.layers = layers
+        self._target, self.layers = runner, layers
         n_rows, device = runner.max_batch, runner.device
         self._states = torch.zeros(n_rows, gamma + 1, width, dtype=runner.model.dtype, device=device)
         self._following = torch.zeros(n_rows, gamma + 1, dtype=torch.int64, device=device)
@@ -35,10 +36,11 @@ class ObservedStates:
         self._following[batch.rows, : n_token - 1] = block[:, 1:]
         self._start[batch.rows] = batch.lengths
 
-    def begin(self, row: int, length: int, last: Tensor) -> None:
-        """The row's text is `length` tokens long, and `last [width]` is the state of the last one."""
-        self._start[row] = length - 1
-        self._states[row, 0] = last
+    def begin(self, row: int, text: Sequence[int]) -> None:
+        """The target's row holds this text, whose last token runs once more for its state."""
+        last = len(text) - 1
+        self._start[row] = last
+        self._states[row, 0] = self._target.states_again(row, text, range(last, last + 1), self.layers)[0, -1]
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each row: its states `[B, gamma + 1, width]`, the tokens that follow them and their positions, both

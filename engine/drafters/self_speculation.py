@@ -48,12 +48,11 @@ class SelfSpeculation(ModelDrafter, Verifier):
         layers: Sequence[int] | None = None,
     ) -> None:
         self._own = runner.over(cache, model)
-        super().__init__(self._own, gamma)
+        super().__init__(self._own, gamma, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
-        self._target, self.cache, self.layers = runner, cache, layers
-        self.over, self.ranks = runner.cache, runner.ranks
+        self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
         self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh
         self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
