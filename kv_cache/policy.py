@@ -8,7 +8,8 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
     from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
-
-
-class Smallest(NamedTuple):
-    """Of a model, as a `KVShape`."""
-
-    n_layer: int = 1
-    n_kv_head: int = 1
-    head_dim: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,8 @@ class Policy(ABC):
 
     def check(self) -> None:
         """Raise ConfigError if its cache cannot be made; asked of a number of entries, never of `auto`."""
-        self.new_cache(Smallest(), 1, 1, "meta", torch.float32)
+        smallest: Any = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=1)
+        self.new_cache(smallest, 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
         """What its options leave to choose among behind prompts of that length; mostly itself."""

@@ -146,21 +146,16 @@ class QuantizedKVCache(FullKVCache):
         self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
         kept, own = torch.arange(length, device=self.device), torch.tensor([[row]], device=self.device)
-        groups, is_held = (
-            torch.arange(n_group, device=self.device)[None],
-            torch.ones(1, dtype=torch.bool, device=self.device),
-        )
-        recent = kept[-self.ring :]
-        slots = source.slots(kept)
+        groups, is_held = torch.arange(n_group, device=self.device)[None], own[0] == row
+        recent, slots = kept[-self.ring :], source.slots(kept)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, slots]
             entries = source.entries[from_layer, :, from_row][:, :, slots]
             if n_group:
                 tokens = dequantize(entries, scales, torch.float32)[:, :, : n_group * self.group].permute(2, 0, 1, 3)
                 self._quantize(to_layer, own, groups, tokens.unflatten(0, (n_group, self.group))[None], is_held)
-            entries, scales = stored_as(
-                entries[:, :, recent], None if scales is None else scales[:, :, recent], self.entries.dtype
-            )
+            scales = None if scales is None else scales[:, :, recent]
+            entries, scales = stored_as(entries[:, :, recent], scales, self.entries.dtype)
             self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
             if self.scales is not None and scales is not None:
                 self.scales[to_layer, :, row][:, :, recent % self.ring] = scales

@@ -55,6 +55,7 @@ class Drafter(Protocol):
     refresh_every: rounds after which `is_due` comes again; 0: never.
     reads_current: whether it is shown every row before every round, and behind what the target's row holds the current
     token, too.
+    parts: drafters that it is made of, which are told what it is; the first alone may choose anew what it reads.
     """
 
     gamma: int
@@ -65,6 +66,7 @@ class Drafter(Protocol):
     observer: Observer | None = None
     refresh_every: int = 0
     reads_current: bool = False
+    parts: tuple[Drafter, ...] = ()
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafter drafts for that target, in rows of up to `length` tokens."""
@@ -72,21 +74,27 @@ class Drafter(Protocol):
             what, seen = "the drafter was built on another runner", f"{type(self).__name__} over another target's cache"
             fix = "build the drafter from the runner that is passed to generate()"
             raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
+        for part in self.parts:
+            part.check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         """Come to know what those rows hold; outside of what is captured."""
+        for part in self.parts:
+            part.follow(rows)
 
     def keep_no_prompts(self) -> None:
         """From now on, of those that were rehearsed; what was kept goes."""
-        return
+        for part in self.parts:
+            part.keep_no_prompts()
 
     def is_due(self) -> bool:
         """Asked before every round: whether it begins with `refresh`."""
-        return False
+        return any(part.is_due() for part in self.parts[:1])
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         """Choose anew what a round of so many drafts reads, by what was verified; as `propose`."""
-        return
+        for part in self.parts[:1]:
+            part.refresh(batch, gamma)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
@@ -100,10 +108,14 @@ class Drafter(Protocol):
     def rollback(self, batch: Batch) -> None:
         """Forget what was rejected: the round left `batch.lengths [B]` tokens committed to `batch.rows` of the target's
         cache."""
+        for part in self.parts:
+            part.rollback(batch)
+        self.schedule.observe(batch)
 
 
 class TextDrafter(Drafter):
-    """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
+    """What drafters without a model share: no cache of their own, so nothing to write through or roll back. Text behind
+    the rows' lengths is written over before it is looked at."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
@@ -120,10 +132,6 @@ class TextDrafter(Drafter):
 
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
         return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
-
-    def rollback(self, batch: Batch) -> None:
-        """Text behind the rows' lengths is written over before it is looked at."""
-        self.schedule.observe(batch)
 
 
 class Guess(NamedTuple):
@@ -207,7 +215,7 @@ class ModelDrafter(Drafter):
     def rollback(self, batch: Batch) -> None:
         if self._cache is not None:
             batch.of(self._cache).rollback(batch.lengths)
-        self.schedule.observe(batch)
+        super().rollback(batch)
 
 
 def check_gamma(gamma: int, window: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.counts import Counts
-from engine.drafters.base import Drafter, Shown, check_gamma
+from engine.drafters.base import Drafter, check_gamma
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from engine.batch import Batch
     from engine.parallel.ranks import Ranks
-    from engine.runner import ModelRunner
 
 
 class Verifier(Drafter):
@@ -48,7 +47,7 @@ class Speculated(Drafter):
     """
 
     def __init__(self, outer: Verifier, inner: Drafter) -> None:
-        self.gamma, self._outer, self._inner = outer.gamma, outer, inner
+        self.gamma, self._outer, self._inner, self.parts = outer.gamma, outer, inner, (outer, inner)
         self.refresh_every = outer.refresh_every
         self._cache: KVCache | None = getattr(inner, "cache", None)
         self.verification_cache = outer.verification_cache
@@ -58,23 +57,6 @@ class Speculated(Drafter):
             through.target = WriteThroughKVCache(through.target, self._cache, outer.layers)
         # Of all rows: rounds, drafted, emitted; then how often each place was verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        self._outer.check(target, length)
-        self._inner.check(target, length)
-
-    def follow(self, rows: Sequence[Shown]) -> None:
-        self._outer.follow(rows)
-        self._inner.follow(rows)
-
-    def keep_no_prompts(self) -> None:
-        self._inner.keep_no_prompts()
-
-    def is_due(self) -> bool:
-        return self._outer.is_due()
-
-    def refresh(self, batch: Batch, gamma: int) -> None:
-        self._outer.refresh(batch, gamma)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         most, rows = self._inner.gamma, torch.arange(len(batch.rows), device=batch.rows.device)[:, None]
@@ -113,11 +95,6 @@ class Speculated(Drafter):
             n_tokens = n_tokens + is_open * (accepted + 1)
         lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
         return self.schedule.cut(Drafts(tokens[:, :gamma], None if law is None else law[:, :gamma], lengths), batch)
-
-    def rollback(self, batch: Batch) -> None:
-        self._outer.rollback(batch)
-        self._inner.rollback(batch)
-        self.schedule.observe(batch)
 
     def _count(self, rounds: Tensor, meant: Tensor, accepted: Tensor) -> None:
         place = torch.arange(self._inner.gamma, device=meant.device)
