@@ -20,7 +20,7 @@ from kv_cache.entries import KV, dequantize, largest, quantize, stored_as
 
 EMPTY = -1
 Device: TypeAlias = "str | torch.device"
-NewTensor: TypeAlias = "Callable[[], torch.Tensor]"
+NewTensor: TypeAlias = "Callable[..., torch.Tensor]"
 
 
 class KVShape(Protocol):
@@ -204,6 +204,10 @@ class KVCache(ABC):
         """
         return kept
 
+    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
+        """A row of a layer was filled from token `known` on. keys: as of `selected`; `keys(n)`: from there on."""
+        return
+
     def fill_row(
         self,
         row: int,
@@ -237,6 +241,7 @@ class KVCache(ABC):
             self.entries[to_layer, :, row][:, :, to_slots] = entries
             if self.scales is not None and scale is not None:
                 self.scales[to_layer, :, row][:, :, to_slots] = scale
+            self.filled(to_layer, row, keys, known)
         self.positions[row, to_slots] = kept
 
     def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> torch.Tensor:

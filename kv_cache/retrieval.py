@@ -65,23 +65,11 @@ class RetrievalKVCache(VerifyTopKCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.means.numel() * self.means.element_size()
 
-    def fill_row(
-        self,
-        row: int,
-        source: KVCache,
-        length: int,
-        layers: Sequence[int] | None = None,
-        queries: Sequence[torch.Tensor] | None = None,
-        source_row: int | None = None,
-        known: int = 0,
-    ) -> None:
-        super().fill_row(row, source, length, layers, queries, source_row, known)
-        from_row = row if source_row is None else source_row
+    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
         # Back to the last choice, which chunks that the text has filled since have no means of.
         first = max(0, known - self.refresh * self.window) // self.chunk
-        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            means = self._means(source.keys_in_order(from_layer, from_row, length, first * self.chunk))
-            self.means[to_layer, row, :, first : first + means.shape[1]] = means
+        means = self._means(keys(first * self.chunk))
+        self.means[layer, row, :, first : first + means.shape[1]] = means
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:

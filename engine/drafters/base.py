@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -18,10 +18,8 @@ from kv_cache import KVCache, WriteThroughKVCache
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.drafters.observed import ObservedStates
     from engine.runner import ModelRunner, RemoteRunner
-
-
-VerificationCache: TypeAlias = KVCache | WriteThroughKVCache | None
 
 
 class Shown(NamedTuple):
@@ -35,15 +33,6 @@ class Shown(NamedTuple):
     draws: tuple[int, int] | None = None
 
 
-class Observer(Protocol):
-    """What every verification shows the target's hidden states: the inputs of `layers`, of none its last ones."""
-
-    layers: tuple[int, ...]
-
-    def observe(self, batch: Batch, block: Tensor, states: Tensor) -> None:
-        """Of `block [B, T]` behind the batch's lengths, `states [B, T, ...]` (see `Transformer.hidden_states`)."""
-
-
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
@@ -51,7 +40,7 @@ class Drafter(Protocol):
     verification_cache: that which the target verifies through; None for its own.
     follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.
-    observer: what drafts from the target's hidden states has one.
+    observer: what every verification shows the target's hidden states, of what drafts from these.
     refresh_every: rounds after which `is_due` comes again; 0: never.
     reads_current: whether it is shown every row before every round, and behind what the target's row holds the current
     token, too.
@@ -61,9 +50,9 @@ class Drafter(Protocol):
     gamma: int
     over: KVCache | None = None
     schedule: Schedule = Schedule()
-    verification_cache: VerificationCache = None
+    verification_cache: KVCache | WriteThroughKVCache | None = None
     follows_parts: bool = False
-    observer: Observer | None = None
+    observer: ObservedStates | None = None
     refresh_every: int = 0
     reads_current: bool = False
     parts: tuple[Drafter, ...] = ()

@@ -150,6 +150,19 @@ class ModelDrafterConfig(DrafterConfig):
                 policy.check()
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DrafterConfig):
+    """Options of a head that was trained for the target."""
+
+    draft_model: str
+    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
+        from models.heads.loading import find_head
+
+        return find_head(self.draft_model, self.name, target.config)
+
+
 def drafters() -> dict[str, type[DrafterConfig]]:
     """The options of every drafter by its name: what the files of this folder define."""
     return registered("engine.drafters", Path(__file__).parent, DrafterConfig)

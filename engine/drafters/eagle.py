@@ -10,8 +10,8 @@ import torch
 
 from common.errors import ConfigError, flag
 from engine.drafters.base import ModelDrafter, Shown
-from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.drafters.observed import HeadConfig, ObservedStates
+from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
+from engine.drafters.observed import ObservedStates
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
 from engine.drafters.base import ModelDrafter, Shown
-from engine.drafters.config import Parts
-from engine.drafters.observed import HeadConfig, ObservedStates
+from engine.drafters.config import HeadConfig, Parts
+from engine.drafters.observed import ObservedStates
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
-from engine.drafters.config import DrafterConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
     from engine.runner import ModelRunner
-    from models.checkpoints.model_source import ModelSource
 
 
 class ObservedStates:
@@ -31,6 +27,8 @@ class ObservedStates:
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=device)
 
     def observe(self, batch: Batch, block: Tensor, states: Tensor) -> None:
+        """What a verification of `block [B, T]` behind the batch's lengths left: `states [B, T, ...]`, the inputs of
+        `layers`, of none its last ones (see `Transformer.hidden_states`)."""
         n_token = block.shape[1]
         self._states[batch.rows, :n_token] = states
         self._following[batch.rows, : n_token - 1] = block[:, 1:]
@@ -49,16 +47,3 @@ class ObservedStates:
         last = (batch.lengths[:, None] - 1 - start).clamp(min=0, max=n_state - 1)
         following = self._following[batch.rows].scatter(1, last, batch.current[:, None])
         return self._states[batch.rows], following, start + torch.arange(n_state, device=start.device), last
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadConfig(DrafterConfig):
-    """Options of a head that was trained for the target."""
-
-    draft_model: str
-    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
-
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        from models.heads.loading import find_head
-
-        return find_head(self.draft_model, self.name, target.config)
