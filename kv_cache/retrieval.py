@@ -11,7 +11,7 @@ import torch
 from common.errors import ConfigError, flag
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
-from kv_cache.over import BlockQueries, Observed
+from kv_cache.over import Observed
 from kv_cache.snapkv import SnapKV, attention_received
 from kv_cache.verify_topk import Copy, VerifyTopKCache, copy_chosen
 
@@ -81,7 +81,7 @@ class RetrievalKVCache(VerifyTopKCache):
 
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
-        return BlockQueries(shape, self.device, dtype)
+        return Observed(shape, self.device, dtype, as_shares=False)
 
     def choose(
         self,
@@ -91,10 +91,9 @@ class RetrievalKVCache(VerifyTopKCache):
         layers: Sequence[int] | None = None,
         copy: Copy = copy_chosen,
     ) -> None:
-        assert isinstance(observed, BlockQueries)
         rows, extent = self.row_indices, source.keys.shape[3]
         own_rows = slice(None) if self.rows is None else rows
-        n_standing, most = lengths - observed.starts[rows], observed.queries.shape[2]
+        n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
         newest = (n_standing - 1).clamp(min=0, max=most - 1)
         is_new = (n_standing > 0) & (lengths > self.capacity)
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
@@ -106,7 +105,7 @@ class RetrievalKVCache(VerifyTopKCache):
             means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
             if extent > self.capacity:
-                queries = observed.queries[to_layer][rows, newest][:, :, None]
+                queries = observed.noted[to_layer][rows, newest][:, :, None]
                 means = self.means[to_layer][own_rows, :, : extent // self.chunk]
                 copy(self, to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
 

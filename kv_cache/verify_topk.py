@@ -11,7 +11,7 @@ import torch
 from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import stored_as
-from kv_cache.over import BlockAttention, Observed
+from kv_cache.over import Observed
 from kv_cache.snapkv import SnapKV, SnapKVCache
 
 # Into a layer of a cache, of a layer of another: its entries at slots `[B, n_kv_head, n]`, which take the first n slots
@@ -86,7 +86,8 @@ class VerifyTopKCache(SnapKVCache):
         """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
         `dtype`, over `capacity` entries a row."""
         n_layer, max_batch, n_kv_head = self.keys.shape[:3]
-        return BlockAttention((n_layer, max_batch, n_token, n_kv_head, capacity), self.device)
+        shape = n_layer, max_batch, n_token, n_kv_head, capacity
+        return Observed(shape, self.device, torch.float32, as_shares=True)
 
     def choose(
         self,
@@ -101,19 +102,18 @@ class VerifyTopKCache(SnapKVCache):
         layers: as of `fill_row`. Rows stay as they are that verified nothing since they were filled, or whose whole
         text the cache holds.
         """
-        assert isinstance(observed, BlockAttention)
         n_slot = source.keys.shape[3]
         if n_slot <= self.capacity:
             return
         rows = self.row_indices
         n_standing = (lengths - observed.starts[rows])[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
-        most = observed.shares.shape[2]
+        most = observed.noted.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self.score_queries == "ends" else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
         is_recent = torch.arange(n_slot, device=self.device) >= (lengths - self.window)[:, None, None]
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            share = observed.shares[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
+            share = observed.noted[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
             share[..., : self.n_first].fill_(float("inf"))
             chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
             copy(self, to_layer, source, from_layer, chosen, is_new)
