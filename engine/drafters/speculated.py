@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.counts import Counts
 from engine.drafters.base import Drafter, check_gamma
+from engine.drafters.self_speculation import SelfSpeculation
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
@@ -17,21 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
-    from engine.parallel.ranks import Ranks
-
-
-class Verifier(Drafter):
-    """A drafter that verifies what is drafted for it: it runs blocks over a cache that the target writes through."""
-
-    cache: KVCache
-    layers: Sequence[int] | None
-    ranks: Ranks
-    verification_cache: WriteThroughKVCache
-
-    @abstractmethod
-    def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
-        """The draft's logits `[B, T, V]` of `block [B, T]`, over what of its own a round can touch; of a sharded model
-        on the rank that decides."""
 
 
 class Speculated(Drafter):
@@ -46,7 +30,7 @@ class Speculated(Drafter):
     Errors: ConfigError if gamma + 1 tokens do not fit the inner draft's window.
     """
 
-    def __init__(self, outer: Verifier, inner: Drafter) -> None:
+    def __init__(self, outer: SelfSpeculation, inner: Drafter) -> None:
         self.gamma, self._outer, self._inner, self.parts = outer.gamma, outer, inner, (outer, inner)
         self.refresh_every = outer.refresh_every
         self._cache: KVCache | None = getattr(inner, "cache", None)
