@@ -46,6 +46,10 @@ class KVCache(ABC):
 
     # Whether slot i holds position i or nothing, with no gap below a query: visibility is then a length.
     in_order = False
+    # How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone.
+    n_observed = 0
+    # Rounds after which a self-draft's entries are chosen anew; 0 where they never are.
+    refresh = 0
     # Of a view: whether a block that is run over it takes its last slots, in order, in every row.
     block_ends_view = False
     # Of a view over rows that a tensor names: which row of the entries each of its own is, `[B]` int64.
@@ -186,16 +190,6 @@ class KVCache(ABC):
     def tensors(self) -> list[torch.Tensor]:
         """All that a row's tokens are kept in."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]
-
-    @property
-    def refresh(self) -> int:
-        """Rounds after which a self-draft's entries are chosen anew, see `choose`; 0 where they never are."""
-        return 0
-
-    @property
-    def n_observed(self) -> int:
-        """How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone."""
-        return 0
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.

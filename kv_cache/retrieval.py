@@ -25,8 +25,6 @@ class RetrievalKVCache(VerifyTopKCache):
     fills, kept up as it grows. Errors: ConfigError as of VerifyTopKCache, or if a chunk is longer than the window.
     """
 
-    n_observed = 1
-
     def __init__(
         self,
         config: KVShape,
@@ -46,16 +44,12 @@ class RetrievalKVCache(VerifyTopKCache):
             where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
             fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
             raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
-        self.chunk, self._longest = chunk, longest
+        n_first = -(-n_first // chunk) * chunk  # whole chunks, as all that is chosen
         super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
+        self.chunk, self._longest, self.n_observed = chunk, longest, 1
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
         dtype = torch.float32 if self.entries.dtype in largest() else self.entries.dtype
         self.means = torch.zeros(shape, device=device, dtype=dtype)
-
-    @property
-    def n_always(self) -> int:
-        """Those of the whole chunks that hold the first `n_first`."""
-        return -(-self.n_first // self.chunk) * self.chunk
 
     @property
     def max_length(self) -> int:
@@ -124,7 +118,7 @@ class RetrievalKVCache(VerifyTopKCache):
         n_before = (lengths - self.window)[:, None, None]
         last = ((n_before - 1) // self.chunk).clamp(min=0)
         share = attention_received(queries, means, last[:, 0])
-        share[..., : self.n_always // self.chunk].fill_(float("inf"))
+        share[..., : self.n_first // self.chunk].fill_(float("inf"))
         share.masked_fill_(torch.arange(means.shape[2], device=self.device) > last, -1)
         # Of one chunk, which the window cuts, there are fewer.
         best = share.topk(min(means.shape[2], -(-self.n_sink // self.chunk) + 1)).indices

@@ -46,11 +46,7 @@ class SnapKVCache(StreamingKVCache):
             what = "neighbours are pooled around an entry"
             raise ConfigError(what, "SnapKVCache: pool", pool, "an odd number >= 1", "use 5")
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
-        self.pool = pool
-
-    @property
-    def n_observed(self) -> int:
-        return self.window
+        self.pool, self.n_observed = pool, window
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:

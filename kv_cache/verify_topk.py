@@ -54,21 +54,16 @@ class VerifyTopKCache(SnapKVCache):
         score_queries: Literal["ends", "all"] = "ends",
     ) -> None:
         super().__init__(config, max_batch, budget, window, device, dtype)
-        self.n_first, self._refresh, self.score_queries = n_first, refresh, score_queries
+        self.n_first, self.refresh, self.score_queries = n_first, refresh, score_queries
         require_at_least("refresh", refresh, 1)
-        if n_first < 0 or self.n_sink <= self.n_always:
+        if n_first < 0 or self.n_sink <= n_first:
             what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
             where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
-            seen = f"budget {budget}, n_sink {self.n_always}, window {window}"
+            seen = f"budget {budget}, n_sink {n_first}, window {window}"
             fix = "raise the budget, or lower the others"
             raise ConfigError(what, where, seen, "n_sink >= 0 and < budget - window", fix)
         # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
-
-    @property
-    def n_always(self) -> int:
-        """Of a text's first tokens, those that are always chosen."""
-        return self.n_first
 
     def reset_row(self, row: int) -> None:
         super().reset_row(row)
@@ -77,10 +72,6 @@ class VerifyTopKCache(SnapKVCache):
     @property
     def n_bytes(self) -> int:
         return super().n_bytes + self.held.numel() * self.held.element_size()
-
-    @property
-    def refresh(self) -> int:
-        return self._refresh
 
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
         """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
