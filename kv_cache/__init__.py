@@ -3,7 +3,7 @@
 from kv_cache.base import EMPTY, KVCache
 from kv_cache.entries import KV
 from kv_cache.full import Full, FullKVCache
-from kv_cache.over import BlockAttention, BlockQueries, Observed, ReadOnlyKVCache, WriteThroughKVCache
+from kv_cache.over import Observed, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.policy import BudgetedPolicy, Policy, policies
 from kv_cache.quantized import Quantized, QuantizedKVCache
 from kv_cache.retrieval import Retrieval, RetrievalKVCache

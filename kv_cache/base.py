@@ -20,7 +20,7 @@ from kv_cache.entries import KV, dequantize, largest, quantize, stored_as
 
 EMPTY = -1
 Device: TypeAlias = "str | torch.device"
-NewTensor: TypeAlias = "Callable[[], torch.Tensor]"
+NewTensor: TypeAlias = "Callable[..., torch.Tensor]"
 
 
 class KVShape(Protocol):
@@ -46,6 +46,10 @@ class KVCache(ABC):
 
     # Whether slot i holds position i or nothing, with no gap below a query: visibility is then a length.
     in_order = False
+    # How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone.
+    n_observed = 0
+    # Rounds after which a self-draft's entries are chosen anew; 0 where they never are.
+    refresh = 0
     # Of a view: whether a block that is run over it takes its last slots, in order, in every row.
     block_ends_view = False
     # Of a view over rows that a tensor names: which row of the entries each of its own is, `[B]` int64.
@@ -187,22 +191,16 @@ class KVCache(ABC):
         """All that a row's tokens are kept in."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]
 
-    @property
-    def refresh(self) -> int:
-        """Rounds after which a self-draft's entries are chosen anew, see `choose`; 0 where they never are."""
-        return 0
-
-    @property
-    def n_observed(self) -> int:
-        """How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone."""
-        return 0
-
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
 
         keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`.
         """
         return kept
+
+    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
+        """A row of a layer was filled from token `known` on. keys: as of `selected`; `keys(n)`: from there on."""
+        return
 
     def fill_row(
         self,
@@ -237,6 +235,7 @@ class KVCache(ABC):
             self.entries[to_layer, :, row][:, :, to_slots] = entries
             if self.scales is not None and scale is not None:
                 self.scales[to_layer, :, row][:, :, to_slots] = scale
+            self.filled(to_layer, row, keys, known)
         self.positions[row, to_slots] = kept
 
     def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -33,12 +32,18 @@ class ReadOnlyKVCache:
         return self._read(layer)
 
 
-class Observed(ABC):
+class Observed:
     """What a cache chooses its entries by, of the last block that was verified in each row, in tensors that stay where
-    they are. starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none."""
+    they are; a shorter block fills the first tokens.
 
-    def __init__(self, max_batch: int, device: Device) -> None:
-        self.starts = torch.empty(max_batch, device=device, dtype=torch.int64)
+    starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none. noted: its
+    queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what each entry got of a token's
+    attention, averaged over the heads that share the KV head, `[n_layer, max_batch, n_token, n_kv_head, capacity]`.
+    """
+
+    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype, as_shares: bool) -> None:
+        self.starts = torch.empty(shape[1], device=device, dtype=torch.int64)
+        self.noted, self._as_shares = torch.zeros(*shape, device=device, dtype=dtype), as_shares
         self.forget()
 
     def forget(self, row: int | slice = slice(None)) -> None:
@@ -46,35 +51,14 @@ class Observed(ABC):
 
     @property
     def n_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in vars(self).values())
+        return sum(x.numel() * x.element_size() for x in (self.starts, self.noted))
 
-    @abstractmethod
     def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
         """What a layer of those rows reads with `queries [B, T, n_head, head_dim]`, with which it is observed."""
-
-
-class BlockQueries(Observed):
-    """queries: `[n_layer, max_batch, n_token, n_head, head_dim]`, of which a shorter block fills the first."""
-
-    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
-        super().__init__(shape[1], device)
-        self.queries = torch.zeros(*shape, device=device, dtype=dtype)
-
-    def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
-        self.queries[layer][rows, : queries.shape[1]] = queries
+        if self._as_shares:
+            return kv._replace(noted=self.noted[layer])
+        self.noted[layer][rows, : queries.shape[1]] = queries
         return kv
-
-
-class BlockAttention(Observed):
-    """shares: `[n_layer, max_batch, n_token, n_kv_head, capacity]` float32, what each entry got of a token's attention,
-    averaged over the heads that share the KV head; a shorter block fills the first tokens."""
-
-    def __init__(self, shape: Sequence[int], device: Device) -> None:
-        super().__init__(shape[1], device)
-        self.shares = torch.zeros(*shape, device=device)
-
-    def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
-        return kv._replace(noted=self.shares[layer])
 
 
 class BlockAlone:

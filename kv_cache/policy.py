@@ -8,11 +8,12 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
@@ -56,8 +57,9 @@ class Policy(ABC):
         return False
 
     def check(self) -> None:
-        """Raise ConfigError if the options do not go together; asked of a number of entries, never of `auto`."""
-        return
+        """Raise ConfigError if its cache cannot be made; asked of a number of entries, never of `auto`."""
+        smallest: Any = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=1)
+        self.new_cache(smallest, 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
         """What its options leave to choose among behind prompts of that length; mostly itself."""

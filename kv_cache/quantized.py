@@ -12,14 +12,14 @@ import torch
 from common.errors import ConfigError, flag
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import KV, dequantize, stored_as
-from kv_cache.policy import Policy
+from kv_cache.full import Full, FullKVCache
 
 LEVELS = 15
 # A group whose numbers are all the same must not divide by 0.
 SMALLEST_STEP = 1e-8
 
 
-class QuantizedKVCache(KVCache):
+class QuantizedKVCache(FullKVCache):
     """All tokens, in the order of their positions: 4 bits a number, but for a ring of recent ones in `dtype` (Tiwari et
     al., "QuantSpec", arXiv 2502.10424, section 4).
 
@@ -32,8 +32,6 @@ class QuantizedKVCache(KVCache):
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
 
-    in_order = True
-
     def __init__(
         self,
         config: KVShape,
@@ -44,7 +42,11 @@ class QuantizedKVCache(KVCache):
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_quantized(group, window)
+        if not 1 <= group <= window:
+            what = "a group of tokens does not fit the window that is not quantised"
+            where, seen = f"{flag('quant_group')} and {flag('quant_window')}", f"group {group}, window {window}"
+            fix = f"raise {flag('quant_window')} or lower {flag('quant_group')}"
+            raise ConfigError(what, where, seen, "1 <= group <= window", fix)
         # A group begins at most `window + 2 * group` tokens before the block that it is quantised at, which has `group`
         # tokens at most: none of them is written over before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
@@ -73,16 +75,6 @@ class QuantizedKVCache(KVCache):
     @property
     def max_block(self) -> int:
         return self.group
-
-    @property
-    def max_length(self) -> int:
-        return self.capacity
-
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions
-
-    def retained_positions(self, length: int) -> torch.Tensor:
-        return torch.arange(length)
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
         self._ring_positions[self._rows, positions % self.ring] = positions
@@ -154,21 +146,16 @@ class QuantizedKVCache(KVCache):
         self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
         kept, own = torch.arange(length, device=self.device), torch.tensor([[row]], device=self.device)
-        groups, is_held = (
-            torch.arange(n_group, device=self.device)[None],
-            torch.ones(1, dtype=torch.bool, device=self.device),
-        )
-        recent = kept[-self.ring :]
-        slots = source.slots(kept)
+        groups, is_held = torch.arange(n_group, device=self.device)[None], own[0] == row
+        recent, slots = kept[-self.ring :], source.slots(kept)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, slots]
             entries = source.entries[from_layer, :, from_row][:, :, slots]
             if n_group:
                 tokens = dequantize(entries, scales, torch.float32)[:, :, : n_group * self.group].permute(2, 0, 1, 3)
                 self._quantize(to_layer, own, groups, tokens.unflatten(0, (n_group, self.group))[None], is_held)
-            entries, scales = stored_as(
-                entries[:, :, recent], None if scales is None else scales[:, :, recent], self.entries.dtype
-            )
+            scales = None if scales is None else scales[:, :, recent]
+            entries, scales = stored_as(entries[:, :, recent], scales, self.entries.dtype)
             self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
             if self.scales is not None and scales is not None:
                 self.scales[to_layer, :, row][:, :, recent % self.ring] = scales
@@ -197,17 +184,8 @@ def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tens
     return ((x - low) / step).round().clamp(0, LEVELS).to(torch.uint8), (low, step)
 
 
-def check_quantized(group: int, window: int) -> None:
-    """Raise ConfigError unless a window holds a group."""
-    if not 1 <= group <= window:
-        what = "a group of tokens does not fit the window that is not quantised"
-        where = f"{flag('quant_group')} and {flag('quant_window')}"
-        fix = f"raise {flag('quant_window')} or lower {flag('quant_group')}"
-        raise ConfigError(what, where, f"group {group}, window {window}", "1 <= group <= window", fix)
-
-
 @dataclass(frozen=True)
-class Quantized(Policy):
+class Quantized(Full):
     """All tokens, in 4 bits but for recent ones."""
 
     name: ClassVar[str] = "quantized"
@@ -217,15 +195,9 @@ class Quantized(Policy):
     quant_window: int = 64
     """recent tokens, at least, that are not quantised"""
 
-    def entries(self, length: int) -> int:
-        return length
-
     @property
     def room(self) -> int:
         return self.quant_group
-
-    def check(self) -> None:
-        check_quantized(self.quant_group, self.quant_window)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

@@ -11,9 +11,9 @@ import torch
 from common.errors import ConfigError, flag
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
-from kv_cache.over import BlockQueries, Observed
+from kv_cache.over import Observed
 from kv_cache.snapkv import SnapKV, attention_received
-from kv_cache.verify_topk import Copy, VerifyTopKCache, check_topk, copy_chosen
+from kv_cache.verify_topk import Copy, VerifyTopKCache, copy_chosen
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -24,8 +24,6 @@ class RetrievalKVCache(VerifyTopKCache):
     means: those keys `[n_layer, max_batch, n_kv_head, longest // chunk, head_dim]` of the chunks that a row's text
     fills, kept up as it grows. Errors: ConfigError as of VerifyTopKCache, or if a chunk is longer than the window.
     """
-
-    n_observed = 1
 
     def __init__(
         self,
@@ -40,10 +38,15 @@ class RetrievalKVCache(VerifyTopKCache):
         refresh: int = 4,
         chunk: int = 8,
     ) -> None:
-        check_chunk(chunk, window)
-        check_topk(budget, window, in_chunks(n_first, chunk), refresh)
+        # Whatever lies before the window has to lie in a chunk that the text fills.
+        if not 1 <= chunk <= window:
+            what = "a chunk has no place in the draft's recent tokens"
+            where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
+            fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
+            raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
+        n_first = -(-n_first // chunk) * chunk  # whole chunks, as all that is chosen
         super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
-        self.chunk, self._longest = chunk, longest
+        self.chunk, self._longest, self.n_observed = chunk, longest, 1
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
         dtype = torch.float32 if self.entries.dtype in largest() else self.entries.dtype
         self.means = torch.zeros(shape, device=device, dtype=dtype)
@@ -56,23 +59,11 @@ class RetrievalKVCache(VerifyTopKCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.means.numel() * self.means.element_size()
 
-    def fill_row(
-        self,
-        row: int,
-        source: KVCache,
-        length: int,
-        layers: Sequence[int] | None = None,
-        queries: Sequence[torch.Tensor] | None = None,
-        source_row: int | None = None,
-        known: int = 0,
-    ) -> None:
-        super().fill_row(row, source, length, layers, queries, source_row, known)
-        from_row = row if source_row is None else source_row
+    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
         # Back to the last choice, which chunks that the text has filled since have no means of.
         first = max(0, known - self.refresh * self.window) // self.chunk
-        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            means = self._means(source.keys_in_order(from_layer, from_row, length, first * self.chunk))
-            self.means[to_layer, row, :, first : first + means.shape[1]] = means
+        means = self._means(keys(first * self.chunk))
+        self.means[layer, row, :, first : first + means.shape[1]] = means
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:
@@ -84,7 +75,7 @@ class RetrievalKVCache(VerifyTopKCache):
 
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
-        return BlockQueries(shape, self.device, dtype)
+        return Observed(shape, self.device, dtype, as_shares=False)
 
     def choose(
         self,
@@ -94,10 +85,9 @@ class RetrievalKVCache(VerifyTopKCache):
         layers: Sequence[int] | None = None,
         copy: Copy = copy_chosen,
     ) -> None:
-        assert isinstance(observed, BlockQueries)
         rows, extent = self.row_indices, source.keys.shape[3]
         own_rows = slice(None) if self.rows is None else rows
-        n_standing, most = lengths - observed.starts[rows], observed.queries.shape[2]
+        n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
         newest = (n_standing - 1).clamp(min=0, max=most - 1)
         is_new = (n_standing > 0) & (lengths > self.capacity)
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
@@ -109,7 +99,7 @@ class RetrievalKVCache(VerifyTopKCache):
             means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
             if extent > self.capacity:
-                queries = observed.queries[to_layer][rows, newest][:, :, None]
+                queries = observed.noted[to_layer][rows, newest][:, :, None]
                 means = self.means[to_layer][own_rows, :, : extent // self.chunk]
                 copy(self, to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
 
@@ -128,7 +118,7 @@ class RetrievalKVCache(VerifyTopKCache):
         n_before = (lengths - self.window)[:, None, None]
         last = ((n_before - 1) // self.chunk).clamp(min=0)
         share = attention_received(queries, means, last[:, 0])
-        share[..., : in_chunks(self.n_first, self.chunk) // self.chunk].fill_(float("inf"))
+        share[..., : self.n_first // self.chunk].fill_(float("inf"))
         share.masked_fill_(torch.arange(means.shape[2], device=self.device) > last, -1)
         # Of one chunk, which the window cuts, there are fewer.
         best = share.topk(min(means.shape[2], -(-self.n_sink // self.chunk) + 1)).indices
@@ -136,19 +126,6 @@ class RetrievalKVCache(VerifyTopKCache):
         # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
         in_order = (entries >= n_before).byte().sort(dim=-1, stable=True).indices
         return entries.gather(-1, in_order[..., : self.n_sink])
-
-
-def in_chunks(n: int, chunk: int) -> int:
-    """The tokens of the whole chunks that hold the first `n` tokens."""
-    return -(-n // chunk) * chunk
-
-
-def check_chunk(chunk: int, window: int) -> None:
-    """Raise ConfigError unless whatever lies before the window lies in a chunk that the text fills."""
-    if not 1 <= chunk <= window:
-        what, where = "a chunk has no place in the draft's recent tokens", f"{flag('chunk')}, {flag('snapkv_window')}"
-        seen, fix = f"chunk {chunk}, window {window}", f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
-        raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
 
 
 @dataclass(frozen=True)
@@ -163,11 +140,6 @@ class Retrieval(SnapKV):
     """rounds after which entries are chosen anew"""
     chunk: int = 8
     """tokens of a chunk, which is read whole or not at all"""
-
-    def check(self) -> None:
-        super().check()
-        check_chunk(self.chunk, self.snapkv_window)
-        check_topk(self.budget, self.snapkv_window, in_chunks(self.n_sink, self.chunk), self.refresh)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         own = self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.chunk

@@ -36,13 +36,17 @@ class SnapKVCache(StreamingKVCache):
         dtype: torch.dtype | None = None,
         pool: int = 5,
     ) -> None:
-        check_snapkv(budget, window, pool)
+        if window < 1 or budget < window + 1:
+            what = "the draft's KV budget has no room for selected entries beside its window"
+            where = f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})"
+            seen, required = f"budget {budget}, window {window}", "window >= 1 and budget >= window + 1"
+            fix = f"raise the budget to {max(window, 1) + 1} or more, or lower the window"
+            raise ConfigError(what, where, seen, required, fix)
+        if pool < 1 or pool % 2 == 0:
+            what = "neighbours are pooled around an entry"
+            raise ConfigError(what, "SnapKVCache: pool", pool, "an odd number >= 1", "use 5")
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
-        self.pool = pool
-
-    @property
-    def n_observed(self) -> int:
-        return self.window
+        self.pool, self.n_observed = pool, window
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:
@@ -75,18 +79,6 @@ def attention_received(queries: torch.Tensor, keys: torch.Tensor, newest: torch.
     return scores.softmax(dim=-1).sum(dim=-2).mean(dim=-2)
 
 
-def check_snapkv(budget: int, window: int, pool: int = 5) -> None:
-    """Raise ConfigError unless the budget has room for selected entries beside the window, and `pool` is odd."""
-    if window < 1 or budget < window + 1:
-        what = "the draft's KV budget has no room for selected entries beside its window"
-        where = f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})"
-        fix = f"raise the budget to {max(window, 1) + 1} or more, or lower the window"
-        raise ConfigError(what, where, f"budget {budget}, window {window}", "window >= 1 and budget >= window + 1", fix)
-    if pool < 1 or pool % 2 == 0:
-        what = "neighbours are pooled around an entry"
-        raise ConfigError(what, "SnapKVCache: pool", pool, "an odd number >= 1", "use 5")
-
-
 @dataclass(frozen=True)
 class SnapKV(BudgetedPolicy):
     """What the prompt's last queries attend to, and recent tokens."""
@@ -100,9 +92,6 @@ class SnapKV(BudgetedPolicy):
         return self.snapkv_window
 
     room = n_observed = reserved
-
-    def check(self) -> None:
-        check_snapkv(self.budget, self.snapkv_window)
 
     def holds_all(self, length: int) -> bool:
         return self.budget >= length

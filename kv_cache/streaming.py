@@ -35,7 +35,12 @@ class StreamingKVCache(KVCache):
         dtype: torch.dtype | None = None,
         rotate_on_read: bool = False,
     ) -> None:
-        check_budget(budget, n_sink)
+        if n_sink < 0 or budget < n_sink + 1:
+            what = "the draft's KV budget has no room for a window behind its attention sinks"
+            where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
+            seen, required = f"budget {budget}, n_sink {n_sink}", "n_sink >= 0 and budget >= n_sink + 1"
+            fix = f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink"
+            raise ConfigError(what, where, seen, required, fix)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read
 
@@ -70,15 +75,6 @@ class StreamingKVCache(KVCache):
         return torch.cat([sinks, recent])
 
 
-def check_budget(budget: int, n_sink: int) -> None:
-    """Raise ConfigError unless the budget leaves room for a window behind the sinks."""
-    if n_sink < 0 or budget < n_sink + 1:
-        what = "the draft's KV budget has no room for a window behind its attention sinks"
-        where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
-        fix = f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink"
-        raise ConfigError(what, where, f"budget {budget}, n_sink {n_sink}", "n_sink >= 0 and budget >= n_sink + 1", fix)
-
-
 @dataclass(frozen=True)
 class Streaming(BudgetedPolicy):
     """Attention sinks and recent tokens."""
@@ -101,9 +97,6 @@ class Streaming(BudgetedPolicy):
     @property
     def in_cache_positions(self) -> bool:
         return self.draft_positions == "cache"
-
-    def check(self) -> None:
-        check_budget(self.budget, self.n_sink)
 
     def for_context(self, trained: int, length: int) -> Streaming:
         if self.draft_positions != "auto":

@@ -11,7 +11,7 @@ import torch
 from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import stored_as
-from kv_cache.over import BlockAttention, Observed
+from kv_cache.over import Observed
 from kv_cache.snapkv import SnapKV, SnapKVCache
 
 # Into a layer of a cache, of a layer of another: its entries at slots `[B, n_kv_head, n]`, which take the first n slots
@@ -54,9 +54,15 @@ class VerifyTopKCache(SnapKVCache):
         refresh: int = 4,
         score_queries: Literal["ends", "all"] = "all",
     ) -> None:
-        check_topk(budget, window, n_first, refresh)
         super().__init__(config, max_batch, budget, window, device, dtype)
-        self.n_first, self._refresh, self.score_queries = n_first, refresh, score_queries
+        self.n_first, self.refresh, self.score_queries = n_first, refresh, score_queries
+        require_at_least("refresh", refresh, 1)
+        if n_first < 0 or self.n_sink <= n_first:
+            what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
+            where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
+            seen = f"budget {budget}, n_sink {n_first}, window {window}"
+            fix = "raise the budget, or lower the others"
+            raise ConfigError(what, where, seen, "n_sink >= 0 and < budget - window", fix)
         # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
@@ -68,15 +74,12 @@ class VerifyTopKCache(SnapKVCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.held.numel() * self.held.element_size()
 
-    @property
-    def refresh(self) -> int:
-        return self._refresh
-
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
         """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
         `dtype`, over `capacity` entries a row."""
         n_layer, max_batch, n_kv_head = self.keys.shape[:3]
-        return BlockAttention((n_layer, max_batch, n_token, n_kv_head, capacity), self.device)
+        shape = n_layer, max_batch, n_token, n_kv_head, capacity
+        return Observed(shape, self.device, torch.float32, as_shares=True)
 
     def choose(
         self,
@@ -91,14 +94,13 @@ class VerifyTopKCache(SnapKVCache):
         layers: as of `fill_row`. Rows stay as they are that verified nothing since they were filled, or whose whole
         text the cache holds.
         """
-        assert isinstance(observed, BlockAttention)
         n_slot = source.keys.shape[3]
         if n_slot <= self.capacity:
             return
         rows = self.row_indices
         n_standing = (lengths - observed.starts[rows])[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
-        most = observed.shares.shape[2]
+        most = observed.noted.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self.score_queries == "ends" else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
         slots = torch.arange(n_slot, device=self.device)
@@ -106,21 +108,11 @@ class VerifyTopKCache(SnapKVCache):
         # Entries around one hit would rank alike, and which of them are chosen depend on how many others there are.
         falling = 1 - slots % self.pool * 2.0**-20
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            share = observed.shares[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
+            share = observed.noted[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
             share = torch.nn.functional.max_pool1d(share, self.pool, stride=1, padding=self.pool // 2).mul_(falling)
             share[..., : self.n_first].fill_(float("inf"))
             chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
             copy(self, to_layer, source, from_layer, chosen, is_new)
-
-
-def check_topk(budget: int, window: int, n_first: int, refresh: int) -> None:
-    """Raise ConfigError unless something is chosen beside the window and the first tokens, and now and then anew."""
-    require_at_least("refresh", refresh, 1)
-    if n_first < 0 or budget - window <= n_first:
-        what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
-        where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
-        seen, required = f"budget {budget}, n_sink {n_first}, window {window}", "n_sink >= 0 and < budget - window"
-        raise ConfigError(what, where, seen, required, "raise the budget, or lower the others")
 
 
 @dataclass(frozen=True)
@@ -135,10 +127,6 @@ class VerifyTopK(SnapKV):
     """rounds after which entries are chosen anew"""
     score_queries: Literal["ends", "all"] = "all"
     """by which queries of a verification: its first and last token's that stand, or all"""
-
-    def check(self) -> None:
-        super().check()
-        check_topk(self.budget, self.snapkv_window, self.n_sink, self.refresh)
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         own = self.budget, self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.score_queries

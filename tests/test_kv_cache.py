@@ -8,7 +8,7 @@ from tiny import TINY, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
-from kv_cache import BlockQueries, FullKVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, Observed, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import pack
 
 
@@ -87,10 +87,10 @@ def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
 
 def test_queries_of_rows_by_name_are_noted_in_those():
     target, draft = FullKVCache(TINY, 3, 8), FullKVCache(TINY, 3, 8)
-    observed = BlockQueries((2, 3, 4, TINY.n_head, TINY.head_dim), "cpu", torch.float32)
+    observed = Observed((2, 3, 4, TINY.n_head, TINY.head_dim), "cpu", torch.float32, as_shares=False)
     through = WriteThroughKVCache(target, draft, observed=observed).view(torch.tensor([2, 0]))
     through.begin(torch.tensor([[5, 6], [3, 4]]))
     queries = torch.randn(2, 2, TINY.n_head, TINY.head_dim)
     through.read(1, queries)
-    assert torch.equal(observed.queries[1, [2, 0], :2], queries) and not observed.queries[:, 1].any()
+    assert torch.equal(observed.noted[1, [2, 0], :2], queries) and not observed.noted[:, 1].any()
     assert observed.starts[[2, 0]].tolist() == [5, 3] and observed.starts[1] > 8

@@ -26,7 +26,7 @@ from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache
+from kv_cache import Full, FullKVCache, SnapKVCache, Streaming, StreamingKVCache, VerifyTopKCache
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
@@ -43,14 +43,16 @@ CONFIGS = {
 
 def self_draft(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Footprint:
     """A draft that is the target over a small cache."""
-    return Footprint(config, dtype, (BUDGET,), **{"shares_weights": True, "prefills": False} | changes)
+    cache = StreamingKVCache(config, 1, BUDGET, device="meta", dtype=changes.pop("kv_dtype", None) or dtype)
+    return Footprint(config, dtype, **{"caches": (cache,), "shares_weights": True, "prefills": False} | changes)
 
 
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, /, **changes: Any) -> MemoryPlan:
     """Of that target, and of a self-draft unless another is given; changes: of its footprint, or of the run."""
-    stored = {name: changes.pop(name) for name in ("quantize", "kv_dtype", "dequantizes") if name in changes}
+    stored = {name: changes.pop(name) for name in ("quantize", "dequantizes") if name in changes}
+    cache = FullKVCache(config, 1, CAPACITY, "meta", changes.pop("kv_dtype", None) or dtype)
     draft = changes.pop("footprint", self_draft(config, dtype))
-    return plan_memory(run_of(config, **changes), Footprint(config, dtype, (CAPACITY,), **stored), draft)
+    return plan_memory(run_of(config, **changes), Footprint(config, dtype, (cache,), **stored), draft)
 
 
 def run_of(config: ModelConfig, /, **changes: Any) -> Any:
@@ -185,14 +187,15 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     )
     for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
         assert plan_of(TINY, footprint=draft).fixed["activations"] == read.fixed["activations"] + chunk
-    observing = replace(prefills, observed=6)
+    observing = replace(prefills, caches=(SnapKVCache(TINY, 1, BUDGET, 6, "meta", torch.int8),))
     selects, reads = (plan_of(TINY, footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, None))
     assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
     # What verification chooses takes scores and keys of a layer.
-    chooses = plan_of(TINY, footprint=replace(own, chooses=True))
+    chooses = plan_of(TINY, footprint=replace(own, caches=(VerifyTopKCache(TINY, 1, BUDGET, 6, "meta"),)))
     assert chooses.per_row["dequantised KV"] == CAPACITY * (12 * BLOCK * TINY.n_head + 4 * 2 * 8) > of_draft
     # Of several budgets' caches one is read at a time, but all are held.
-    several = plan_of(TINY, footprint=replace(own, capacities=(BUDGET, BUDGET // 2, BUDGET // 2)))
+    caches = (StreamingKVCache(TINY, 1, n, 4, "meta", torch.int8) for n in (BUDGET, BUDGET // 2, BUDGET // 2))
+    several = plan_of(TINY, footprint=replace(own, caches=tuple(caches)))
     assert several.per_row["dequantised KV"] == of_draft
     assert several.per_row["draft KV"] == 2 * plan_of(TINY, footprint=own).per_row["draft KV"]
 
@@ -245,7 +248,7 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
 def test_selecting_entries_is_planned_for() -> None:
     """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
     plain = plan_of(TINY).fixed["activations"]
-    of_target = self_draft(TINY, observed=6)
+    of_target = self_draft(TINY, caches=(SnapKVCache(TINY, 1, BUDGET, 6, "meta"),))
     own = replace(of_target, shares_weights=False, prefills=True)
     scores = 4 * 6 * TINY.n_head * CAPACITY
     keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY

@@ -41,9 +41,8 @@ VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
 
 def report_measured(flags: CostFlags) -> None:
     """Measure costs and, unless it is given, acceptance; print and record what follows. Errors: UserError."""
-    session, contexts, is_measured = open_largest(flags), flags.sorted("contexts"), flags.alpha is None
-    given = {} if flags.alpha is None else dict.fromkeys(flags.configs(), flags.alpha)
-    acceptances = {context: given or measure_acceptance(session, flags, context) for context in contexts}
+    session, is_measured = open_largest(flags), flags.alpha is None
+    acceptances = {context: measure_acceptance(session, flags, context) for context in flags.sorted("contexts")}
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,
@@ -123,7 +122,9 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
 
 
 def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, float]:
-    """The acceptance of each draft on the data set's own text behind `context` tokens."""
+    """The acceptance of each draft on the data set's own text behind `context` tokens, unless it is given."""
+    if flags.alpha is not None:
+        return dict.fromkeys(flags.configs(), flags.alpha)
     assert session.tokenizer is not None
     n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
     narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling

@@ -100,6 +100,8 @@ def table(record: dict[str, Any]) -> str:
         return None if record[key] is None else f"{record[key]:.{digits}f}"
 
     one, unit = (None, None) if record["baseline_step_ms"] is None else ("1", "1.00")
+    same, unmeant = record["identical_sequences"], "not meant to be" if unit else None
+    identical = unmeant if same is None else f"{same} of {record['sequences']}"
     most = "gamma + 1" if record["gamma"] == AUTO else record["gamma"] + 1
     lines = [
         ("tokens per second", figure("baseline_tokens_per_second"), figure("decode_tokens_per_second")),
@@ -108,7 +110,7 @@ def table(record: dict[str, Any]) -> str:
         ("speedup (to the last row)", unit, figure("wall_speedup", 2)),
         ("acceptance rate", None, figure("acceptance_rate", 3)),
         (f"tokens per round (of {most})", one, figure("mean_accepted_length", 2)),
-        ("identical rows", None, _identical(record)),
+        ("identical rows", None, identical),
     ]
     if record["verify_step_ms"] is not None:
         lines += [
@@ -121,13 +123,6 @@ def table(record: dict[str, Any]) -> str:
     shown = console(lines, COLUMNS)
     is_chosen = AUTO in (record["gamma"], record["draft_policy"], record["draft_budget"])
     return f"{shown}\n  rounds by choice: {_chosen(record)}" if is_chosen else shown
-
-
-def _identical(record: dict[str, Any]) -> str | None:
-    same = record["identical_sequences"]
-    if same is None:
-        return None if record["baseline_step_ms"] is None else "not meant to be"
-    return f"{same} of {record['sequences']}"
 
 
 def _chosen(record: dict[str, Any]) -> str:

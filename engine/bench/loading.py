@@ -6,7 +6,6 @@ import torch
 
 from common.say import say
 from engine.bench.plan import Plan
-from engine.bench.resolved import ResolvedDraft
 from engine.parallel.ranks import ModelRanks
 from models import Transformer
 from models.checkpoints.model_source import ModelSource
@@ -33,35 +32,22 @@ def load_draft(
     the target's weights in another form, or some of its layers. Nothing where it is the target itself, or no model, or
     not on this rank."""
     for draft in plan.draft.levels if plan.draft else ():
-        if (draft.dtype or draft.source) is not None and draft.form not in models:
-            _load_draft(plan, draft, models, target, target_ranks, draft_ranks)
-
-
-def _load_draft(
-    plan: Plan,
-    draft: ResolvedDraft,
-    models: dict[tuple[object, ...], Any],
-    target: Transformer,
-    target_ranks: ModelRanks,
-    draft_ranks: ModelRanks | None,
-) -> None:
-    if isinstance(draft.source, HeadSource):
-        head = draft.source.load(device=plan.device, dtype=draft.dtype or plan.dtype, quantize=draft.quantize)
-        if draft.policy is not None:
-            _prepared(plan, head.body, draft.kv_dtype, "the head's attention")
-        models[draft.form] = head
-        return
-    if draft.source is not None:
-        if draft_ranks is None or not draft_ranks.holds:
-            return
-        model = _load(plan, draft.source, draft_ranks, dtype=draft.dtype, quantize=draft.quantize)
-    elif not plan.shares_weights:
-        model = _load(plan, plan.target, target_ranks, dtype=draft.dtype, quantize=draft.quantize, layers=draft.layers)
-    elif draft.layers is not None:
-        model = select_layers(target, draft.layers)
-    else:
-        return
-    models[draft.form] = _prepared(plan, model, draft.kv_dtype, "the draft's attention")
+        how = {"dtype": draft.dtype or plan.dtype, "quantize": draft.quantize}
+        if (draft.dtype or draft.source) is None or draft.form in models:
+            continue
+        if isinstance(draft.source, HeadSource):
+            models[draft.form] = head = draft.source.load(device=plan.device, **how)
+            if draft.policy is not None:
+                _prepared(plan, head.body, draft.kv_dtype, "the head's attention")
+            continue
+        if draft.source is not None:
+            model = _load(plan, draft.source, draft_ranks, **how) if draft_ranks and draft_ranks.holds else None
+        elif not plan.shares_weights:
+            model = _load(plan, plan.target, target_ranks, **how, layers=draft.layers)
+        else:
+            model = select_layers(target, draft.layers) if draft.layers is not None else None
+        if model is not None:
+            models[draft.form] = _prepared(plan, model, draft.kv_dtype, "the draft's attention")
 
 
 def _load(plan: Plan, source: ModelSource, holders: ModelRanks, **how: Any) -> Transformer:

@@ -13,7 +13,7 @@ from engine.bench.plan import Plan
 from engine.bench.resolved import ResolvedDraft
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
-from kv_cache import FullKVCache, VerifyTopKCache
+from kv_cache import FullKVCache, KVCache, VerifyTopKCache
 from kv_cache.entries import largest
 from models import ModelConfig
 from models.heads.loading import HeadSource
@@ -58,25 +58,19 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model, or the largest shard of one, in `dtype`, and its caches.
+    """A model, or the largest shard of one, in `dtype`, and its caches of one row, which hold nothing ("meta").
 
-    capacities: KV entries a row of each cache, one of which is read at a time. kv_dtype: of entries, None for `dtype`.
-    dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
-    shares_weights: with the target. prefills: whether it runs prompts. observed: queries that select entries (SnapKV);
-    chooses: whether verifications do, too. row_bytes: of its caches' rows, where not `kv_per_token` of each entry.
+    One cache is read at a time. dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into
+    `dtype` first; None of others. shares_weights: with the target. prefills: whether it runs prompts.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    capacities: tuple[int, ...]
+    caches: tuple[KVCache, ...]
     quantize: str | None = None
-    kv_dtype: torch.dtype | None = None
     dequantizes: Callable[[int], bool] | None = None
     shares_weights: bool = False
     prefills: bool = True
-    observed: int = 0
-    chooses: bool = False
-    row_bytes: int | None = None
 
     def weights(self, device: str) -> int:
         """Bytes of one copy of the weights; repacking or quantising holds a tied embedding twice."""
@@ -90,14 +84,14 @@ class Footprint:
         return linear_bytes(linear, self.quantize) + linear_bytes(head, "int8") + other * self.dtype.itemsize
 
     @property
-    def kv_per_token(self) -> int:
-        """Bytes of all layers, with the scale that every 8-bit key and value has."""
-        return FullKVCache(self.config, 1, 1, "meta", self.kv_dtype or self.dtype).n_bytes
+    def kv(self) -> int:
+        """Bytes of a row in all of its caches, with what these keep beside their entries."""
+        return sum(cache.n_bytes for cache in self.caches)
 
     @property
-    def kv_per_row(self) -> int:
-        """Bytes of a row in all of its caches."""
-        return sum(self.capacities) * self.kv_per_token if self.row_bytes is None else self.row_bytes
+    def observed(self) -> int:
+        """Queries that select entries."""
+        return max(cache.n_observed for cache in self.caches)
 
     @property
     def largest_dequantized_layer(self) -> int:
@@ -112,14 +106,15 @@ class Footprint:
         if self.dequantizes is None or not self.dequantizes(n_token):
             return 0
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
-        return (entries or max(self.capacities)) * values * (size + 4 + max(4, size))
+        return (entries or max(cache.capacity for cache in self.caches)) * values * (size + 4 + max(4, size))
 
 
 def memory_plan(plan: Plan) -> MemoryPlan:
     """What the rank with the largest shard needs, of the target, and of what drafts where that is a model."""
     config = _largest_shard(plan.target.config, plan.group)
+    cache = FullKVCache(config, 1, plan.capacity, "meta", plan.kv_dtype)
     dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
-    target = Footprint(config, plan.dtype, (plan.capacity,), plan.config.target.quantize, plan.kv_dtype, dequantizes)
+    target = Footprint(config, plan.dtype, (cache,), plan.config.target.quantize, dequantizes)
     levels = plan.draft.levels if plan.draft else ()
     return plan_memory(plan, target, *(own for level in levels if (own := _draft_footprint(plan, level, config))))
 
@@ -134,20 +129,15 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
     if draft.layers is not None:
         config = replace(config, n_layer=len(draft.layers))
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
+    if draft.policy.has_own_storage:
+        dequantizes = _always  # what it unpacks
     prefills = draft.source is not None and not is_head
     n_kept = 2 if prefills and plan.chooses else 1  # what a prompt left is kept
     n_kept *= len(plan.draft.policies) if is_inner and plan.draft else 1  # each draft has its own
     shares_weights = is_head or (draft.source is None and (plan.shares_weights or is_inner))
-    as_draft = shares_weights, prefills, max(one.n_observed for one in draft.policies)
-    dequantizes = (lambda n_token: True) if draft.policy.has_own_storage else dequantizes  # what it unpacks
-    stored = draft.quantize, draft.kv_dtype, dequantizes
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
-    caches = [policy.new_cache(*sizes) for policy in draft.policies * n_kept]
-    of_block = plan.gamma + 1, config.n_head, plan.dtype, plan.capacity
-    observed = [cache.observer(*of_block) for cache in caches if isinstance(cache, VerifyTopKCache)]
-    row_bytes = sum(cache.n_bytes for cache in caches) + sum(one.n_bytes for one in observed)
-    observes = any(one.of_self_drafts for one in draft.policies)
-    return Footprint(config, draft.dtype, draft.capacities * n_kept, *stored, *as_draft, observes, row_bytes)
+    caches = tuple(policy.new_cache(*sizes) for policy in draft.policies * n_kept)
+    return Footprint(config, draft.dtype, caches, draft.quantize, dequantizes, shares_weights, prefills)
 
 
 def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *inner: Footprint) -> MemoryPlan:
@@ -171,10 +161,11 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *
         scores = 3 * draft.observed * observed.n_head
         activations += 4 * capacity * (scores + 2 * observed.n_kv_head * observed.head_dim)
         if draft.prefills:  # a whole row, which the policy then selects from
-            activations += capacity * draft.kv_per_token
+            activations += FullKVCache(draft.config, 1, capacity, "meta", draft.caches[0].entries.dtype).n_bytes
     # Target and drafts never attend at once.
     dequantized = max([target.dequantized(block), *(one.dequantized(DRAFT_BLOCK) for one in drafts)])
-    if draft and draft.chooses:  # one layer's keys, and scores as above
+    choosing = [cache for one in drafts for cache in one.caches if isinstance(cache, VerifyTopKCache)]
+    if choosing:  # one layer's keys, and scores as above
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
     chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
@@ -187,9 +178,10 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *
     weights = sum(one.weights(plan.device) for one in models if not one.shares_weights)
     if plan.draft and isinstance(plan.draft.source, HeadSource):
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
+    of_block = block, config.n_head, target.dtype, capacity
     per_row = {
-        "target KV": capacity * target.kv_per_token,
-        "draft KV": sum(one.kv_per_row for one in drafts),
+        "target KV": target.kv,
+        "draft KV": sum(one.kv for one in drafts) + sum(cache.observer(*of_block).n_bytes for cache in choosing),
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
@@ -218,7 +210,11 @@ def _dequantizes(
     they are read, dequantised for whatever attention."""
     if entries not in largest():
         return None
-    return (lambda n_token: True) if rotates_keys else plan.attention(config, dtype, entries).backend.dequantizes
+    return _always if rotates_keys else plan.attention(config, dtype, entries).backend.dequantizes
+
+
+def _always(n_token: int) -> bool:
+    return True
 
 
 def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:

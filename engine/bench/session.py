@@ -23,6 +23,8 @@ from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
 from engine.drafters.combined import beside_texts
 from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.self_speculation import SelfSpeculation
+from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
 from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
@@ -195,10 +197,12 @@ class Session(Plan):
             assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
-        inner = self._build(draft.inner, texts) if draft.inner else None
         model = self.models.get(draft.form)
-        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.chooses, inner)
+        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.chooses)
         drafter = draft.config.build(parts)
+        if draft.inner:
+            assert isinstance(drafter, SelfSpeculation)
+            drafter = Speculated(drafter, self._build(draft.inner, texts))
         drafter.schedule = draft.config.schedule(parts)
         return beside_texts(drafter, draft.config, parts)
 

@@ -34,13 +34,6 @@ class Stored(NamedTuple):
         """Of matrix products, the head's among them."""
         return self.config.n_layer * self.config.n_linear_weights_per_layer + self.config.vocab_size * self.config.dim
 
-    @property
-    def weight_bytes(self) -> float:
-        return self.n_weights * ITEMSIZE[self.weights or self.dtype]
-
-    def kv_bytes(self, entries: float) -> float:
-        return self.config.kv_bytes_per_token(1) * ITEMSIZE[self.kv or self.dtype] * entries
-
 
 def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> float:
     """A forward of so many tokens in each of `batch` rows, behind so many KV entries. Errors: ConfigError."""
@@ -49,12 +42,14 @@ def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries
         required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
         raise ConfigError("the model has fewer KV heads than the machine devices", flag("machine"), n, required, fix)
     ops = machine.ops_32 if model.dtype == "float32" else machine.ops
-    linear = max(model.weight_bytes / n / machine.bandwidth, 2 * model.n_weights / n * batch * tokens / ops)
+    weight_bytes = model.n_weights * ITEMSIZE[model.weights or model.dtype]
+    linear = max(weight_bytes / n / machine.bandwidth, 2 * model.n_weights / n * batch * tokens / ops)
     heads = math.ceil(config.n_kv_head / n)  # of the device that has most
     in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
     rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
     products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
-    read = model.kv_bytes(entries) * batch * heads / config.n_kv_head
+    kv_bytes = config.kv_bytes_per_token(1) * ITEMSIZE[model.kv or model.dtype] * entries
+    read = kv_bytes * batch * heads / config.n_kv_head
     attention = max(read / machine.bandwidth, products / ops)
     hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
     logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)

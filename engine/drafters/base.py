@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -18,10 +18,8 @@ from kv_cache import KVCache, WriteThroughKVCache
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.drafters.observed import ObservedStates
     from engine.runner import ModelRunner, RemoteRunner
-
-
-VerificationCache: TypeAlias = KVCache | WriteThroughKVCache | None
 
 
 class Shown(NamedTuple):
@@ -35,54 +33,59 @@ class Shown(NamedTuple):
     draws: tuple[int, int] | None = None
 
 
-class Observer(Protocol):
-    """What every verification shows the target's hidden states: the inputs of `layers`, of none its last ones."""
-
-    layers: tuple[int, ...]
-
-    def observe(self, batch: Batch, block: Tensor, states: Tensor) -> None:
-        """Of `block [B, T]` behind the batch's lengths, `states [B, T, ...]` (see `Transformer.hidden_states`)."""
-
-
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
-    gamma: the most tokens proposed per row and round. verification_cache: that which the target verifies through; None
-    for its own. follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
+    gamma: the most tokens proposed per row and round. over: the target's cache that it was built on, if on any.
+    verification_cache: that which the target verifies through; None for its own.
+    follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.
-    observer: what drafts from the target's hidden states has one.
+    observer: what every verification shows the target's hidden states, of what drafts from these.
     refresh_every: rounds after which `is_due` comes again; 0: never.
     runs_missed: whether it has to go through what it missed, where another drafter's cache was written through.
     reads_current: whether it is shown every row before every round, and behind what the target's row holds the current
     token, too.
+    parts: drafters that it is made of, which are told what it is; the first alone may choose anew what it reads.
     """
 
     gamma: int
+    over: KVCache | None = None
     schedule: Schedule = Schedule()
-    verification_cache: VerificationCache = None
+    verification_cache: KVCache | WriteThroughKVCache | None = None
     follows_parts: bool = False
-    observer: Observer | None = None
+    observer: ObservedStates | None = None
     refresh_every: int = 0
     runs_missed: bool = True
     reads_current: bool = False
+    parts: tuple[Drafter, ...] = ()
 
     def check(self, target: ModelRunner, length: int) -> None:
-        """Raise ConfigError unless this drafts for that target, in rows of up to `length` tokens."""
+        """Raise ConfigError unless this drafter drafts for that target, in rows of up to `length` tokens."""
+        if self.over is not None and target.cache is not self.over:
+            what, seen = "the drafter was built on another runner", f"{type(self).__name__} over another target's cache"
+            fix = "build the drafter from the runner that is passed to generate()"
+            raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
+        for part in self.parts:
+            part.check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         """Come to know what those rows hold; outside of what is captured."""
+        for part in self.parts:
+            part.follow(rows)
 
     def keep_no_prompts(self) -> None:
         """From now on, of those that were rehearsed; what was kept goes."""
-        return
+        for part in self.parts:
+            part.keep_no_prompts()
 
     def is_due(self) -> bool:
         """Asked before every round: whether it begins with `refresh`."""
-        return False
+        return any(part.is_due() for part in self.parts[:1])
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         """Choose anew what a round of so many drafts reads, by what was verified; as `propose`."""
-        return
+        for part in self.parts[:1]:
+            part.refresh(batch, gamma)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Drafts to follow the batch's current tokens: `gamma` columns, at most the drafter's own gamma, of which a row
@@ -96,14 +99,18 @@ class Drafter(Protocol):
     def rollback(self, batch: Batch) -> None:
         """Forget what was rejected: the round left `batch.lengths [B]` tokens committed to `batch.rows` of the target's
         cache."""
+        for part in self.parts:
+            part.rollback(batch)
+        self.schedule.observe(batch)
 
 
 class TextDrafter(Drafter):
-    """What drafters without a model share: no cache of their own, so nothing to write through or roll back."""
+    """What drafters without a model share: no cache of their own, so nothing to write through or roll back. Text behind
+    the rows' lengths is written over before it is looked at."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
-        self.gamma, self._cache, self._ranks = gamma, runner.cache, runner.ranks
+        self.gamma, self.over, self._ranks = gamma, runner.cache, runner.ranks
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
@@ -116,13 +123,6 @@ class TextDrafter(Drafter):
 
         decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
         return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._cache, target.cache)
-
-    def rollback(self, batch: Batch) -> None:
-        """Text behind the rows' lengths is written over before it is looked at."""
-        self.schedule.observe(batch)
 
 
 class Guess(NamedTuple):
@@ -158,11 +158,13 @@ class HostDrafter(TextDrafter):
 
 
 class ModelDrafter(Drafter):
-    """What drafters that run a model share, over a cache of its own; `runner` may stand for what other ranks hold."""
+    """What drafters that run a model share, over a cache of its own, if any; `runner` may stand for what other ranks
+    hold. over: the target's cache, of a model that goes on from what the target holds."""
 
-    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int) -> None:
-        check_gamma(gamma, gamma + 1 if runner.cache is None else runner.cache.max_block)
-        self.gamma, self._runner = gamma, runner
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, over: KVCache | None = None) -> None:
+        self.gamma, self.over, self._runner = gamma, over, runner
+        self._cache = None if runner.cache is over else runner.cache
+        check_gamma(gamma, gamma + 1 if self._cache is None else self._cache.max_block)
 
     @abstractmethod
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
@@ -170,7 +172,7 @@ class ModelDrafter(Drafter):
         decides. cache: what of the draft's own a round can touch."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        cache = None if self._runner.cache is None else batch.of(self._runner.cache, gamma)
+        cache = None if self._cache is None else batch.of(self._cache, gamma)
         tokens, distributions, bounds = [batch.current], [], self.schedule.bounds(batch, gamma)
         for i in range(gamma):
             logits = self.logits(batch, i, tokens[-1], cache)
@@ -190,8 +192,9 @@ class ModelDrafter(Drafter):
 
     def check(self, target: ModelRunner, length: int) -> None:
         """Also: the draft has a row for each of the target's."""
+        super().check(target, length)
         own, name = self._runner, type(self).__name__
-        room = None if own.cache is None else own.cache.max_length
+        room = None if self._cache is None else self._cache.max_length
         if own.max_batch != target.max_batch:
             what = "the draft cache has another number of rows than the target's"
             fix = "build both caches with the same max_batch"
@@ -201,17 +204,9 @@ class ModelDrafter(Drafter):
             raise ConfigError(what, f"{name}: cache", f"{length} tokens", f"<= {room}", f"{fix}, or a StreamingKVCache")
 
     def rollback(self, batch: Batch) -> None:
-        if self._runner.cache is not None:
-            batch.of(self._runner.cache).rollback(batch.lengths)
-        self.schedule.observe(batch)
-
-
-def check_target(drafter: object, own: KVCache, given: KVCache) -> None:
-    """Raise ConfigError unless the cache that generates is the one that the drafter was built over."""
-    if given is not own:
-        what, seen = "the drafter was built on another runner", f"{type(drafter).__name__} over another target's cache"
-        fix = "build the drafter from the runner that is passed to generate()"
-        raise ConfigError(what, "generate: drafter", seen, "the cache of the runner that generates", fix)
+        if self._cache is not None:
+            batch.of(self._cache).rollback(batch.lengths)
+        super().rollback(batch)
 
 
 def check_gamma(gamma: int, window: int) -> None:

@@ -28,7 +28,7 @@ class Combined(HostDrafter):
 
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
-        self.model, self.verification_cache = model, model.verification_cache
+        self.model, self.parts, self.verification_cache = model, (model,), model.verification_cache
         self.observer = model.observer
         self.refresh_every, self.runs_missed = model.refresh_every, model.runs_missed
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
@@ -42,10 +42,6 @@ class Combined(HostDrafter):
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
         self.model.schedule = schedule
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        super().check(target, length)
-        self.model.check(target, length)
 
     def continued(self, shown: Shown) -> Guess:
         guesses = [text.continued(shown) for text in self._texts]
@@ -75,15 +71,6 @@ class Combined(HostDrafter):
             return super().propose(batch, verification, gamma)
         led = _Led(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, led), gamma)
-
-    def keep_no_prompts(self) -> None:
-        self.model.keep_no_prompts()
-
-    def is_due(self) -> bool:
-        return self.model.is_due()
-
-    def refresh(self, batch: Batch, gamma: int) -> None:
-        self.model.refresh(batch, gamma)
 
     def rollback(self, batch: Batch) -> None:
         self.model.rollback(batch)

@@ -28,8 +28,7 @@ class Parts:
 
     gamma: the most that a round drafts. model: what drafts, a Transformer or a head, of which this rank may hold
     nothing. new_cache: an empty cache of the draft's policy. remote: stands for a model that other ranks hold. texts:
-    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs. inner: what
-    drafts for the drafter.
+    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs.
     """
 
     runner: ModelRunner
@@ -39,7 +38,6 @@ class Parts:
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
     rehearses: bool = False
-    inner: Drafter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +146,19 @@ class ModelDrafterConfig(DrafterConfig):
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
                 policy.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DrafterConfig):
+    """Options of a head that was trained for the target."""
+
+    draft_model: str
+    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
+
+    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
+        from models.heads.loading import find_head
+
+        return find_head(self.draft_model, self.name, target.config)
 
 
 def drafters() -> dict[str, type[DrafterConfig]]:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from common.errors import ConfigError, flag
-from engine.drafters.base import ModelDrafter, Shown, check_target
-from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.drafters.observed import HeadConfig, ObservedStates
-from kv_cache import FullKVCache
+from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
+from engine.drafters.observed import ObservedStates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,16 +34,12 @@ class Eagle(ModelDrafter):
     """
 
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
-        super().__init__(runner.over(cache, head.body), gamma)
+        super().__init__(runner.over(cache, head.body), gamma, runner.cache)
         head.borrow(runner.model)
         self._target, self._head, self.cache = runner, head, cache
         # Another cache keeps the end of a prompt, and would be shown all of it.
-        self.follows_parts = isinstance(cache, FullKVCache)
+        self.follows_parts = cache.max_block == cache.max_length
         self.observer = self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._target.cache, target.cache)
-        super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, known, *_ in rows:
@@ -65,8 +60,7 @@ class Eagle(ModelDrafter):
             following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
             view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
             self._head.advance(self._fused(states), following, positions, view)
-        states = self._target.states_again(row, text, range(last, last + 1), self._observed.layers)
-        self._observed.begin(row, len(text), states[0, -1])
+        self._observed.begin(row, text)
 
     def _fused(self, states: Tensor) -> Tensor:
         return self._head.fused(states.to(self._head.body.dtype))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import ConfigError, flag
-from engine.drafters.base import ModelDrafter, Shown, check_target
-from engine.drafters.config import Parts
-from engine.drafters.observed import HeadConfig, ObservedStates
+from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.config import HeadConfig, Parts
+from engine.drafters.observed import ObservedStates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,27 +25,19 @@ class Medusa(ModelDrafter):
     cached. Errors: ConfigError if gamma is negative or there are fewer heads."""
 
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
-        super().__init__(runner, gamma)
+        super().__init__(runner, gamma, runner.cache)
         check_heads(gamma, len(heads))
         self._target, self._heads = runner, heads
         self.observer = self._observed = ObservedStates(runner, gamma, heads.shape.dim)
 
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._target.cache, target.cache)
-
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, *_ in rows:
-            states = self._target.states_again(row, text, range(len(text) - 1, len(text)))
-            self._observed.begin(row, len(text), states[0, -1])
+            self._observed.begin(row, text)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         states, _, _, last = self._observed.of(batch)
         out = self._heads[i](states.take_along_dim(last[..., None], dim=1)[:, 0])
         return out if self._heads.shape.own_output else self._target.model.logits(out)
-
-    def rollback(self, batch: Batch) -> None:
-        """Nothing of its own is cached."""
-        self.schedule.observe(batch)
 
 
 def check_heads(gamma: int, n_head: int) -> None:

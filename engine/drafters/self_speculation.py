@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
-from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma, check_target
+from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.ngram import NGramConfig
-from engine.drafters.speculated import Speculated, Verifier
 from engine.drafters.standalone import StandaloneConfig
 from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
 from kv_cache.verify_topk import copy_chosen
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
 
-class SelfSpeculation(ModelDrafter, Verifier):
+class SelfSpeculation(ModelDrafter):
     """The target drafts for itself over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
     That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
@@ -39,6 +38,7 @@ class SelfSpeculation(ModelDrafter, Verifier):
     Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
     """
 
+    verification_cache: WriteThroughKVCache
     runs_missed = False
 
     def __init__(
@@ -50,21 +50,17 @@ class SelfSpeculation(ModelDrafter, Verifier):
         layers: Sequence[int] | None = None,
     ) -> None:
         self._own = runner.over(cache, model)
-        super().__init__(self._own, gamma)
+        super().__init__(self._own, gamma, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
         self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh
-        self.verification_cache = self._through = WriteThroughKVCache(runner.cache, cache, layers)
+        self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
             self._observed = cache.observer(gamma + 1, *sizes)
             self._observe()
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        check_target(self, self._target.cache, target.cache)
-        super().check(target, length)
 
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, known, _ in rows:
@@ -90,7 +86,7 @@ class SelfSpeculation(ModelDrafter, Verifier):
 
     def _observe(self) -> None:
         """Observe the verification before entries are chosen anew, and no other."""
-        self._through.observed = self._observed if self._is_due_in(self._n_rounds + 1) else None
+        self.verification_cache.observed = self._observed if self._is_due_in(self._n_rounds + 1) else None
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
@@ -102,6 +98,8 @@ class SelfSpeculation(ModelDrafter, Verifier):
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
 
     def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
+        """Logits `[B, T, V]` of `block [B, T]`, over what of its own a round can touch; of a sharded model on the rank
+        that decides."""
         return self._own.step(block, positions, cache)
 
 
@@ -177,5 +175,4 @@ class SelfConfig(ModelDrafterConfig):
 
     def build(self, parts: Parts) -> Drafter:
         model = parts.model or parts.runner.model
-        outer = SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)
-        return outer if parts.inner is None else Speculated(outer, parts.inner)
+        return SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.counts import Counts
-from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
+from engine.drafters.base import Drafter, ModelDrafter, check_gamma
+from engine.drafters.self_speculation import SelfSpeculation
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
 
@@ -17,22 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
-    from engine.parallel.ranks import Ranks
-    from engine.runner import ModelRunner
-
-
-class Verifier(Drafter):
-    """A drafter that verifies what is drafted for it: it runs blocks over a cache that the target writes through."""
-
-    cache: KVCache
-    layers: Sequence[int] | None
-    ranks: Ranks
-    verification_cache: WriteThroughKVCache
-
-    @abstractmethod
-    def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
-        """The draft's logits `[B, T, V]` of `block [B, T]`, over what of its own a round can touch; of a sharded model
-        on the rank that decides."""
 
 
 class Speculated(Drafter):
@@ -47,8 +30,8 @@ class Speculated(Drafter):
     Errors: ConfigError if gamma + 1 tokens do not fit the inner draft's window.
     """
 
-    def __init__(self, outer: Verifier, inner: Drafter) -> None:
-        self.gamma, self._outer, self._inner = outer.gamma, outer, inner
+    def __init__(self, outer: SelfSpeculation, inner: Drafter) -> None:
+        self.gamma, self._outer, self._inner, self.parts = outer.gamma, outer, inner, (outer, inner)
         self.refresh_every = outer.refresh_every
         self.runs_missed = isinstance(inner, ModelDrafter) and inner.runs_missed
         self._cache: KVCache | None = getattr(inner, "cache", None)
@@ -59,23 +42,6 @@ class Speculated(Drafter):
             through.target = WriteThroughKVCache(through.target, self._cache, outer.layers)
         # Of all rows: rounds, drafted, emitted; then how often each place was verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        self._outer.check(target, length)
-        self._inner.check(target, length)
-
-    def follow(self, rows: Sequence[Shown]) -> None:
-        self._outer.follow(rows)
-        self._inner.follow(rows)
-
-    def keep_no_prompts(self) -> None:
-        self._inner.keep_no_prompts()
-
-    def is_due(self) -> bool:
-        return self._outer.is_due()
-
-    def refresh(self, batch: Batch, gamma: int) -> None:
-        self._outer.refresh(batch, gamma)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         most, rows = self._inner.gamma, torch.arange(len(batch.rows), device=batch.rows.device)[:, None]
@@ -118,11 +84,6 @@ class Speculated(Drafter):
             n_tokens = n_tokens + is_open * (accepted + 1)
         lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
         return self.schedule.cut(Drafts(tokens[:, :gamma], None if law is None else law[:, :gamma], lengths), batch)
-
-    def rollback(self, batch: Batch) -> None:
-        self._outer.rollback(batch)
-        self._inner.rollback(batch)
-        self.schedule.observe(batch)
 
     def _count(self, rounds: Tensor, meant: Tensor, accepted: Tensor) -> None:
         place = torch.arange(self._inner.gamma, device=meant.device)
