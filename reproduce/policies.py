@@ -1,7 +1,6 @@
 """Every policy of a self-draft's cache by its budget: acceptance on each kind of text, and what it costs and gains.
 
 python reproduce/policies.py
-python reproduce/policies.py --axis prefix_len=7500 --axis B=8 --fixed budgets=[75,225,375,525,750]
 
 Resumable: cells that have a record are not run again. Needles (passkey, multikey) are asked for at the end of a text
 that tells them early, where a recent window has forgotten them; what is judged is the right answer, teacher-forced.
@@ -51,7 +50,8 @@ def by_panel(
     """A panel for each value of a setting, in each a line for each policy over the entries that it reads."""
     panels = []
     for (context, value), rows in grouped(rows_of(records), itemgetter("prefix_len", panel)).items():
-        curves = lines([row for row in rows if row["draft_budget"]], "draft_policy", "draft_budget", y)
+        alone = [row for row in rows if row["draft_budget"] and not row.get("draft_of_draft")]
+        curves = lines(alone, "draft_policy", "draft_budget", y)
         name = f"context of {context} tokens, {panel} {value}"
         panels.append(Panel(name, "budget, KV entries read", y_label, curves, is_speedup=is_speedup))
     return Figure(title, panels)

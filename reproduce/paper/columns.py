@@ -89,6 +89,7 @@ COLUMNS = {
     "plain_ms_per_token": measured("baseline_step_ms", "plain, ms a token", ".1f"),
     "ms_per_token": measured(over("round_ms", "mean_accepted_length"), "speculation, ms a token", ".1f"),
     "prompt_tokens": Column(lambda row: f"{row['shortest']} to {row['longest']}", "prompt tokens"),
+    "inner_rate": Column(lambda row: (row.get("inner") or {}).get("acceptance_rate"), "its acceptance", ".3f"),
     "outcome": Column("status", "outcome", lambda status: "passed" if status == "done" else "FAILED", align="<"),
     "kv_megabytes": Column(lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}", "MB of KV"),
     "largest_kernel": Column(lambda row: f"`{row['largest'][0]['kernel'][:60]}`", "largest kernel", align="<"),
