@@ -36,6 +36,7 @@ from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.contention import contention
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
+from kv_cache.policy import policies
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.paper.columns import SLOWER, of
 from reproduce.paper.published import Record, grouped
@@ -66,8 +67,8 @@ class Drafters:
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
-    """what drafts: names, or KIND:CHECKPOINT (standalone, eagle, medusa); before one, text drafters (suffix+self);
-    behind one, its schedule or gamma (self@heuristic, self@5); each has the draft flags that it takes"""
+    """what drafts: names, KIND:CHECKPOINT (standalone, eagle, medusa), or self:POLICY; before one, text drafters
+    (suffix+self); behind one, its schedule or gamma (self@heuristic, self@5); each has the draft flags that it takes"""
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
@@ -114,9 +115,11 @@ def _chosen(name: str) -> dict[str, Any]:
     own = {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
     head, _, path = (what if at and own else name).partition(":")
     *texts, kind = head.split("+")
+    behind = "draft_model" if kind in WITH_MODEL else "draft_policy"
     is_known = bool(path) if kind in WITH_MODEL else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
+    is_known &= kind in WITH_MODEL or not path or (kind == "self" and path in policies())
     if is_known and set(texts) <= TEXTS.keys():
-        given = {"draft": kind, "draft_model": path, "text_drafts": tuple(texts)}
+        given = {"draft": kind, behind: path, "text_drafts": tuple(texts)}
         return {name: value for name, value in given.items() if value} | own
     near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
     required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"

@@ -20,7 +20,7 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
         return decode(session, name, *rest, **more)
 
     monkeypatch.setattr("engine.bench.decode", noted)
-    drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic"]
+    drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic", "self:snapkv"]
     flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
     ended = call("reproduce/drafters.py", f"{flags} --drafters {' '.join(drafters)}")
     assert names == ["plain", "plain", *drafters, *drafters[::-1], "plain"]
