@@ -31,7 +31,7 @@ def pairs(records: Sequence[Record]) -> list[Record]:
 
 # What a table has rows of, where these are not its records.
 ROWS = {"cpu_pairs": pairs, "prompt_sets": table_rows}
-ROWS |= dict.fromkeys(("drafters", "policies_acceptance", "serving"), rows_of)
+ROWS |= dict.fromkeys(("drafters", "policies_acceptance", "policy_pairs", "serving"), rows_of)
 
 
 def tables(folder: Path) -> dict[str, str]:
