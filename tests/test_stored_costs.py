@@ -142,6 +142,14 @@ def test_costs_are_measured_anew_for_another_run_or_where_that_is_asked_for(call
     assert len(measured) == 2
 
 
+def test_costs_of_one_kind_of_draft_are_not_anothers(call, measured, monkeypatch):
+    """Of two that have no options, so that nothing else tells them apart."""
+    hold(monkeypatch, True)
+    sizes = without(SIZES, "--draft_budget")
+    for draft in ("oracle", "suffix"):
+        assert call(SELFSPEC, f"{sizes} --draft {draft}").record["measured_costs_kept"] is False
+
+
 def without(given: str, flags: str) -> str:
     """The flags that the others do not name."""
     return " ".join(f"--{one}" for one in given.removeprefix("--").split(" --") if f"--{one.split()[0]}" not in flags)
