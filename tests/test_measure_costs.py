@@ -134,7 +134,7 @@ def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
 def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(11), Choice(0, 3): timed(29, 70), Choice(1, 3): timed(12, 90)}
     rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
-    first, second = costs_of_rounds(rounds, [1, 3], rates, [0.0, 0.0])
+    first, second = costs_of_rounds(rounds, [1, 3], rates, [0.0, 0.0], [40, 20])
     assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (11 + 29) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
@@ -142,7 +142,7 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
 
 def test_choosing_entries_anew_costs_every_round_its_share():
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
-    first, second = costs_of_rounds(rounds, [3], [None] * 2, [0.0, 3.0])
+    first, second = costs_of_rounds(rounds, [3], [None] * 2, [0.0, 3.0], [40, 40])
     assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
     assert second.slower(2).round_ms(3) == pytest.approx(2 * second.round_ms(3))
 
@@ -169,8 +169,16 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
 def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
     rounds = {PLAIN: timed(0), Choice(0, 1): timed(10), Choice(0, 3): timed(30)}
     rounds |= {Choice(index, 2): timed(2 * ms) for index, ms in enumerate((12, 6, 9, 5), start=1)}
-    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5, [0.0] * 5)
+    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5, [0.0] * 5, [50, 40, 30, 20, 10])
     assert [one.draft_ms for one in found] == pytest.approx([10, 10, 6, 6, 5])
+
+
+def test_policies_of_one_size_draft_equally_fast():
+    """Whichever is listed last: what differs is noise."""
+    rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(24), Choice(2, 3): timed(36)}
+    rounds |= {Choice(3, 3): timed(15), Choice(4, 3): timed(9)}
+    found = costs_of_rounds(rounds, [3], [None] * 5, [0.0] * 5, [50, 50, 50, 20, 20])
+    assert [one.draft_ms for one in found] == pytest.approx([10, 10, 10, 4, 4])
 
 
 @pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 2)])

@@ -173,7 +173,13 @@ def _costs(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int) -> list[
     refresh_ms = [
         1e3 * median_low(seen) / n if n else 0.0 for n, seen in zip(every, rehearsal.refreshes(), strict=True)
     ]
-    return costs_of_rounds(timed, gammas, rehearsal.acceptance, refresh_ms)
+    return costs_of_rounds(timed, gammas, rehearsal.acceptance, refresh_ms, [_size(one) for one in rehearsal.drafters])
+
+
+def _size(drafter: Drafter) -> int | None:
+    """KV entries a row that it reads; None if it has no cache of its own."""
+    cache = getattr(drafter, "cache", None)
+    return None if cache is None else cache.capacity
 
 
 def costs_of_rounds(
@@ -181,11 +187,12 @@ def costs_of_rounds(
     gammas: Sequence[int],
     acceptance: Sequence[AcceptanceRate | None],
     refresh_ms: Sequence[float],
+    sizes: Sequence[int | None],
 ) -> list[Costs]:
     """One a drafter, of the seconds that the rounds of each choice took in its parts (see `Rehearsal`), and of a
     round's share of what choosing its entries anew takes.
 
-    A draft step takes no longer than one of the drafter before it.
+    A draft step takes no longer than one of the drafter before it, and as long with any policy of one size.
     """
 
     def ms(choice: Choice, part: str) -> float:
@@ -195,6 +202,8 @@ def costs_of_rounds(
     for drafter in range(len(acceptance)):
         drafted = [choice for choice in timed if choice.drafter == drafter]
         draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
+    of_size = {size: median(ms for ms, own in zip(draft_ms, sizes, strict=True) if own == size) for size in sizes}
+    draft_ms = [own if size is None else of_size[size] for own, size in zip(draft_ms, sizes, strict=True)]
     # A plain step has a little of everything but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)

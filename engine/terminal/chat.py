@@ -14,7 +14,7 @@ class Chat(ModelFlags):
     gen_len: int = 512
     """the most new tokens of an answer"""
     context: int = 4096
-    """the most tokens of a conversation, if the model's context has as many; it is prefilled again for every answer"""
+    """the most tokens of a conversation, if the model's context has as many"""
 
     def run(self) -> None:
         from engine.terminal.conversation import converse
