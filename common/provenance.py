@@ -31,9 +31,15 @@ def _cpu_name() -> str:
 
 
 def git_commit() -> str | None:
-    """HEAD, marked `-dirty` if tracked files differ from it; None outside a git checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """HEAD, marked `-dirty` if tracked files differ from it or there is Python that is not tracked, such as a policy of
+    one's own; None outside a git checkout."""
+
+    def said(*command: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = said("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        is_new = said("ls-files", "--others", "--exclude-standard", "--", "*.py") and not commit.endswith("-dirty")
+        return commit + ("-dirty" if is_new else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from common.errors import ConfigError, UserError
 from common.jsonl import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
+from common.provenance import git_commit
 
 N_RECORDS = 400
 
@@ -120,3 +122,18 @@ def test_a_run_outlives_what_it_cannot_append_and_ends_with_the_first_error(path
     with pytest.raises(UserError) as raised:
         publish(str(path), {"a": 1}, put_off=put_off)
     assert raised.value is put_off[0] and records(path) == [{"a": 1}]
+
+
+def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.provenance.ROOT", tmp_path)
+    assert git_commit() is None
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "kept.py").write_text("")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "notes.txt").write_text("not Python")
+    assert (clean := git_commit()) and len(clean) == 40
+    (tmp_path / "policy.py").write_text("")
+    assert git_commit() == f"{clean}-dirty"
+    (tmp_path / "kept.py").write_text("changed = 1")
+    assert git_commit() == f"{clean}-dirty"
