@@ -105,7 +105,7 @@ class VerifyTopKCache(SnapKVCache):
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
         slots = torch.arange(n_slot, device=self.device)
         is_recent = slots >= (lengths - self.window)[:, None, None]
-        # Entries around one hit would rank alike, and which of them are chosen depend on how many others there are.
+        # Entries around one hit would rank alike, and which of them are chosen would depend on what else there is.
         falling = 1 - slots % self.pool * 2.0**-20
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             share = observed.noted[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
