@@ -9,12 +9,57 @@ import torch
 
 # Keeps the scale of an all-zero vector from dividing by zero.
 SMALLEST_SCALE = 1e-12
+# The largest code of 4 bits.
+LEVELS = 15
 
 
 @cache
 def largest() -> dict[torch.dtype, float]:
     """The largest magnitude that each 8-bit storage holds."""
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+class Packed(NamedTuple):
+    """Numbers of 4 bits, `code * step + low`, of tokens in the order of their positions, from 0 on.
+
+    A byte holds two codes, the first half of the head dim in the lower bits. key_codes: by groups of tokens, uint8
+    `[max_batch, n_kv_head, n / group, ceil(head_dim / 2), group]`; value_codes: `[max_batch, n_kv_head, n,
+    ceil(head_dim / 2)]`. Their lowest numbers and steps, bfloat16: key_grids by group and channel, `[2, max_batch,
+    n_kv_head, n / group, head_dim]`; value_grids by as many channels as divide the head dim and by token, `[2,
+    max_batch, n_kv_head, n_part, n]`. n_token: how many there are for queries, `<= n`. recent: the positions of tokens
+    that count instead wherever both hold one, `[B', ring]` int64, position p in slot `p % ring` or nowhere.
+    """
+
+    key_codes: torch.Tensor
+    value_codes: torch.Tensor
+    key_grids: torch.Tensor
+    value_grids: torch.Tensor
+    n_token: int
+    recent: torch.Tensor
+
+    @property
+    def group(self) -> int:
+        return self.key_codes.shape[-1]
+
+    def unpacked(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`[2, B', n_kv_head, n, head_dim]`, without the recent ones."""
+        head_dim = self.key_grids.shape[-1]
+        low, step = self.key_grids[:, rows][:, :, :, :, None].to(dtype)
+        keys = torch.addcmul(low, split(self.key_codes[rows].mT, head_dim).to(dtype), step).flatten(2, 3)
+        low, step = self.value_grids[:, rows].mT[..., None].to(dtype)
+        codes = split(self.value_codes[rows], head_dim).to(dtype).unflatten(-1, (low.shape[-2], -1))
+        return torch.stack([keys, torch.addcmul(low, codes, step).flatten(-2)])
+
+
+def split(codes: torch.Tensor, size: int) -> torch.Tensor:
+    """`[..., ceil(size / 2)]` bytes as `[..., size]` codes of 4 bits."""
+    return torch.cat([codes & LEVELS, codes >> 4], dim=-1)[..., :size]
+
+
+def joined(codes: torch.Tensor) -> torch.Tensor:
+    """What `split` takes apart."""
+    low, high = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).chunk(2, dim=-1)
+    return low | high << 4
 
 
 class KV(NamedTuple):
@@ -25,6 +70,8 @@ class KV(NamedTuple):
     each row of queries attends to; None where these are the same rows. noted: where attention of a short block over
     entries in the order of their positions also notes, in those rows, the share that each entry gets of each token's
     attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C]` float32; else None.
+    packed: older tokens, which a backend that cannot read them so gets by `unpacked`; of them alone the cache's
+    positions speak.
     """
 
     keys: torch.Tensor
@@ -33,12 +80,34 @@ class KV(NamedTuple):
     value_scales: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     noted: torch.Tensor | None = None
+    packed: Packed | None = None
+
+    def unpacked(self) -> KV:
+        """Packed and recent tokens in the order of their positions; entries without packed ones as they are."""
+        if self.packed is None:
+            return self
+        n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
+        dtype = self.keys.dtype if self.key_scales is None else torch.bfloat16
+        recent = torch.stack(self._replace(packed=None).dequantized(dtype))
+        older = self.packed.unpacked(rows, recent.dtype)[..., :n_token, :]
+        _, _, n_head, _, head_dim = older.shape
+        # Slots of the ring that hold nothing go to a last one, which nobody reads.
+        entries = recent.new_empty(2, len(self.keys), n_head, n_token + 1, head_dim)
+        entries[:, rows, :, :n_token] = older
+        held = self.packed.recent
+        at = torch.where((held >= 0) & (held < n_token), held, n_token)
+        stored = torch.arange(len(self.keys), device=held.device) if self.rows is None else self.rows
+        entries[:, stored[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
+        keys, values = entries[..., :n_token, :].transpose(2, 3)
+        return KV(keys, values, rows=self.rows, noted=self.noted)
 
     def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in `dtype`, one row for each of the queries'; the entries themselves where they are that."""
+        if self.packed is not None:
+            return self.unpacked().dequantized(dtype)
         if self.rows is not None:
-            scales = (None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales))
-            return KV(self.keys[self.rows], self.values[self.rows], *scales).dequantized(dtype)
+            of_keys, of_values = (None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales))
+            return KV(self.keys[self.rows], self.values[self.rows], of_keys, of_values).dequantized(dtype)
         return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
 
 

@@ -79,7 +79,8 @@ class BlockAlone:
         self._new = new
 
     def read(self, layer: int, queries: torch.Tensor) -> KV:
-        return KV(*self._new.unbind(2))
+        keys, values = self._new.unbind(2)
+        return KV(keys, values)
 
 
 class WriteThroughKVCache:

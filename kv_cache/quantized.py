@@ -11,10 +11,9 @@ import torch
 
 from common.errors import ConfigError, flag
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import KV, dequantize, stored_as
+from kv_cache.entries import KV, LEVELS, Packed, dequantize, joined, stored_as
 from kv_cache.full import Full, FullKVCache
 
-LEVELS = 15
 # A group whose numbers are all the same must not divide by 0.
 SMALLEST_STEP = 1e-8
 
@@ -26,8 +25,8 @@ class QuantizedKVCache(FullKVCache):
     The numbers of a group share its smallest one and a step, both in bfloat16. Keys are grouped along tokens, each
     channel for itself; values along channels, each token for itself. `group` tokens are quantised at once, when all of
     them lie `window` or more before a block that is written; until then they are in the ring, as in the paper's two
-    buffers. Reading unpacks one layer into a buffer that all layers share. The codes are a copy of their own, whatever
-    the target's cache is stored in. Errors: ConfigError if `group` is below 1, or `window` shorter.
+    buffers. The codes are a copy of their own, whatever the target's cache is stored in. Errors: ConfigError if `group`
+    is below 1, or `window` shorter.
 
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
@@ -52,25 +51,28 @@ class QuantizedKVCache(FullKVCache):
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
         self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
+        self._last_group = torch.full((max_batch,), EMPTY, device=device)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
-        rows, n_slot = (config.n_layer, 2, max_batch, config.n_kv_head), n_group * group
-        self._codes = torch.zeros(*rows, n_slot, -(-config.head_dim // 2), dtype=torch.uint8, device=device)
-        # Of each group its smallest number and its step.
+        layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
+        # As of Packed, in each layer.
+        byte = torch.zeros((), dtype=torch.uint8, device=device)
+        self._key_codes = byte.new_zeros(layers, *rows, n_group, -(-config.head_dim // 2), group)
+        self._value_codes = byte.new_zeros(layers, *rows, n_slot, -(-config.head_dim // 2))
         grid = torch.zeros((), dtype=torch.bfloat16, device=device)
-        self._key_grids = grid.new_zeros(*rows, n_group, config.head_dim)
-        self._value_grids = grid.new_zeros(*rows, n_slot, config.head_dim // along)
-        # Slots of the ring that hold nothing go to a last one, which nobody reads.
-        unpacked = torch.bfloat16 if self.scales is not None else self.entries.dtype
-        self._unpacked = torch.zeros(*rows[1:], n_slot + 1, config.head_dim, dtype=unpacked, device=device)
+        self._key_grids = grid.new_zeros(layers, 2, *rows, n_group, config.head_dim)
+        self._value_grids = grid.new_zeros(layers, 2, *rows, config.head_dim // along, n_slot)
+
+    @property
+    def _packed(self) -> list[torch.Tensor]:
+        return [self._key_codes, self._value_codes, self._key_grids, self._value_grids]
 
     @property
     def n_bytes(self) -> int:
-        own = self._codes, self._key_grids, self._value_grids, self._unpacked
-        return super().n_bytes + sum(x.numel() * x.element_size() for x in own)
+        return super().n_bytes + sum(x.numel() * x.element_size() for x in self._packed)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, self._codes, self._key_grids, self._value_grids, self._ring_positions]
+        return [*super().tensors, *self._packed, self._ring_positions, self._last_group]
 
     @property
     def max_block(self) -> int:
@@ -78,18 +80,25 @@ class QuantizedKVCache(FullKVCache):
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
         self._ring_positions[self._rows, positions % self.ring] = positions
+        # The last group that lies far enough back, and the rows which hold it and have it in 4 bits not yet.
+        group = (positions[:, :1] - self.window) // self.group - 1
+        is_new = (group >= 0) & (group != self._last_group[self._rows])
+        self._last_group[self._rows] = group
+        self._due = group.clamp(min=0) * self.group + torch.arange(self.group, device=self.device)
+        self._is_due = (is_new & (self._ring_positions[self._rows, self._due % self.ring] == self._due)).all(dim=1)
+        # A CPU need not do what changes nothing.
+        self._skips = self.device.type == "cpu" and not self._is_due.any()
         return super().begin(positions)
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
-        """As of every cache, into the ring; also quantises the last group that lies far enough back."""
+        """As of every cache, into the ring; also quantises the group that is due."""
         super().write(layer, slots % self.ring, new)
-        group = ((slots[:, :1] - self.window) // self.group - 1).clamp(min=0)
-        positions = group * self.group + torch.arange(self.group, device=self.device)
-        at = positions % self.ring
+        if self._skips:
+            return
+        at = self._due % self.ring
         scales = None if self.scales is None else self.scales[layer][:, self._rows, :, at]
         tokens = dequantize(self.entries[layer][:, self._rows, :, at], scales, torch.float32)
-        is_held = (self._ring_positions[self._rows, at] == positions).all(dim=1)
-        self._quantize(layer, self._rows, group, tokens[:, None], is_held)
+        self._quantize(layer, self._rows, self._due[:, :1] // self.group, tokens[:, None], self._is_due)
 
     def _quantize(
         self, layer: int, rows: torch.Tensor, groups: torch.Tensor, tokens: torch.Tensor, is_held: torch.Tensor
@@ -97,39 +106,33 @@ class QuantizedKVCache(FullKVCache):
         """Store `tokens [B, n, group, 2, n_kv_head, head_dim]` as the `groups [B, n]` of `rows [B, 1]` that `is_held
         [B]` is true of."""
         keys, values = tokens.unbind(3)
-        along = keys.shape[-1] // self._value_grids.shape[-1]
+        n_part = self._value_grids.shape[-2]
         key_codes, key_grid = quantize4(keys, 2)
-        value_codes, value_grid = quantize4(values.unflatten(-1, (-1, along)), -1)
-        codes = torch.stack([key_codes, value_codes.flatten(-2)], dim=3).flatten(1, 2)
-        low, high = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).chunk(2, dim=-1)
+        value_codes, value_grid = quantize4(values.unflatten(-1, (n_part, -1)), -1)
         slots = (groups[..., None] * self.group + torch.arange(self.group, device=self.device)).flatten(1)
-        for held, places, new in (
-            (self._codes, slots, low | high << 4),
-            (self._key_grids, groups, torch.stack(key_grid, dim=3)[:, :, 0]),
-            (self._value_grids, slots, torch.stack(value_grid, dim=3)[..., 0].flatten(1, 2)),
+        every, value_grids = slice(None), torch.stack(value_grid, dim=3)[..., 0].flatten(1, 2)
+        for held, at, new in (
+            (self._key_codes, (rows, every, groups), joined(key_codes).permute(0, 1, 3, 4, 2)),
+            (self._value_codes, (rows, every, slots), joined(value_codes.flatten(-2)).flatten(1, 2)),
+            (self._key_grids, (every, rows, every, groups), torch.stack(key_grid, dim=3)[:, :, 0]),
+            (self._value_grids, (every, rows, every, every, slots), value_grids),
         ):
-            before = held[layer][:, rows, :, places]
-            held[layer][:, rows, :, places] = torch.where(is_held[:, None, None, None, None], new, before)
+            of_layer, is_new = held[layer], is_held.view(-1, *[1] * (new.ndim - 1))
+            of_layer[at] = torch.where(is_new, new, of_layer[at])
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
-        n_slot = self._positions.shape[1]
-        n_group, last = -(-n_slot // self.group), self._unpacked.shape[3] - 1
-        rows = slice(None) if self.rows is None else self.rows
-        codes = self._codes[layer, :, rows, :, : n_group * self.group]
-        x = torch.cat([codes & LEVELS, codes >> 4], dim=-1)[..., : self._unpacked.shape[-1]].to(self._unpacked.dtype)
-        low, step = self._key_grids[layer, :, rows, :, :n_group, None]
-        x[0].unflatten(2, (n_group, self.group)).mul_(step).add_(low)
-        low, step = self._value_grids[layer, :, rows, :, : n_group * self.group, :, None]
-        x[1].unflatten(3, (low.shape[-2], -1)).mul_(step).add_(low)
-        self._unpacked[:, rows, :, : n_group * self.group] = x
-
-        at = self._ring_positions[rows]
-        at = torch.where((at >= 0) & (at < n_slot), at, last)
-        scales = None if self.scales is None else self.scales[layer, :, rows]
-        recent = dequantize(self.entries[layer, :, rows], scales, self._unpacked.dtype)
-        self._unpacked[:, self._rows, :, at] = recent.permute(1, 3, 0, 2, 4)
-        keys, values = self._unpacked[..., :n_slot, :].transpose(2, 3)
-        return KV(keys, values, rows=self.rows)
+        n_token = self._positions.shape[1]
+        n_group = -(-n_token // self.group)
+        n_slot = n_group * self.group
+        packed = Packed(
+            self._key_codes[layer, :, :, :n_group],
+            self._value_codes[layer, :, :, :n_slot],
+            self._key_grids[layer, :, :, :, :n_group],
+            self._value_grids[layer, ..., :n_slot],
+            n_token,
+            self._ring_positions if self.rows is None else self._ring_positions[self.rows],
+        )
+        return super().read(layer)._replace(packed=packed)
 
     def fill_row(
         self,
@@ -169,10 +172,11 @@ class QuantizedKVCache(FullKVCache):
         assert isinstance(narrowed, QuantizedKVCache)
         stored = rows if isinstance(rows, slice) else slice(None)
         # The slots of an extent are unpacked ones; the ring stays whole.
-        narrowed.entries, narrowed._codes = self.entries[:, :, stored], self._codes[:, :, stored]
+        narrowed.entries = self.entries[:, :, stored]
         narrowed.scales = None if self.scales is None else self.scales[:, :, stored]
+        narrowed._key_codes, narrowed._value_codes = self._key_codes[:, stored], self._value_codes[:, stored]
         narrowed._key_grids, narrowed._value_grids = self._key_grids[:, :, stored], self._value_grids[:, :, stored]
-        narrowed._unpacked, narrowed._ring_positions = self._unpacked[:, stored], self._ring_positions[stored]
+        narrowed._ring_positions, narrowed._last_group = self._ring_positions[stored], self._last_group[stored]
         return narrowed
 
 

@@ -62,7 +62,7 @@ def write(cache, entries: torch.Tensor, starts: list[int], n: int) -> None:
 def assert_reads(cache, entries: torch.Tensor, lengths: list[int], n_packed: list[int]) -> None:
     rows = range(len(lengths)) if cache.rows is None else cache.rows.tolist()
     layer = LAYERS - 1
-    kv = cache.read(layer)
+    kv = cache.read(layer).unpacked()
     for row, length, packed in zip(rows, lengths, n_packed, strict=True):
         found = torch.stack([kv.keys[row, :length], kv.values[row, :length]])
         torch.testing.assert_close(found, expected(entries, layer, row, length, packed), rtol=1e-5, atol=1e-5)
@@ -100,15 +100,17 @@ def test_written_block_by_block_a_row_is_what_it_is_filled_with(n):
     filled = quantized()
     filled.fill_row(0, source, starts[1])
     filled.fill_row(2, source, starts[0])
-    of_packed = slice(0, (starts[0] - n - WINDOW) // GROUP * GROUP)
-    assert of_packed.stop > 2 * RING
-    for own, again in (
-        (cache._codes[..., of_packed, :], filled._codes[..., of_packed, :]),
-        (cache._value_grids[..., of_packed, :], filled._value_grids[..., of_packed, :]),
-        (cache._key_grids[..., : of_packed.stop // GROUP, :], filled._key_grids[..., : of_packed.stop // GROUP, :]),
+    n_group = (starts[0] - n - WINDOW) // GROUP
+    assert n_group * GROUP > 2 * RING
+    for name, of_row, of_token, count in (
+        ("_key_codes", 1, 3, n_group),
+        ("_value_codes", 1, 3, n_group * GROUP),
+        ("_key_grids", 2, 4, n_group),
+        ("_value_grids", 2, 5, n_group * GROUP),
     ):
-        assert torch.equal(own[:, :, [0, 2]], again[:, :, [0, 2]]) and not own[:, :, 1].any()
-    found, wanted = (one.view(rows, starts[0]).read(1) for one in (cache, filled))
+        own, again = (getattr(one, name).narrow(of_token, 0, count).movedim(of_row, 0) for one in (cache, filled))
+        assert torch.equal(own[[0, 2]], again[[0, 2]]) and not own[1].any()
+    found, wanted = (one.view(rows, starts[0]).read(1).unpacked() for one in (cache, filled))
     for tokens in (slice(0, out_of_ring(starts[0])), slice(-WINDOW, None)):
         for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):
             assert torch.equal(own[[2, 0]][:, tokens], again[[2, 0]][:, tokens])
@@ -137,10 +139,10 @@ def test_what_came_back_from_further_on_leaves_its_codes():
     cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
     write(source, entries, [0] * N_ROWS, LONGEST)
     cache.fill_row(0, source, 80)
-    codes = cache._codes.clone()
+    codes = cache._value_codes.clone()
     cache.rollback(torch.tensor([45, 0, 0]))
     write(cache.view(slice(0, 1)), entries, [45], 2)
-    assert torch.equal(cache._codes, codes)
+    assert torch.equal(cache._value_codes, codes)
 
 
 def test_what_cannot_work_is_refused():

@@ -23,6 +23,8 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 PART = 1024
 # What every tile of the kernel divides.
 PADDING = 32
+# A vector's numbers at most: where tokens in 4 bits share no grid of as many, they are unpacked first.
+LANES = 16
 
 
 @functools.cache
@@ -66,16 +68,22 @@ class CppAttention:
         return Prepared(newest, oldest, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
-        packed, n_part = _packed(q, kv), -(-kv.keys.shape[1] // PART)
+        if kv.packed is not None and (kv.noted is not None or kv.packed.group % LANES):
+            kv = kv.unpacked()
+        packed, slots, n_part = _packed(q, kv), prepared.slots, -(-kv.keys.shape[1] // PART)
+        of_packed: tuple[Tensor | None, ...] = (None,) * 5
+        if kv.packed is not None:
+            n_part += -(-slots.shape[1] // PART)
+            of_packed, slots = (*kv.packed[:4], slots), kv.packed.recent
         batch, n_kv_head, n_token, group, head_dim = packed.shape
         out = torch.empty_like(packed)
         partials = packed.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
         read = packed, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
-        seen = prepared.slots, prepared.newest, prepared.oldest
+        seen = slots, prepared.newest, prepared.oldest
         scores = None
         if kv.noted is not None:
             scores = packed.new_empty(batch * n_kv_head, n_token * group, -(-kv.keys.shape[1] // PADDING) * PADDING)
-        _run(self._kernel.foretoken_attend, packed, kv, *read, *seen, partials, out, scores, kv.noted)
+        _run(self._kernel.foretoken_attend, packed, kv, *read, *seen, *of_packed, partials, out, scores, kv.noted)
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
     def copy_chosen(
@@ -114,10 +122,16 @@ def _run(kernel: Any, packed: Tensor, kv: KV, *tensors: Tensor | None) -> None:
     strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
     noted = (0, 0, 0) if kv.noted is None else kv.noted.stride()[:3]
     sizes = [batch, n_kv_head, kv.keys.shape[1], n_token * group, *strides, PART, group, *noted]
-    layout, of = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
+    if kv.packed is None:
+        sizes += [0] * 14
+    else:
+        sizes += [kv.packed.n_token, kv.packed.group, kv.packed.value_grids.shape[3]]
+        key_codes, value_codes, key_grids, value_grids = (one.stride() for one in kv.packed[:4])
+        sizes += [*key_codes[:2], *value_codes[:2], *key_grids[:3], *value_grids[:4]]
+    layout, types = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
     assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
     threads = ctypes.c_int(torch.get_num_threads())
-    failed = kernel(layout, *map(ctypes.c_int64, of), *map(_pointer, tensors), threads)
+    failed = kernel(layout, *map(ctypes.c_int64, types), *map(_pointer, tensors), threads)
     assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
 
 

@@ -121,6 +121,9 @@ struct Layout {
     int64_t scale_row, scale_head, scale_slot;
     int64_t part;  // slots per task, whole tiles
     int64_t group, noted_row, noted_token, noted_head;  // query heads of a KV head, and strides of what is noted
+    // Tokens in 4 bits, how many share a key's grid, and grids of a value; strides of what Packed names.
+    int64_t n_packed, packed_group, n_value_grid, key_code_row, key_code_head, value_code_row, value_code_head;
+    int64_t key_grid_both, key_grid_row, key_grid_head, value_grid_both, value_grid_row, value_grid_head, value_grid_part;
 };
 
 // A tile of n keys, its head dimension first: keys_t [D, TILE].
@@ -200,14 +203,133 @@ inline void in_passes(int64_t row, int64_t n_row, const Pass& pass) {
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
-// One part of one KV head: out [n_row, D] unnormalised, and per query row its largest score and its mass. kept: where
-// all scores go, [n_row, n_padded], if not null.
+// The entries of one row and head as they are stored.
 template <int D, typename Entry>
-void attend_part(const Layout& at, const float* q, const Entry* keys, const Entry* values, const float* key_scales,
+struct Stored {
+    const Entry *keys, *values;
+    int64_t key_stride, value_stride;
+
+    // Of all query rows against the n slots of a tile, weights [n_row, TILE].
+    void scores(const float* q, int64_t n_row, int64_t start, int n, float* weights) const {
+        alignas(64) float keys_t[D * TILE];
+        transpose_keys<D>(keys + start * key_stride, key_stride, n, keys_t);
+        in_passes(0, n_row, [&](int64_t m, auto size) {
+            tile_scores<size, D>(q + m * D, keys_t, weights + m * TILE);
+        });
+    }
+    void add(const float* weights, int64_t n_row, int64_t start, int n, float* out) const {
+        in_passes(0, n_row, [&](int64_t m, auto size) {
+            tile_values<size, D>(weights + m * TILE, values + start * value_stride, value_stride, n, out + m * D);
+        });
+    }
+};
+
+// Entries in 4 bits, code * step + low: a byte has one of each half of the head dimension, the first in the lower bits.
+// The grids, which are low and step, move into the queries of keys and into the weights of values, so that what is done
+// for every number is to unpack its code. Of a group of keys, slots are next to each other: [D / 2, group].
+template <int D>
+struct In4Bits {
+    static constexpr int HALF = D / 2;
+    const uint8_t *key_codes, *value_codes;
+    const bfloat16 *key_low, *key_step, *value_low, *value_step;
+    int64_t group, n_value_grid, value_grid_part;
+
+    static vec unpacked(const uint8_t* codes, bool is_high) {
+        ubvec bytes;
+        std::memcpy(&bytes, codes, sizeof bytes);
+        bytes = is_high ? bytes >> 4 : bytes & 15;
+        return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+    }
+
+    template <int N>
+    void block_scores(const float* q, int64_t slot, float* weights) const {
+        const int64_t in = slot / group;
+        alignas(64) float scaled[N * D];
+        vec acc[N][2];
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m) {
+            vec lowest{};
+            for (int d = 0; d < D; d += W) {
+                const vec x = load(q + m * D + d);
+                lowest += x * load(key_low + in * D + d);
+                store(scaled + m * D + d, x * load(key_step + in * D + d));
+            }
+            acc[m][0] = broadcast(sum_of_lanes(lowest));
+            acc[m][1] = vec{};
+        }
+        const uint8_t* codes = key_codes + in * HALF * group + slot % group;
+        for (int d = 0; d < HALF; ++d, codes += group) {
+            __builtin_prefetch(codes + TILE * HALF, 0, 2);
+            const vec low = unpacked(codes, false), high = unpacked(codes, true);
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m) {
+                acc[m][0] += broadcast(scaled[m * D + d]) * low;
+                acc[m][1] += broadcast(scaled[m * D + HALF + d]) * high;
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m) store(weights + m * TILE, acc[m][0] + acc[m][1]);
+    }
+
+    void scores(const float* q, int64_t n_row, int64_t start, int n, float* weights) const {
+        for (int block = 0; block < n; block += W)
+            in_passes(0, n_row, [&](int64_t m, auto size) {
+                block_scores<size>(q + m * D, start + block, weights + m * TILE + block);
+            });
+    }
+
+    template <int N>
+    void add_rows(const float* weights, int64_t start, int n, float* out) const {
+        constexpr int V = D / W < 4 ? D / W : 4;
+        for (int at = 0; at < D; at += V * W) {
+            alignas(64) float scaled[V][N][TILE];
+            vec acc[N][V];
+            for (int v = 0; v < V; ++v) {
+                const int64_t grid = (at + v * W) * n_value_grid / D * value_grid_part + start;
+#pragma GCC unroll 8
+                for (int m = 0; m < N; ++m) {
+                    vec lowest{};
+                    for (int s = 0; s < n; s += W) {
+                        const vec w = load(weights + m * TILE + s);
+                        lowest += w * load(value_low + grid + s);
+                        store(scaled[v][m] + s, w * load(value_step + grid + s));
+                    }
+                    acc[m][v] = load(out + m * D + at + v * W) + broadcast(sum_of_lanes(lowest));
+                }
+            }
+            for (int s = 0; s < n; ++s) {
+                const uint8_t* codes = value_codes + (start + s) * HALF;
+                __builtin_prefetch(codes + TILE * HALF, 0, 2);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) {
+                    const int d = at + v * W;
+                    const vec x = unpacked(codes + d % HALF, d >= HALF);
+#pragma GCC unroll 8
+                    for (int m = 0; m < N; ++m) acc[m][v] += broadcast(scaled[v][m][s]) * x;
+                }
+            }
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) store(out + m * D + at + v * W, acc[m][v]);
+        }
+    }
+
+    void add(const float* weights, int64_t n_row, int64_t start, int n, float* out) const {
+        in_passes(0, n_row, [&](int64_t m, auto size) {
+            add_rows<size>(weights + m * TILE, start, n, out + m * D);
+        });
+    }
+};
+
+// One part of one KV head: out [n_row, D] unnormalised, then per query row its largest score, then its mass. kept: where
+// all scores go, [n_row, n_padded], if not null.
+template <int D, typename Entries>
+void attend_part(const Layout& at, const float* q, const Entries& entries, const float* key_scales,
                  const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
-                 int64_t first, int64_t last, float* kept, int64_t n_padded, float* out, float* largest, float* mass) {
+                 int64_t first, int64_t last, float* kept, int64_t n_padded, float* out) {
     const int64_t n_row = at.n_row;
-    alignas(64) float keys_t[D * TILE];
+    float *largest = out + n_row * D, *mass = largest + n_row;
     std::vector<float> scores(n_row * TILE);
     float* weights = scores.data();
     std::memset(out, 0, n_row * D * sizeof(float));
@@ -223,7 +345,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
         const int n = (int)(last - start < TILE ? last - start : TILE);
         int in_any = 0, in_all = 0;
         for (int s = 0; s < n; ++s) {
-            const int64_t position = slots[start + s];
+            const int64_t position = slots[start - first + s];
             in_any += position >= from_any && position <= to_any;
             in_all += position >= from_all && position <= to_all;
         }
@@ -232,11 +354,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
                 std::fill_n(kept + m * n_padded + start, TILE, MINUS_INFINITY);
             continue;
         }
-        transpose_keys<D>(keys + start * at.key_slot, at.key_slot, n, keys_t);
-        in_passes(0, n_row, [&](int64_t m, auto size) {
-            tile_scores<size, D>(q + m * D, keys_t, weights + m * TILE);
-        });
-
+        entries.scores(q, n_row, start, n, weights);
         if (key_scales)
             for (int64_t m = 0; m < n_row; ++m)
                 for (int s = 0; s < n; ++s) weights[m * TILE + s] *= key_scales[(start + s) * at.scale_slot];
@@ -244,7 +362,8 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
             float* w = weights + m * TILE;
             if (in_all < TILE) {
                 for (int s = 0; s < n; ++s)
-                    if (slots[start + s] < oldest[m] || slots[start + s] > queries[m]) w[s] = MINUS_INFINITY;
+                    if (slots[start - first + s] < oldest[m] || slots[start - first + s] > queries[m])
+                        w[s] = MINUS_INFINITY;
                 for (int s = n; s < TILE; ++s) w[s] = MINUS_INFINITY;
             }
             if (kept) std::memcpy(kept + m * n_padded + start, w, TILE * sizeof(float));
@@ -272,9 +391,7 @@ void attend_part(const Layout& at, const float* q, const Entry* keys, const Entr
         if (value_scales)
             for (int64_t m = 0; m < n_row; ++m)
                 for (int s = 0; s < n; ++s) weights[m * TILE + s] *= value_scales[(start + s) * at.scale_slot];
-        in_passes(0, n_row, [&](int64_t m, auto size) {
-            tile_values<size, D>(weights + m * TILE, values + start * at.value_slot, at.value_slot, n, out + m * D);
-        });
+        entries.add(weights, n_row, start, n, out);
     }
 }
 
@@ -290,28 +407,64 @@ inline void note_shares(const float* scores, int64_t n_padded, int64_t group, co
     }
 }
 
+// What is in 4 bits beside entries of other storage, null if nothing is, and the positions of its slots.
+struct Packed {
+    const uint8_t *key_codes, *value_codes;
+    const bfloat16 *key_grids, *value_grids;
+    const int64_t* slots;
+};
+
+// A token counts once: from its place in the ring [n_ring] or, EMPTY in `to`, not from there.
+inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_ring, int64_t first, int64_t last,
+                           int64_t* to) {
+    for (int64_t slot = first, in_ring = first % n_ring; slot < last; ++slot) {
+        to[slot - first] = ring[in_ring] == slot ? EMPTY : slots[slot];
+        in_ring = in_ring + 1 == n_ring ? 0 : in_ring + 1;
+    }
+}
+
 template <int D, typename Entry>
 void attend(const Layout& at, const float* q, const int64_t* rows, const void* keys, const void* values,
             const float* key_scales, const float* value_scales, const int64_t* slots, const int64_t* queries,
-            const int64_t* oldest, float* workspace, float* out, float* scores, float* noted, int n_thread) {
-    const int64_t n_part = (at.n_slot + at.part - 1) / at.part, n_padded = (at.n_slot + TILE - 1) / TILE * TILE;
+            const int64_t* oldest, const Packed& packed, float* workspace, float* out, float* scores, float* noted,
+            int n_thread) {
+    const int64_t n_own = (at.n_slot + at.part - 1) / at.part, n_part = n_own + (at.n_packed + at.part - 1) / at.part;
     const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part;
-    const int64_t per_task = at.n_row * (D + 2);
-#pragma omp parallel for num_threads(n_thread) schedule(dynamic, 1)
-    for (int64_t task = 0; task < n_task; ++task) {
-        const int64_t head = task / n_part, first = task % n_part * at.part;
-        const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head;
-        const int64_t last = std::min(first + at.part, at.n_slot), stored = rows ? rows[row] : row;
-        float* partial = workspace + task * per_task;
-        const int64_t scale_at = stored * at.scale_row + kv_head * at.scale_head;
-        attend_part<D, Entry>(at, q + head * at.n_row * D,
-                              (const Entry*)keys + stored * at.key_row + kv_head * at.key_head,
-                              (const Entry*)values + stored * at.value_row + kv_head * at.value_head,
-                              key_scales ? key_scales + scale_at : nullptr,
-                              value_scales ? value_scales + scale_at : nullptr, slots + row * at.n_slot,
-                              queries + row * at.n_row, oldest + row * at.n_row, first, last,
-                              noted ? scores + head * at.n_row * n_padded : nullptr, n_padded, partial,
-                              partial + at.n_row * D, partial + at.n_row * (D + 1));
+    const int64_t per_task = at.n_row * (D + 2), n_padded = (at.n_slot + TILE - 1) / TILE * TILE;
+#pragma omp parallel num_threads(n_thread)
+    {
+        std::vector<int64_t> older(at.part);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < n_task; ++task) {
+            const int64_t head = task / n_part, part = task % n_part;
+            const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head, stored = rows ? rows[row] : row;
+            const auto attend_to = [&](const auto& own, const float* with_keys, const float* with_values,
+                                       const int64_t* seen, int64_t first, int64_t last) {
+                attend_part<D>(at, q + head * at.n_row * D, own, with_keys, with_values, seen, queries + row * at.n_row,
+                               oldest + row * at.n_row, first, last,
+                               noted ? scores + head * at.n_row * n_padded : nullptr, n_padded,
+                               workspace + task * per_task);
+            };
+            if (part < n_own) {
+                const int64_t scale_at = stored * at.scale_row + kv_head * at.scale_head, first = part * at.part;
+                const Stored<D, Entry> own{(const Entry*)keys + stored * at.key_row + kv_head * at.key_head,
+                                           (const Entry*)values + stored * at.value_row + kv_head * at.value_head,
+                                           at.key_slot, at.value_slot};
+                attend_to(own, key_scales ? key_scales + scale_at : nullptr,
+                          value_scales ? value_scales + scale_at : nullptr, slots + row * at.n_slot + first, first,
+                          std::min(first + at.part, at.n_slot));
+                continue;
+            }
+            const int64_t first = (part - n_own) * at.part, last = std::min(first + at.part, at.n_packed);
+            without_recent(packed.slots + row * at.n_packed, slots + row * at.n_slot, at.n_slot, first, last, older.data());
+            const bfloat16* of_keys = packed.key_grids + stored * at.key_grid_row + kv_head * at.key_grid_head;
+            const bfloat16* of_values = packed.value_grids + stored * at.value_grid_row + kv_head * at.value_grid_head;
+            const In4Bits<D> own{packed.key_codes + stored * at.key_code_row + kv_head * at.key_code_head,
+                                 packed.value_codes + stored * at.value_code_row + kv_head * at.value_code_head,
+                                 of_keys, of_keys + at.key_grid_both, of_values, of_values + at.value_grid_both,
+                                 at.packed_group, at.n_value_grid, at.value_grid_part};
+            attend_to(own, nullptr, nullptr, older.data(), first, last);
+        }
     }
 #pragma omp parallel for num_threads(n_thread) collapse(2) if (n_head * at.n_row >= 4096)
     for (int64_t head = 0; head < n_head; ++head)
@@ -416,16 +569,19 @@ void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* 
 
 // 8-bit entries have scales. rows: that of the entries which each row of queries attends to, or null if these are the
 // same. noted: as of `KV.noted`, for which scores has room for all, in whole tiles; null if nothing is.
+// key_codes to packed_slots: as of Packed, where slots are those of a ring of recent tokens; null elsewhere.
 extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
                                 const int64_t* rows, const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* queries,
-                                const int64_t* oldest, float* workspace, float* out, float* scores, float* noted,
-                                int n_thread) {
+                                const int64_t* oldest, const uint8_t* key_codes, const uint8_t* value_codes,
+                                const void* key_grids, const void* value_grids, const int64_t* packed_slots,
+                                float* workspace, float* out, float* scores, float* noted, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
+    const Packed packed{key_codes, value_codes, (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
     return with_types(head_dim, entries, [&](auto size, auto entry) {
         attend<size, decltype(entry)>(at, q, rows, keys, values, key_scales, value_scales, slots, queries, oldest,
-                                      workspace, out, scores, noted, n_thread);
+                                      packed, workspace, out, scores, noted, n_thread);
     });
 }
 

@@ -129,6 +129,7 @@ class FlashAttention:
         return Prepared(options, *map(cache, of_others))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
+        kv = kv.unpacked()
         if prepared.options is None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
         if kv.noted is not None:  # by a product of its own, so that the output's bits stay what they are

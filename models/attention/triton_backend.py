@@ -232,6 +232,7 @@ class TritonAttention:
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
         if not isinstance(prepared, Block):
             return self.torch.attend(q, kv, prepared)
+        kv = kv.unpacked()
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
             return self.torch.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
