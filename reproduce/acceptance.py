@@ -30,11 +30,12 @@ from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from engine.counts import Counts, total
 from engine.drafters.config import DrafterConfig
-from kv_cache.policy import policies
+from kv_cache.policy import BudgetedPolicy, policies
 from reproduce.paper.columns import TEXTS, of
 from reproduce.paper.prompts import KINDS, needles
 
 GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
+BUDGETED = {name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
 OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
 # Settings that are each row's own.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
@@ -55,14 +56,15 @@ class Flags:
     draft_model: Annotated[str | None, arg(help_behavior_hint="(default: the target drafts for itself)")] = None
     """a standalone draft's converted checkpoint"""
     policies: tuple[PolicyName, ...] = ("streaming", "snapkv")  # cache policies
-    budgets: tuple[int, ...] = (128, 512)  # KV entries per row, for all but full
+    budgets: tuple[int, ...] = (128, 512)  # KV entries per row, of policies that leave some out
     texts: tuple[Literal[(*TEXTS, *KINDS)], ...] = TEXTS  # type: ignore[valid-type]
     """what is drafted"""
 
     def check(self) -> None:
         require_at_least("budgets", min(self.budgets), 1)
-        if set(self.policies) == {"full"} and self.budgets != Flags.budgets:
-            what, seen = "a policy that keeps all entries has no budget", f"{flag('policies')} full"
+        if BUDGETED.isdisjoint(self.policies) and self.budgets != Flags.budgets:
+            what, seen = "a policy that keeps all entries has no budget", " ".join(self.policies)
+            seen = f"{flag('policies')} {seen}"
             raise without_effect(["budgets"], what, seen=seen, required="a policy with a budget")
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
@@ -77,9 +79,9 @@ class Flags:
 
     def drafts(self) -> list[DrafterConfig]:
         own = {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
-        pairs = itertools.product([policy for policy in self.policies if policy != "full"], self.budgets)
+        pairs = itertools.product([policy for policy in self.policies if policy in BUDGETED], self.budgets)
         chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
-        chosen += [{"draft_policy": "full"}] if "full" in self.policies else []
+        chosen += [{"draft_policy": policy} for policy in self.policies if policy not in BUDGETED]
         return self.draft.variants(*(own | {"gamma": self.gamma} | one for one in chosen))
 
 
@@ -119,7 +121,7 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
     counts = total(each)
     session.runner.drop_graphs()
     own = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
-    own |= {"draft_budget": None} if own["draft_policy"] == "full" else {}
+    own |= {} if own["draft_policy"] in BUDGETED else {"draft_budget": None}
     counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": standard_error(each)}
     counted |= {"judged": counts.verified} | {
         name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")
