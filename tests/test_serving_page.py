@@ -1,6 +1,7 @@
 """The server's playground in a browser: origins of tokens, side by side, errors, stopping, keys, narrow screens."""
 
 import shutil
+from itertools import pairwise
 
 import pytest
 from fake_server import ANSWER, INFO, PAGE, PLAIN, events, pretending
@@ -69,9 +70,11 @@ def figures(page, column=0):
 
 def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     whole = b": a comment\n\n" + b"".join(events(ANSWER))
-    begin = (whole.index("🙂".encode()) + 2) % 7  # in the middle of that character, too
-    cut = [whole[:begin], *(whole[i : i + 7] for i in range(begin, len(whole), 7))]
-    send(fake, page, [part for chunk in cut for part in (chunk, 0.001)])
+    inside = whole.index("🙂".encode()) + 2  # in the middle of that character: two parts for a slow reader, too
+    ends = [*range(inside % 7, len(whole), 7), len(whole)]
+    pauses = [0.5 if end == inside else 0.001 for end in ends]
+    cut = [whole[start:end] for start, end in pairwise([0, *ends])]
+    send(fake, page, [part for both in zip(cut, pauses, strict=True) for part in both])
     classes = page.locator(".text span").evaluate_all("all => all.map(one => one.className)")
     assert classes == ["prefill", "draft", "draft", "own", "draft", "own break"]
     assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
