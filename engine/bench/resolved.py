@@ -206,9 +206,9 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     each = [one for policy in draft.policies or (draft.policy,) for one in policy.alternatives(prefix_len)]
     for policy in each:
         policy.check()
-    room = min(policy.room for policy in each)
-    gamma = min(AUTO_GAMMA, room - 1) if auto_gamma else int(draft.gamma)
-    check_gamma(gamma, room)
+    narrowest = min(each, key=lambda policy: policy.room)
+    gamma = min(AUTO_GAMMA, narrowest.room - 1) if auto_gamma else int(draft.gamma)
+    check_gamma(gamma, narrowest.room, narrowest.entries(prefix_len))
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
     device, wanted = resolve_device(target.device), draft.draft_dtype

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
+from engine.drafters.base import check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
@@ -145,6 +146,8 @@ class ModelDrafterConfig(DrafterConfig):
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
+                if self.gamma != "auto":  # first, as it asks for the larger budget
+                    check_gamma(self.gamma, policy.room, policy.entries(1))
                 policy.check()
 
 
