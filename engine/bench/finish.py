@@ -88,9 +88,9 @@ def _drafting(draft: ResolvedDraft) -> str:
     layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(dict.fromkeys(map(str, reversed(draft.capacities))))
-    how = " chosen by attention" if draft.policy.n_observed else ""
-    how = f" by {' or '.join(dict.fromkeys(one.name for one in draft.policies))}" if draft.auto_policy else how
-    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries{how}"
+    how = " or ".join(dict.fromkeys(one.name for one in draft.policies))
+    inner = f" (its own draft: {_drafting(draft.inner)})" if draft.inner else ""
+    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries by {how}{inner}"
 
 
 def table(record: dict[str, Any]) -> str:

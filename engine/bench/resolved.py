@@ -13,7 +13,6 @@ from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
-from engine.drafters.schedules import OF_CONFIDENCE
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
@@ -92,12 +91,12 @@ class ResolvedDraft:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the drafter and of its policy, by name."""
+        """Those of the drafter and of its policy, by name; None where one has no effect."""
         schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
         owners = [*self.texts, self.config, *self.policies]
         own = {name: value for owner in owners for name, value in vars(owner).items()}
         own |= {"text_drafts": [text.name for text in self.texts] or None, "gamma_schedule": schedule}
-        return own if schedule == "confidence" else own | dict.fromkeys(OF_CONFIDENCE)
+        return own | dict.fromkeys(self.config.unused)
 
     @property
     def form(self) -> tuple[object, ...]:

@@ -75,7 +75,7 @@ class DrafterConfig(ABC):
     @property
     def unused(self) -> tuple[str, ...]:
         """Options that have no effect beside the others."""
-        return ()
+        return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
 
     def schedule(self, parts: Parts) -> Schedule:
         """How many of a round's tokens each row drafts, by the drafter of those parts."""
@@ -136,6 +136,10 @@ class ModelDrafterConfig(DrafterConfig):
     @property
     def auto_budget(self) -> bool:
         return isinstance(self.policy, BudgetedPolicy) and self.policy.draft_budget == "auto"
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return super().unused if self.texts else (*super().unused, "text_match")
 
     def check(self) -> None:
         super().check()
