@@ -144,6 +144,9 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
             f"{one['threads_waiting'] + one['stolen_processors']:.1f} during {name}" for name, one in waited.items()
         )
         found.append(f"threads waited for processors, {', '.join(each)}: no time or speedup here is to be trusted")
+    told = {name: seen for name, seen in record["contention"].items() if seen["threads_waiting"] is not None}
+    if record["gen_len"] > 1 and (short := [name for name, seen in told.items() if seen["contended"] is None]):
+        found.append(f"too short to judge whether threads waited for processors: {', '.join(short)}")
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not record["choices"] or draft is None:
