@@ -2,6 +2,7 @@
 
 import common.startup
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +39,8 @@ def main(flags: Flags) -> None:
 
         out_dir = flags.out_dir or DEFAULT_CHECKPOINT
         download_default(out_dir)
-    print(f"next: python convert_hf_checkpoint.py --checkpoint_dir {out_dir}")
+    if "MAKELEVEL" not in os.environ:  # make goes on by itself
+        print(f"next: python convert_hf_checkpoint.py --checkpoint_dir {out_dir}")
 
 
 if __name__ == "__main__":

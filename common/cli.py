@@ -59,9 +59,12 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
     except SystemExit as ending:
         if not ending.code:
             raise
-        raise _unreadable(prog, _first_paragraph(said.getvalue()), "values as --help lists them") from None
+        seen = _first_paragraph(said.getvalue())
+        choice, _, choices = seen.partition("' for argument ")
+        fix = _perhaps([choice.partition("'")[2]], re.findall(r"(?<=[(\s])'(.*?)'", choices))
+        raise _unreadable(prog, seen, "values as --help lists them", fix) from None
     if unknown:
-        raise _unknown(type(config), prog, [word.partition("=")[0] for word in unknown])
+        raise _unknown(type(config), prog, unknown, sys.argv[1:] if argv is None else argv)
     if empty := list(_emptied(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config
@@ -84,23 +87,35 @@ def _program() -> str:
     return path.name
 
 
-def _unknown(kind: type, prog: str, words: Sequence[str]) -> ConfigError:
+def _unknown(kind: type, prog: str, words: Sequence[str], argv: Sequence[str]) -> ConfigError:
     """Words that are no flags are not repeated: a value that follows a mistyped flag may be a secret."""
-    flags = [word for word in words if word.startswith("-")]
-    seen = f"unrecognized arguments: {' '.join(flags)}" if flags else "unrecognized arguments without a flag"
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not flags:
+        before = [*dropwhile(lambda word: word != words[0], reversed(argv))][1:]
+        last = next((word for word in before if re.match(r"--\w", word)), "")
+        n_values = "no" if before[:1] == [last] and "=" not in last else "one"
+        required = f"{n_values} value behind {last.partition('=')[0]}" if last else "flags of this program"
+        seen, fix = "unrecognized arguments without a flag", "quote what has spaces, or name a folder of files"
+        return _unreadable(prog, seen, required, f"{fix}; {SEE}")
+    seen = f"unrecognized arguments: {' '.join(flags)}"
     told = io.StringIO()
     with redirect_stdout(told), suppress(SystemExit):
         tyro.cli(kind, args=["--help"], **STYLE)
     known = re.findall(r"(?<!\S)--\w+", told.getvalue())
-    near = " and ".join(match for word in flags for match in get_close_matches(word, known, 1))
-    return _unreadable(prog, seen, "flags of this program", f"perhaps you meant {near}; {SEE}" if near else SEE)
+    return _unreadable(prog, seen, "flags of this program", _perhaps(flags, known))
+
+
+def _perhaps(words: Sequence[str], known: Sequence[str]) -> str:
+    near = " and ".join(match for word in words for match in get_close_matches(word, known, 1))
+    return f"perhaps you meant {near}; {SEE}" if near else SEE
 
 
 def _first_paragraph(boxed: str) -> str:
     """Of a message below a title, in a frame or, where a terminal has no characters for that, between ruled lines."""
     lines = [line.strip("│ ") for line in boxed.splitlines()[1:]]
     text = [line if line.strip("╰╯─-") else "" for line in lines]
-    return " ".join(takewhile(bool, dropwhile(operator.not_, text)))
+    paragraph = " ".join(takewhile(bool, dropwhile(operator.not_, text)))
+    return paragraph.replace("'None', ", "").replace(", 'None')", ")")  # a default, which cannot be given
 
 
 def _unreadable(prog: str, seen: str, required: str, fix: str = SEE) -> ConfigError:

@@ -54,15 +54,15 @@ class VerifyTopKCache(SnapKVCache):
         refresh: int = 4,
         score_queries: Literal["ends", "all"] = "all",
     ) -> None:
-        super().__init__(config, max_batch, budget, window, device, dtype)
-        self.n_first, self.refresh, self.score_queries = n_first, refresh, score_queries
-        require_at_least("refresh", refresh, 1)
-        if n_first < 0 or self.n_sink <= n_first:
+        if n_first < 0 or budget - window <= n_first:
             what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
             where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
             seen = f"budget {budget}, n_sink {n_first}, window {window}"
-            fix = "raise the budget, or lower the others"
+            fix = f"raise the budget to {max(n_first, 0) + max(window, 1) + 1} or more, or lower the others"
             raise ConfigError(what, where, seen, "n_sink >= 0 and < budget - window", fix)
+        super().__init__(config, max_batch, budget, window, device, dtype)
+        self.n_first, self.refresh, self.score_queries = n_first, refresh, score_queries
+        require_at_least("refresh", refresh, 1)
         # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 

@@ -83,7 +83,10 @@ class Server:
     def run(self) -> None:
         """Decode on this thread until the end. Errors: what the engine raises, when all clients have been told."""
         service = self.service
-        say(f"serving {service.session.name} on {self.url}")
+        room = service.session.plan.capacity
+        clamped = room < service.flags.batch.max_length
+        how = f" (--max_length {room}, which is the model's context)" if clamped else ""
+        say(f"serving {service.session.name} on {self.url}{how}")
         try:
             service.scheduler.run()
             if not self._http.should_exit:

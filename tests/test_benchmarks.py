@@ -103,6 +103,25 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert earlier == '{"an": "earlier record"}' and json.loads(appended) == record
 
 
+@pytest.mark.parametrize(
+    "flags,drafting,unused",
+    [
+        ("", "", {"inner_gamma", "inner_budget", "text_match"}),
+        ("--draft_of_draft ngram", " (its own draft: ngram draft)", {"inner_budget", "text_match"}),
+        (
+            "--draft_of_draft streaming --inner_budget 10",
+            " (its own draft: float64 draft, 10 KV entries by streaming)",
+            {"text_match"},
+        ),
+        ("--text_drafts suffix", "", {"inner_gamma", "inner_budget"}),
+    ],
+)
+def test_what_drafts_is_named_and_what_has_no_effect_is_null(call, flags: str, drafting: str, unused: set[str]) -> None:
+    run = call(SELFSPEC, f"{SIZES} {DRAFT} {flags} --dtype float64")
+    assert any(f"float64 draft, 16 KV entries by streaming{drafting}: 2 rows at a time" in line for line in run.lines)
+    assert {name for name in ("inner_gamma", "inner_budget", "text_match") if run.record[name] is None} == unused
+
+
 def test_selfspec_without_baseline_over_a_full_draft_cache(call) -> None:
     flags = f"{SIZES} --gamma {GAMMA} --no_baseline --draft_policy full --dtype float64 --model_name org/a-name"
     record = call(SELFSPEC, flags).record

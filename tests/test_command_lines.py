@@ -10,13 +10,16 @@ from typing import Literal
 
 import pytest
 from programs import COST_MODEL, ROOT, Ended, python, run
-from snapshots import PROGRAMS, TERMINAL, kept_of
+from snapshots import PROGRAMS, TERMINAL, kept_of, masked
 
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
 
 # One whose output is nobody's interface.
 UNKEPT = {"tests/mutants.py"}
+WRONG_CHOICE = "invalid choice '{}' for argument '--draft'. Expected one of ('ngram', 'self')."
+ONE_TOO_MANY = "unrecognized arguments without a flag\n  required: {} value behind {}"
+QUOTE = "quote what has spaces, or name a folder of files; see --help"
 NO_PARSE = "Could not find valid parse for arguments"
 BENCHMARKS = [name for name in PROGRAMS if name.startswith("tests/")]
 
@@ -60,7 +63,11 @@ def test_flags_are_the_fields_however_deep():
         (["--gamma", "3"], "unrecognized arguments: --gamma", "perhaps you meant --gammas; see --help"),
         (["--zzz=secret"], "unrecognized arguments: --zzz", "see --help"),
         (["--no_compile"], "unrecognized arguments: --no_compile", "perhaps you meant --compile; see --help"),
-        (["secret"], "unrecognized arguments without a flag", "see --help"),
+        (["secret"], ONE_TOO_MANY.format("one", "--model"), QUOTE),
+        (["--compile", "secret"], ONE_TOO_MANY.format("no", "--compile"), QUOTE),
+        (["--draft=ngram", "secret=1", "sec-ret"], ONE_TOO_MANY.format("one", "--draft"), QUOTE),
+        (["--draft", "ngrm"], WRONG_CHOICE.format("ngrm"), "perhaps you meant ngram; see --help"),
+        (["--draft", "none"], WRONG_CHOICE.format("none"), "see --help"),
         (["--model"], "Missing value for argument '--model'. Expected 1 values.", "see --help"),
         (["--gammas", "two"], f"Error parsing --gammas: {NO_PARSE}: ['two']", "see --help"),
     ],
@@ -69,7 +76,7 @@ def test_flags_are_the_fields_however_deep():
 def test_what_cannot_be_read_is_one_error(argv, seen, fix, encoding):
     """Values of what is no flag are not repeated, and no frame, whatever characters a terminal has for one."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding=encoding)):
-        said = refused("--model", "m", *argv)
+        said = masked(refused("--model", "m", *argv))
     assert f"  where:    program.py\n  seen:     {seen}\n" in said and said.endswith(f"\n  fix:      {fix}")
 
 

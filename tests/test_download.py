@@ -68,6 +68,7 @@ class FakeHub:
 def test_repository_arrives_with_a_manifest_and_a_word_on_what_comes_next(tmp_path, monkeypatch, capsys):
     hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
     flags = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
+    monkeypatch.delenv("MAKELEVEL", raising=False)
     download.main(cli.read(download.Flags, flags, "download.py"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir {tmp_path / 'm'}"
@@ -75,6 +76,9 @@ def test_repository_arrives_with_a_manifest_and_a_word_on_what_comes_next(tmp_pa
     assert hub.calls == [wanted | {"local_dir": tmp_path / "m"}]
     assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
     check_files(tmp_path / "m", ["model.safetensors"], verify=True)
+    monkeypatch.setenv("MAKELEVEL", "1")
+    download.main(cli.read(download.Flags, flags, "download.py"))
+    assert "next:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arrived", [b"w" * 8, b"v" * 9], ids=["short", "flipped"])

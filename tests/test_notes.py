@@ -32,7 +32,7 @@ def record(*rounds_by_gamma: tuple[int, int], **changes: Any) -> dict[str, Any]:
         "measured_costs_seconds": None,
         "measured_costs_kept": None,
         "held_up_rounds": None,
-        "contention": {"baseline": beside(0.1), "speculation": beside(0.0, contended=None)},
+        "contention": {"baseline": beside(0.1), "speculation": beside(0.0)},
         **changes,
     }
 
@@ -41,6 +41,9 @@ def plain_decoding(**changes: Any) -> dict[str, Any]:
     return record(choices=None, speedup=None, steady_rounds=63, contention={}) | changes
 
 
+SHORT = {"baseline": beside(0.1), "speculation": beside(3.0, contended=None), "phase times": beside(0, contended=None)}
+UNTOLD = {"baseline": beside(0.1), "speculation": {"threads_waiting": None, "stolen_processors": 0, "contended": None}}
+TOO_SHORT = "too short to judge whether threads waited for processors: speculation, phase times"
 BUSY = {"baseline": beside(3.0, 0.12, True), "speculation": beside(0.1), "phase times": beside(0.5, 0, True)}
 PLAIN = "every round was a plain step"
 FEW = f"too few rounds with all rows busy for a speedup, {FEW_ROUNDS - 1};"
@@ -79,6 +82,9 @@ FEW = f"too few rounds with all rows busy for a speedup, {FEW_ROUNDS - 1};"
         (record(speedup=None, gen_len=1), AUTO, "--gen_len 2"),
         (record(speedup=None, gen_len=1), NARROW, "--gen_len 2"),
         (record((3, 20), contention=BUSY), AUTO, "3.1 during baseline, 0.5 during phase times: no time or speedup"),
+        (record((3, 20), contention=SHORT), AUTO, TOO_SHORT),
+        (record((3, 20), contention=UNTOLD), AUTO, None),
+        (record(speedup=None, gen_len=1, contention=SHORT), AUTO, "--gen_len 2"),
         (plain_decoding(contention=BUSY), None, "3.1 during baseline, 0.5 during phase times: no time or speedup"),
     ],
 )

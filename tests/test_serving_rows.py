@@ -33,6 +33,13 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     assert [*costs_folder.iterdir()] == [kept]
 
 
+@pytest.mark.parametrize("length,how", [(320, ""), (4000, " (--max_length 400, which is the model's context)")])
+def test_a_server_says_how_long_rows_can_be(chat_checkpoint, capsys, length: int, how: str):
+    with serving(chat_checkpoint, f"--gamma 0 --max_length {length}", PLAIN) as one:
+        one.generate("abc", max_new_tokens=1)
+        assert f" on {one.server.url}{how}\n" in capsys.readouterr().err
+
+
 def test_there_has_to_be_room_for_samples(chat_checkpoint, monkeypatch):
     config = cli.read(Serve, [f"--model={chat_checkpoint}", *FLAGS.split()], prog="serving").config()
     plan = plan_of(config, 4, 320)

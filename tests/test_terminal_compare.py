@@ -175,6 +175,8 @@ def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch:
     ended = run(COMPARE, flags.split())
     assert any(line.startswith("  identical: 2 of 3 rows; row 1 differs from its token 5 on") for line in ended.lines)
     assert ended.record["first_difference"] == {"row": 1, "token": 5}
+    both = f"{ended.record['speedup']:.2f} times as fast ({ended.record['wall_speedup']:.2f} to the last row)"
+    assert any(both in line for line in ended.lines)
     sampled = run(COMPARE, f"{flags} --temperature 1".split())
     assert sampled.record["first_difference"] is None and any(
         "not meant to be the same" in line for line in sampled.lines

@@ -86,8 +86,10 @@ def files_of(name: str, field: str, in_folder: Collection[str], others: str) -> 
         files = [path] if path.suffix.lower() in READERS and os.path.isfile(path) else []
     if not files:
         required = f"{others}, a file that ends in {', '.join(READERS)}, or a folder with {', '.join(in_folder)} in it"
-        fix = "check the spelling and the working directory"
-        raise DataError("there is no text to read", flag(field), name[:80] or "an empty name", required, fix)
+        what, fix = "there is no text to read", "check the spelling and the working directory"
+        if os.path.isfile(path):
+            what, fix = "a file of this kind is not read", f"save its text as {path.stem}.txt"
+        raise DataError(what, flag(field), name[:80] or "an empty name", required, fix)
     return files
 
 

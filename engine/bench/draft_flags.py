@@ -11,7 +11,7 @@ from tyro.conf import arg
 from common.errors import ConfigError, flag
 from engine.bench.config import AUTO
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
-from engine.drafters.schedules import OF_CONFIDENCE, OF_SCHEDULES
+from engine.drafters.schedules import OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
 FULL_BUDGET = -1
@@ -142,13 +142,11 @@ def _options(config: DrafterConfig) -> list[str]:
     """What has an effect on that drafter with that policy."""
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
-    texts = config.texts if isinstance(config, ModelDrafterConfig) else ()
-    unused = {*NO_OPTIONS, *config.unused, *(() if texts else ("text_match",))}
-    unused |= set() if config.gamma_schedule == "confidence" else {*OF_CONFIDENCE}
+    unused = {*NO_OPTIONS, *config.unused}
     own = [one.name for one in fields(config) if one.name not in unused]
     if not isinstance(config, ModelDrafterConfig):
         return own
-    owners: list[Any] = [*(config.policies or [config.policy]), *texts]
+    owners: list[Any] = [*(config.policies or [config.policy]), *config.texts]
     return ["draft_policy", "text_drafts", *(one.name for owner in owners for one in fields(owner)), *own]
 
 

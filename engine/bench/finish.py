@@ -88,9 +88,9 @@ def _drafting(draft: ResolvedDraft) -> str:
     layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(dict.fromkeys(map(str, reversed(draft.capacities))))
-    how = " chosen by attention" if draft.policy.n_observed else ""
-    how = f" by {' or '.join(dict.fromkeys(one.name for one in draft.policies))}" if draft.auto_policy else how
-    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries{how}"
+    how = " or ".join(dict.fromkeys(one.name for one in draft.policies))
+    inner = f" (its own draft: {_drafting(draft.inner)})" if draft.inner else ""
+    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries by {how}{inner}"
 
 
 def table(record: dict[str, Any]) -> str:
@@ -144,6 +144,9 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
             f"{one['threads_waiting'] + one['stolen_processors']:.1f} during {name}" for name, one in waited.items()
         )
         found.append(f"threads waited for processors, {', '.join(each)}: no time or speedup here is to be trusted")
+    told = {name: seen for name, seen in record["contention"].items() if seen["threads_waiting"] is not None}
+    if record["gen_len"] > 1 and (short := [name for name, seen in told.items() if seen["contended"] is None]):
+        found.append(f"too short to judge whether threads waited for processors: {', '.join(short)}")
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not record["choices"] or draft is None:

@@ -109,6 +109,8 @@ def _prompt(row: object, path: Path, number: int) -> Prompt:
     turns: list[Any] = said if isinstance(said, list) else [said]
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
+        if path.suffix.lower() == ".txt":
+            raise unreadable(path, "an empty file", "text", "prompts")
         raise unreadable(path, seen, REQUIRED, "prompts")
     id_, category = (next((own[key] for key in keys if key in own), None) for keys in (ID_KEYS, CATEGORY_KEYS))
     return Prompt(str(number if id_ is None else id_), str(category or UNCATEGORISED), tuple(turns))

@@ -13,7 +13,6 @@ from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
-from engine.drafters.schedules import OF_CONFIDENCE
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
@@ -92,12 +91,12 @@ class ResolvedDraft:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the drafter and of its policy, by name."""
+        """Those of the drafter and of its policy, by name; None where one has no effect."""
         schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
         owners = [*self.texts, self.config, *self.policies]
         own = {name: value for owner in owners for name, value in vars(owner).items()}
         own |= {"text_drafts": [text.name for text in self.texts] or None, "gamma_schedule": schedule}
-        return own if schedule == "confidence" else own | dict.fromkeys(OF_CONFIDENCE)
+        return own | dict.fromkeys(self.config.unused)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -206,9 +205,9 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     each = [one for policy in draft.policies or (draft.policy,) for one in policy.alternatives(prefix_len)]
     for policy in each:
         policy.check()
-    room = min(policy.room for policy in each)
-    gamma = min(AUTO_GAMMA, room - 1) if auto_gamma else int(draft.gamma)
-    check_gamma(gamma, room)
+    narrowest = min(each, key=lambda policy: policy.room)
+    gamma = min(AUTO_GAMMA, narrowest.room - 1) if auto_gamma else int(draft.gamma)
+    check_gamma(gamma, narrowest.room, narrowest.entries(prefix_len))
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
     device, wanted = resolve_device(target.device), draft.draft_dtype

@@ -164,7 +164,9 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, over: KVCache | None = None) -> None:
         self.gamma, self.over, self._runner = gamma, over, runner
         self._cache = None if runner.cache is over else runner.cache
-        check_gamma(gamma, gamma + 1 if self._cache is None else self._cache.max_block)
+        require_at_least("gamma", gamma, 0)
+        if self._cache is not None:
+            check_gamma(gamma, self._cache.max_block, self._cache.capacity)
 
     @abstractmethod
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
@@ -209,11 +211,12 @@ class ModelDrafter(Drafter):
         super().rollback(batch)
 
 
-def check_gamma(gamma: int, window: int) -> None:
-    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window."""
-    require_at_least("gamma", gamma, 0)
+def check_gamma(gamma: int, window: int, budget: int, field: str = "draft_budget") -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window, a part of the
+    budget that `field` names."""
     if gamma + 1 > window:
         what, observed = "the draft cache's window is smaller than one verification block", flag("snapkv_window")
-        where = f"gamma ({flag('gamma')}) and the draft's budget ({flag('draft_budget')}) or {observed}"
-        fix = f"raise the budget by {gamma + 1 - window} (snapkv: {observed}), or lower gamma"
-        raise ConfigError(what, where, f"gamma {gamma}, window {window}", "gamma + 1 <= window", fix)
+        where = f"gamma ({flag('gamma')}) and the draft's budget ({flag(field)}) or {observed}"
+        seen = f"gamma {gamma}, budget {budget}, window {max(window, 0)}"
+        least = f"{budget + gamma + 1 - window} or more (snapkv: {observed} to {gamma + 1})"
+        raise ConfigError(what, where, seen, "gamma + 1 <= window", f"raise the budget to {least}, or lower gamma")

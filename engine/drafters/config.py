@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
+from engine.drafters.base import check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
@@ -74,7 +75,7 @@ class DrafterConfig(ABC):
     @property
     def unused(self) -> tuple[str, ...]:
         """Options that have no effect beside the others."""
-        return ()
+        return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
 
     def schedule(self, parts: Parts) -> Schedule:
         """How many of a round's tokens each row drafts, by the drafter of those parts."""
@@ -136,6 +137,10 @@ class ModelDrafterConfig(DrafterConfig):
     def auto_budget(self) -> bool:
         return isinstance(self.policy, BudgetedPolicy) and self.policy.draft_budget == "auto"
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return super().unused if self.texts else (*super().unused, "text_match")
+
     def check(self) -> None:
         super().check()
         for text in self.texts:
@@ -145,6 +150,8 @@ class ModelDrafterConfig(DrafterConfig):
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
+                if self.gamma != "auto":  # first, as it asks for the larger budget
+                    check_gamma(self.gamma, policy.room, policy.entries(1))
                 policy.check()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -134,7 +135,7 @@ class SelfConfig(ModelDrafterConfig):
     @property
     def unused(self) -> tuple[str, ...]:
         by_kind = {None: ("inner_gamma", "inner_budget"), "ngram": ("inner_budget",)}
-        return by_kind.get(self.draft_of_draft, ())
+        return (*super().unused, *by_kind.get(self.draft_of_draft, ()))
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -158,9 +159,13 @@ class SelfConfig(ModelDrafterConfig):
                 what, fix = "a draft that is speculated for does not draw token by token", f"leave out {flag(other)}"
                 raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
         if seen != "ngram":
-            Streaming(self.inner_budget).check()
             least = self.inner_gamma if self.gamma == "auto" else max(self.gamma, self.inner_gamma)
-            check_gamma(least, Streaming(self.inner_budget).room)
+            check_gamma(least, Streaming(self.inner_budget).room, self.inner_budget, "inner_budget")
+        if seen == "streaming" and not self.auto_budget and self.inner_budget >= self.policy.entries(sys.maxsize):
+            what, where = "a draft of the draft that reads as much saves nothing", flag("inner_budget")
+            required = f"less than the draft's own budget, {self.policy.entries(sys.maxsize)}"
+            fix = f"lower {where}, or raise {flag('draft_budget')}"
+            raise ConfigError(what, where, self.inner_budget, required, fix)
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
         from models.checkpoints.model_source import find_model

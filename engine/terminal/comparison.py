@@ -88,7 +88,7 @@ def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> 
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
-    """How fast each was while all rows were busy, and whether they emitted the same."""
+    """How fast each was while all rows were busy, both speedups, and whether they emitted the same."""
     same, differs = record["identical_sequences"], record["first_difference"]
     identity = f"identical: {same} of {record['sequences']} rows"
     if same is None:
@@ -101,8 +101,8 @@ def verdict(record: dict[str, Any]) -> list[str]:
     return [
         f"plain decoding: {plain:.1f} tokens/s, {1e3 * record['B'] / plain:.1f} ms per token",
         f"speculation:    {drafted:.1f} tokens/s, {1e3 * record['B'] / drafted:.1f} ms per token: "
-        f"{record['speedup']:.2f} times as fast, acceptance rate {record['acceptance_rate'] or 0:.3f}, "
-        f"{record['mean_accepted_length']:.2f} tokens per round",
+        f"{record['speedup']:.2f} times as fast ({record['wall_speedup']:.2f} to the last row), "
+        f"acceptance rate {record['acceptance_rate'] or 0:.3f}, {record['mean_accepted_length']:.2f} tokens per round",
         identity,
     ]
 

@@ -87,7 +87,8 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
         if not zipfile.is_zipfile(weights):
             required, fix = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder", "run `make demo`"
             if not is_default:
-                fix = f"download it (download.py), then run: python {CONVERT} --checkpoint_dir {folder}"
+                how = "" if folder.is_dir() else f" --repo_id REPO_ID --out_dir {folder}"
+                fix = f"download it (download.py{how}), then run: python {CONVERT} --checkpoint_dir {folder}"
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
     config = ModelConfig.from_json(folder / CONFIG)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
@@ -112,4 +113,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
 
 
 def _folder(path: str) -> Path:
-    return Path(path) if os.path.isdir(path) else Path(path).parent
+    """Where a checkpoint lies; where there is nothing, whether a file is meant is told by its name."""
+    is_file = os.path.isfile(path) or (path.endswith(".pth") and not os.path.isdir(path))
+    return Path(path).parent if is_file else Path(path)
