@@ -144,21 +144,25 @@ class QuantizedKVCache(FullKVCache):
         source_row: int | None = None,
         known: int = 0,
     ) -> None:
-        """As of every cache, but all anew; what lies behind the last whole group goes to the ring."""
+        """As of every cache; what lies behind the last whole group goes to the ring, which is filled anew."""
         from_row = row if source_row is None else source_row
-        self.reset_row(row)
+        if not known:
+            self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
-        kept, own = torch.arange(length, device=self.device), torch.tensor([[row]], device=self.device)
-        groups, is_held = torch.arange(n_group, device=self.device)[None], own[0] == row
-        recent, slots = kept[-self.ring :], source.slots(kept)
+        # What was known is in 4 bits but for what the last block left in the ring.
+        first = max(0, min((known - self.window) // self.group - 1, (length - self.ring) // self.group))
+        kept = torch.arange(first * self.group, length, device=self.device)
+        groups, own = torch.arange(first, n_group, device=self.device)[None], torch.tensor([[row]], device=self.device)
+        recent, slots, is_held = kept[-self.ring :], source.slots(kept), own[0] == row
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, slots]
             entries = source.entries[from_layer, :, from_row][:, :, slots]
-            if n_group:
-                tokens = dequantize(entries, scales, torch.float32)[:, :, : n_group * self.group].permute(2, 0, 1, 3)
-                self._quantize(to_layer, own, groups, tokens.unflatten(0, (n_group, self.group))[None], is_held)
-            scales = None if scales is None else scales[:, :, recent]
-            entries, scales = stored_as(entries[:, :, recent], scales, self.entries.dtype)
+            if groups.numel():
+                tokens = dequantize(entries, scales, torch.float32)[:, :, : groups.numel() * self.group]
+                tokens = tokens.permute(2, 0, 1, 3).unflatten(0, (-1, self.group))
+                self._quantize(to_layer, own, groups, tokens[None], is_held)
+            entries, scales = entries[:, :, -self.ring :], None if scales is None else scales[:, :, -self.ring :]
+            entries, scales = stored_as(entries, scales, self.entries.dtype)
             self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
             if self.scales is not None and scales is not None:
                 self.scales[to_layer, :, row][:, :, recent % self.ring] = scales

@@ -145,6 +145,27 @@ def test_what_came_back_from_further_on_leaves_its_codes():
     assert torch.equal(cache._value_codes, codes)
 
 
+@pytest.mark.parametrize("known,length", [(30, 33), (30, 80), (9, 60), (3, 20), (60, 61)])
+@pytest.mark.parametrize("n", [1, GROUP])
+def test_a_row_takes_over_what_it_missed(known, length, n):
+    """What it knew was written in blocks of n; then it is as if it had been filled at once."""
+    source, entries = FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
+    write(source, entries, [0] * N_ROWS, LONGEST)
+    caught_up, filled = quantized(), quantized()
+    start = known % n
+    caught_up.fill_row(1, source, start)
+    for position in range(start, known, n):
+        write(caught_up.view(torch.tensor([1])), entries, [position], n)
+    caught_up.fill_row(1, source, length, known=known)
+    filled.fill_row(1, source, length)
+    found, wanted = (one.view(extent=length).read(1).unpacked() for one in (caught_up, filled))
+    for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):
+        assert torch.equal(own[1], again[1])
+    assert torch.equal(caught_up.positions, filled.positions)
+    packed = (length - WINDOW) // GROUP * GROUP
+    assert torch.equal(caught_up._value_codes[:, 1, :, :packed], filled._value_codes[:, 1, :, :packed])
+
+
 def test_what_is_written_anew_further_back_is_quantised_again():
     cache, entries, others = quantized(), entries_of(LONGEST), entries_of(LONGEST, seed=1)
     rows = cache.view(slice(0, 2))
