@@ -69,12 +69,12 @@ def costs_of(
 
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
-        given, how = (session.runner, drafters, session.prompts), {**session.how, "progress": BarProgress(bar)}
-        rehearsal = Rehearsal(*given, gamma=gammas[-1], **how)
+        how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
+        rehearsal = Rehearsal(session.runner, drafters, session.prompts, **how)
         if kept and (checked := still_hold(kept, rehearsal)):
             return RunCosts(checked, time.perf_counter() - started, kept=True)
         if whole:
-            costs = {n_rows: measure_costs(*given, gammas=gammas, **how)}
+            costs = {n_rows: measure_costs(rehearsal, gammas)}
         else:
             costs = measure_for_decode(rehearsal, gammas, n_steps)
     costs = session.ranks.shared(lambda: costs)

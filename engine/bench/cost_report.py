@@ -22,6 +22,7 @@ from engine.cost_model.costs import CostGrid, Costs
 from engine.cost_model.machines import find_machine
 from engine.cost_model.measure import measure_costs
 from engine.cost_model.published import published_acceptance
+from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.roofline import Stored, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
@@ -113,8 +114,9 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
         prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
         fill_with_noise(narrow.runner, prompts)
         drafters = [narrow.drafter(of_budget[budget]) for budget in budgets]
-        how = narrow.how | {"max_new_tokens": ROOM, "gammas": gammas}
-        costs = dict(zip(budgets, measure_costs(narrow.runner, drafters, prompts, **how), strict=True))
+        how = narrow.how | {"max_new_tokens": ROOM, "gamma": gammas[-1]}
+        rehearsal = Rehearsal(narrow.runner, drafters, prompts, **how)
+        costs = dict(zip(budgets, measure_costs(rehearsal, gammas), strict=True))
         return [costs[budget] for _, budget in drafts]
 
     sizes = list(itertools.product(flags.sorted("batches"), flags.sorted("contexts")))
