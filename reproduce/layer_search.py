@@ -50,12 +50,11 @@ class Flags:
 def main(flags: Flags) -> None:
     from engine.cost_model.measure import measure_costs
     from engine.cost_model.rehearsal import Rehearsal
-    from engine.terminal.texts import with_text
     from models.llama import select_layers
 
+    flags.target.require_trained("random weights have nothing to say")
     own = {"sampling": flags.sampling, "output": flags.output, "draft": flags.draft.config()}
     plan = bench.resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
-    with_text(plan.target)
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -62,18 +62,15 @@ class Passes:
         return self.by_name["speculation" if self.speculative else "baseline"]
 
 
-def plain_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
-    """Prefill, then plain decoding."""
-    prefill_seconds = prefill(session)
-    warm_up(session)
-    return Passes(prefill_seconds, decode(session, "baseline", watch=watch))
-
-
-def speculation_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
-    """Prefill, plain decoding unless --no_baseline, speculation, and with --benchmark phase times."""
-    which = session.config.passes
-    plain = Passes(prefill(session)) if which.no_baseline else plain_passes(session, watch)
-    drafters = session.drafters(plain.baseline.tokens if plain.baseline else None)
+def run_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
+    """Prefill, plain decoding unless --no_baseline, and of a draft speculation, and with --benchmark phase times."""
+    which, prefill_seconds, baseline = session.config.passes, prefill(session), None
+    if not which.no_baseline:
+        warm_up(session)
+        baseline = decode(session, "baseline", watch=watch)
+    if session.draft is None:
+        return Passes(prefill_seconds, baseline)
+    drafters = session.drafters(baseline.tokens if baseline else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
 
@@ -82,7 +79,7 @@ def speculation_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
 
     speculative = speculate("speculation")
     timed = speculate("phase times", PhaseTimer(session.runner.device)) if which.benchmark else None
-    return replace(plain, speculative=speculative, timed=timed, costs=costs)
+    return Passes(prefill_seconds, baseline, speculative, timed, costs)
 
 
 def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts | None) -> Pacing:

@@ -16,6 +16,7 @@ from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.contention import contention
 from engine.cost_model.costs import Costs
+from engine.counts import Counts
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.stats import RoundStats
@@ -37,6 +38,10 @@ def round_ms(output: GenerateOutput | None) -> float | None:
 
 def _median_ms(seconds: Sequence[float]) -> float | None:
     return 1e3 * median(seconds) if seconds else None
+
+
+def _counted(counts: Counts | None) -> dict[str, Any]:
+    return {key: getattr(counts, name, None) for key, name in COUNTED.items()}
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -96,10 +101,8 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "all_reduce": session.target_ranks.all_reduce.name,
         "check_ranks": session.ranks.check,
         "tokens_generated": sum(map(len, passes.last.tokens)),
-        **{key: getattr(drafted.stats.counts, name) if drafted else None for key, name in COUNTED.items()},
-        "inner": {key: getattr(drafted.inner, name) for key, name in COUNTED.items()}
-        if drafted and drafted.inner
-        else None,
+        **_counted(drafted.stats.counts if drafted else None),
+        "inner": _counted(drafted.inner) if drafted and drafted.inner else None,
         "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
@@ -180,12 +183,8 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
         {
             "rows": n_rows,
             **cache_of(session, Choice(index, one.at[-1])),
-            "plain_ms": one.plain_ms,
             "gammas": one.at,
-            "verify_ms": one.verify_ms,
-            "draft_ms": one.draft_ms,
-            "other_ms": one.other_ms,
-            "refresh_ms": one.refresh_ms,
+            **{name: getattr(one, name) for name in ("plain_ms", "verify_ms", "draft_ms", "other_ms", "refresh_ms")},
             "accepted_share": one.acceptance.value if one.acceptance else None,
             "places_reached": one.acceptance.n if one.acceptance else None,
         }

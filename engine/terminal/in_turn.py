@@ -21,13 +21,12 @@ from engine.bench.text import PromptText
 from engine.contention import contention, usage_so_far
 from engine.decoding import GenerateOutput
 from engine.stats import total
-from engine.terminal.texts import text_target
 
 
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
     """As `resolve`. Errors: UserError, also for random weights, and for a draft that has to know beforehand what plain
     decoding makes of every prompt."""
-    text_target(config)
+    config.target.require_trained("random weights have nothing to say")
     if config.draft and config.draft.needs_baseline:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
         raise ConfigError(what, flag("draft"), config.draft.name, required, "use tests/selfspec_benchmark.py")
@@ -39,7 +38,7 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
     other time; the second starts from the state that the first prefilled. `how`: as of `generate`. Errors: UserError
     for logits that are not finite.
     """
-    n_rows, drafters = session.plan.n_rows, session.drafters()
+    n_rows, drafters = session.n_rows, session.drafters()
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:

@@ -1,6 +1,6 @@
 """Texts in a terminal, with nothing that moves the cursor."""
 
-from common.errors import ConfigError, flag
+from common.errors import flag
 from engine.bench.config import RunConfig
 from models.checkpoints.model_source import ModelSource, find_model
 
@@ -15,12 +15,5 @@ def printable(text: str) -> str:
 def text_target(config: RunConfig) -> ModelSource:
     """The target, read from its files but not loaded. Errors: UserError if there is none, or it has no text."""
     own = config.target
-    return with_text(find_model(own.model, own.load_format, own.model_name, flag("model"), own.verify))
-
-
-def with_text(source: ModelSource) -> ModelSource:
-    """The model. Errors: ConfigError if it has no text."""
-    if not source.has_text:
-        where = flag("load_format")
-        raise ConfigError("random weights have nothing to say", where, "dummy", "a trained model", f"leave out {where}")
-    return source
+    own.require_trained("random weights have nothing to say")
+    return find_model(own.model, own.load_format, own.model_name, flag("model"), own.verify)
