@@ -52,7 +52,7 @@ def main(flags: Flags) -> None:
     from engine.cost_model.rehearsal import Rehearsal
     from models.llama import select_layers
 
-    flags.target.require_trained("random weights have nothing to say")
+    flags.target.with_text()
     own = {"sampling": flags.sampling, "output": flags.output, "draft": flags.draft.config()}
     plan = bench.resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):

@@ -78,9 +78,8 @@ def main(flags: Flags) -> None:
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    flags.target.require_trained("random weights have nothing to say")
-    session = engine.Session.open(config)
-    source, book, target, runner = session.target, next(session.books()), session.runner.model, session.runner
+    source, session = flags.target.with_text(), engine.Session.open(config)
+    book, target, runner = next(session.books()), session.runner.model, session.runner
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
     cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
     prompts, held_back = cut([first], n_prompts=flags.num_prompts), cut([second], n_prompts=flags.held_back)

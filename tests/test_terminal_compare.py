@@ -29,8 +29,7 @@ from engine.round import Outcome
 from engine.terminal import comparison
 from engine.terminal.comparison import first_difference
 from engine.terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
-from engine.terminal.texts import printable
-from engine.terminal.track import Token, Track
+from engine.terminal.track import Token, Track, printable
 from kv_cache.streaming import Streaming
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import load_tokenizer

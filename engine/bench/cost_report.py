@@ -27,7 +27,6 @@ from engine.cost_model.roofline import Stored, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
 from kv_cache.policy import policies
-from models.checkpoints.model_source import find_model
 from models.config import ModelConfig
 
 # New tokens that the caches have room for where costs are measured.
@@ -59,7 +58,7 @@ def report_predicted(flags: CostFlags) -> None:
     """The same of another machine: costs are those of the roofline, acceptance is given or published."""
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
-    source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
+    source = replace(flags.target, load_format="dummy").source()
     target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
     acceptances = acceptances_of(source.name, flags)
     drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)

@@ -28,7 +28,7 @@ from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
 from models import ModelConfig
 from models.attention import Selection, select_backend
-from models.checkpoints.model_source import ModelSource, check_vocabulary, find_model
+from models.checkpoints.model_source import ModelSource, check_vocabulary
 from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
@@ -108,7 +108,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     n_replicas = config.n_replicas
     n_ranks = check_replicas(n_replicas, world_size())
     device = resolve_device(stored.device)
-    target = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
+    target = stored.source()
     dataset, own = resolve_dataset(config, target), own_prompts(config, target, texts)
     if own is None:
         n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN

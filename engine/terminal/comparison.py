@@ -22,7 +22,7 @@ from engine.bench.record import make_record
 from engine.bench.session import Session
 from engine.bench.text import PromptText
 from engine.terminal.panes import TITLES, Panes
-from engine.terminal.texts import printable, text_target
+from engine.terminal.track import printable
 from models.checkpoints.chat_template import NoChatTemplateError
 
 FOLDER = Path(__file__).parent
@@ -59,7 +59,7 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
     """With questions in the model's chat template, or stretches of a data set if that or their length is given; and how
     its rows are called. Errors: UserError.
     """
-    source, own = text_target(config), config.rows.prompts
+    source, own = config.target.with_text(), config.rows.prompts
     if own is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
         session = Session.open(config)
         assert session.tokenizer is not None

@@ -17,7 +17,7 @@ from engine.requests import Request
 from engine.runner import not_finite
 from engine.stats import RoundStats
 from engine.terminal.in_turn import plan_of
-from engine.terminal.texts import printable, text_target
+from engine.terminal.track import printable
 from models.checkpoints.text_stream import TextStream
 
 RESET, EXIT = "/reset", "/exit"
@@ -27,7 +27,7 @@ Message = dict[str, str]
 def converse(config: RunConfig, system: str | None, gen_len: int, context: int) -> None:
     """Answer what is typed, or each line of what is piped, by at most `gen_len` tokens. Errors: UserError."""
     require_at_least("gen_len", gen_len, 1)
-    template = text_target(config).chat_template()
+    template = config.target.with_text().chat_template()
     session = Session.of_plan(_plan(config, context))
     drafter = session.drafter()
     begin: list[Message] = [{"role": "system", "content": system}] if system else []

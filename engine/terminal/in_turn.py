@@ -26,7 +26,7 @@ from engine.stats import total
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
     """As `resolve`. Errors: UserError, also for random weights, and for a draft that has to know beforehand what plain
     decoding makes of every prompt."""
-    config.target.require_trained("random weights have nothing to say")
+    config.target.with_text()
     if config.draft and config.draft.needs_baseline:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
         raise ConfigError(what, flag("draft"), config.draft.name, required, "use tests/selfspec_benchmark.py")

@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 from engine.requests import Progress, Request
 from engine.round import Outcome
-from engine.terminal.texts import printable
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 
 # Seconds between two drawings.
 DRAW_EVERY = 0.08
+CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "") | {ord("\n"): "\n", ord("\t"): "    "}
+
+
+def printable(text: str) -> str:
+    """With spaces for tabs, and no other control characters: no model is to move a terminal's cursor."""
+    return text.translate(CONTROLS)
 
 
 class Token(NamedTuple):
