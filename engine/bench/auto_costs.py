@@ -48,10 +48,8 @@ class RunCosts:
 def costs_of(
     session: Session, drafters: Sequence[Drafter], whole: bool = False, n_steps: int | None = None
 ) -> RunCosts | None:
-    """From the prefilled state, where something is to be chosen: by every rank, and the first one's on all.
-
-    whole: measured now, and however long the decode is: at every gamma, while all rows decode. n_steps: that the decode
-    would take without speculation; None: by the session's prompts.
+    """From the prefilled state, where something is to be chosen: by every rank, and the first one's on all. whole: now,
+    at every gamma, while all rows decode. n_steps: of the decode without speculation; None: by the session's prompts.
     """
     if session.draft is None or not session.chooses:
         return None

@@ -24,8 +24,7 @@ def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, 
 
 
 def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any]]:
-    """The draft and gamma with the largest predicted speedup at each batch and context; gamma 0 and no draft where
-    plain decoding is faster."""
+    """What has the largest predicted speedup at each batch and context: gamma 0 and no draft is plain decoding."""
     found = []
     for size in itertools.product(grid.batches, grid.contexts):
         choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
@@ -38,8 +37,7 @@ def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any
 
 
 def cost_columns(grid: CostGrid) -> list[Column]:
-    """Milliseconds of plain steps, and verifications and draft steps as shares of them, by the indices of a batch and a
-    context."""
+    """Plain steps, and verifications and draft steps as shares of them, by the indices of a batch and a context."""
 
     def share(costs: np.ndarray, place: int, head: str) -> Column:
         return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")

@@ -28,9 +28,8 @@ def load_draft(
     target_ranks: ModelRanks,
     draft_ranks: ModelRanks | None,
 ) -> None:
-    """Add what drafts, and what drafts for that, to the `models`, unless one has its form: a model or head of its own,
-    the target's weights in another form, or some of its layers. Nothing where it is the target itself, or no model, or
-    not on this rank."""
+    """Add what drafts, and what drafts for that, to the `models` by its form, unless it is there, the target itself, no
+    model, or not on this rank."""
     for draft in plan.draft.levels if plan.draft else ():
         how = {"dtype": draft.dtype or plan.dtype, "quantize": draft.quantize}
         if (draft.dtype or draft.source) is None or draft.form in models:

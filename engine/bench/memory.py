@@ -58,11 +58,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model, or the largest shard of one, in `dtype`, and its caches of one row, which hold nothing ("meta").
-
-    One cache is read at a time. dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into
-    `dtype` first; None of others. shares_weights: with the target. prefills: whether it runs prompts.
-    """
+    """A model, or the largest shard of one, and its caches of one row ("meta"), of which one is read at a time.
+    dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
+    shares_weights: with the target. prefills: whether it runs prompts."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -206,8 +204,7 @@ def captured_rows(plan: Plan) -> int:
 def _dequantizes(
     plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, rotates_keys: bool = False
 ) -> Callable[[int], bool] | None:
-    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit. rotates_keys: as
-    they are read, dequantised for whatever attention."""
+    """As of `Footprint`. rotates_keys: as they are read, dequantised for whatever attention."""
     if entries not in largest():
         return None
     return _always if rotates_keys else plan.attention(config, dtype, entries).backend.dequantizes

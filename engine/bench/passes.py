@@ -31,9 +31,8 @@ WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
-    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: of a
-    `PhaseTimer`, the seconds of each round's, by their name. inner: of drafts for what drafted, all rows as one; None
-    without any."""
+    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: a
+    `PhaseTimer`'s seconds. inner: of drafts for what drafted, all rows as one; None without any."""
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]
@@ -133,11 +132,8 @@ def decode(
     pacing: Pacing | None = None,
     watch: Watch = bar_of_pass,
 ) -> Decoded:
-    """One pass over the prompts from the prefilled state, shown by `watch`; the processors are watched.
-
-    Replicas start together, and every process has what all of them decoded. Errors: UserError naming row and position
-    if any row's logits were not finite.
-    """
+    """One pass over the prompts from the prefilled state, shown by `watch`. Replicas start together, and every process
+    has what all of them decoded. Errors: UserError naming row and position if any row's logits were not finite."""
     session.processes.gathered(None)
     drafting = pacing.drafters if pacing else [drafter] if drafter else []
     for one in drafting:

@@ -94,10 +94,8 @@ Planned = TypeVar("Planned", bound=Plan)
 
 
 def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
-    """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them, or their ids.
-
-    Errors: UserError, the same on every rank.
-    """
+    """Check options, files, contexts and ranks. `texts`: prompts in place of the configuration's, or their ids. Errors:
+    UserError, the same on every rank."""
     stored, sizes = config.target, config.sizes
     sampling = resolve_sampling(config.sampling)
     for field, size in vars(sizes).items():

@@ -82,8 +82,7 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
-    """The JSON record of a run, which every rank has to ask for. What was not measured is null; random weights measure
-    no acceptance."""
+    """Of a run, asked for by every rank. What was not measured is null; random weights measure no acceptance."""
     config, stats = session.config, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
@@ -138,8 +137,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
 def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
-    then what was measured."""
+    """Of one or several runs: model, text, sizes and settings, `without` each row's own, then what was measured."""
     shared = {
         "benchmark": benchmark,
         "model": session.name,
@@ -177,14 +175,14 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
-    """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its policy and KV
-    entries a row if it has a cache."""
+    """What rounds cost and accepted while so many rows decode, the most first, and of each drafter."""
     return [
         {
             "rows": n_rows,
             **cache_of(session, Choice(index, one.at[-1])),
+            "plain_ms": one.plain_ms,
             "gammas": one.at,
-            **{name: getattr(one, name) for name in ("plain_ms", "verify_ms", "draft_ms", "other_ms", "refresh_ms")},
+            **{name: getattr(one, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
             "accepted_share": one.acceptance.value if one.acceptance else None,
             "places_reached": one.acceptance.n if one.acceptance else None,
         }

@@ -144,10 +144,8 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
 
 
 def resolve_device(name: str) -> str:
-    """`name` as "cpu" or "cuda:N", N being this process's own GPU where a machine runs several of them.
-
-    A process that was left one GPU to see, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank.
-    """
+    """`name` as "cpu" or "cuda:N", N being this process's own GPU where a machine runs several of them. One that was
+    left one GPU to see, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank."""
     n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,10 +184,8 @@ def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
 
 
 def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len: int) -> ResolvedDraft:
-    """Its dtypes, budgets, and the largest gamma. Positions stay `auto` until the draft model's context is known.
-
-    Errors: ConfigError.
-    """
+    """Its dtypes, budgets, and the largest gamma; positions stay `auto` until the draft model's context is known.
+    Errors: ConfigError."""
     draft.check()
     auto_gamma = draft.gamma == AUTO
     if not isinstance(draft, ModelDrafterConfig):

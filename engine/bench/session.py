@@ -42,9 +42,9 @@ Value = TypeVar("Value")
 class Session(Plan):
     """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica.
 
-    models: what drafts, by (dtype, scheme, layers). continuations: what the data set goes on with behind each prompt,
-    if asked for. run: what the record and the saved rows of a run have in common. put_off: errors that a run outlives,
-    and ends with. processes: the ranks of all replicas. numbered_from: the first prompt's index among those of all.
+    models: what drafts, by its form. continuations: of the data set behind each prompt, if asked for. run: what names
+    the run in its record and saved rows. put_off: errors that a run outlives, and ends with. processes: the ranks of
+    all replicas. numbered_from: the first prompt's index among those of all.
     """
 
     runner: ModelRunner
@@ -140,18 +140,14 @@ class Session(Plan):
         sampling: Sampling | None = None,
         prompts: list[list[int]] | None = None,
         gen_len: int | None = None,
-        compile: bool | None = None,
     ) -> Session:
         """The same model and cache under another draft (None: plain decoding) or sampling; what is not given stays.
-
-        compile: what the record says of it. What drafts is loaded where no draft of this session had its form.
-        Errors: ConfigError for a draft that the models cannot do, and for another draft model than the session's.
-        """
+        What drafts is loaded where no draft of this session had its form. Errors: ConfigError for a draft that the
+        models cannot do, and for another draft model than the session's."""
         own = self.config
-        target = own.target if compile is None else replace(own.target, compile=compile)
         sizes = own.sizes if gen_len is None else replace(own.sizes, gen_len=gen_len)
         sampling = own.sampling if sampling is None else sampling
-        config = replace(own, target=target, sizes=sizes, sampling=sampling)
+        config = replace(own, sizes=sizes, sampling=sampling)
         prompts = self.prompts if prompts is None else prompts
         session = replace(self, config=config, sampling=resolve_sampling(sampling), prompts=prompts)
         if not isinstance(draft, EllipsisType):
@@ -160,8 +156,7 @@ class Session(Plan):
         return session
 
     def narrowed(self, n_rows: int, length: int) -> Session:
-        """The same model over the first rows and slots of the same cache, whose entries are gone, as if it had no
-        others."""
+        """The same model over the first rows and slots of the cache, as if it had no others; its entries are gone."""
         own = self.runner
         own.cache.notes.clear()
         cache = own.cache.view(slice(0, n_rows), length)

@@ -13,10 +13,8 @@ PromptText = str | Sequence[int]
 
 
 def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
-    """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text.
-
-    Errors: ConfigError for what has no effect on random weights.
-    """
+    """`auto` is the built-in book for the built-in model, and PG-19 for every other; None for random weights. Errors:
+    ConfigError for what has no effect on these."""
     wanted = config.text.dataset
     if target.has_text:
         return wanted if wanted != AUTO else BUILT_IN if target.is_default else PG19

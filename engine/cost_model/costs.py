@@ -21,9 +21,8 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one batch at one context: a step of plain decoding, verifications of so many drafts as in `at`,
-    ascending, one step of the draft, what else a round takes, and a round's share of what takes to choose the draft's
-    entries anew. acceptance: what was seen meanwhile, of real text."""
+    """Milliseconds of one batch at one context: a plain step, verifications of so many drafts as in `at`, ascending, a
+    draft step, what else a round takes, and its share of choosing entries anew. acceptance: of real text."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -34,8 +33,7 @@ class Costs:
     refresh_ms: float = 0.0
 
     def round_ms(self, gamma: int) -> float:
-        """A round of that gamma. Verifications between and beyond the measured gammas lie on straight lines, below
-        them on the line from a plain step, which is a verification of nothing."""
+        """Of that gamma. Verifications between and beyond the measured ones, and plain steps, lie on straight lines."""
         at, ms = np.array([0, *self.at], dtype=float), np.array([self.plain_ms, *self.verify_ms])
         if gamma > at[-1]:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
@@ -61,8 +59,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostGrid:
-    """Costs over batches and contexts (tokens), both ascending, for drafts named by (policy, budget); but for what it
-    takes to choose a draft's entries anew.
+    """Costs, without `refresh_ms`, over batches and contexts (tokens), both ascending, for drafts named by (policy,
+    budget).
 
     Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`.
     """

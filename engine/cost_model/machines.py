@@ -18,10 +18,10 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, whose numbers these are: bytes of memory read per second; dense operations per second (a
-    multiplication and an addition are two) with 16 and with 32 bits; seconds that a kernel takes beside its work; rows
-    of queries that attention multiplies at least; whether heads that share KV are rows of one tile where there are
-    several tokens, too; seconds of a forward that nothing else here explains."""
+    """Devices of one kind, in SI units. bandwidth: bytes of memory read. ops, ops_32: dense operations (a
+    multiplication and an addition are two) with 16 and 32 bits. launch: of a kernel, beside its work. tile: rows of
+    queries that attention multiplies at least. packs_group: heads that share KV are rows of one tile also where there
+    are several tokens. unexplained: of a forward, by nothing else here."""
 
     bandwidth: float
     ops: float

@@ -42,8 +42,7 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = 
 
 
 class Scope(NamedTuple):
-    """What is measured behind the first rounds: whether the few rows are, which other gammas, how many more rounds of
-    each kind."""
+    """What is measured behind the first rounds: few rows? which other gammas, how many more rounds of each."""
 
     few_rows: bool
     gammas: tuple[int, ...]
@@ -54,10 +53,7 @@ def scope(
     costs: Sequence[Costs], gammas: Sequence[int], n_steps: int, has_few_rows: bool, spent_ms: float | None = None
 ) -> Scope:
     """What there is time for, by the costs of all rows (of few they are no higher), in a decode of so many plain steps.
-
-    Measuring may take MOST_SHARE of those, and MEASURING_SECONDS. spent_ms: what the first rounds took, if not what
-    these costs say: plain ones, and of each drafter those of the middle gamma.
-    """
+    spent_ms: what the first rounds took, if not what these costs say."""
     ms, fewest = [costs[0].plain_ms, *(one.round_ms(_middle(gammas)) for one in costs)], UNTIMED_ROUNDS + FEWEST_TIMED
     first_ms = fewest * sum(ms)
     left = min(1e3 * MEASURING_SECONDS, MOST_SHARE * n_steps * costs[0].plain_ms)
@@ -78,10 +74,8 @@ def scope(
 def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
     """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps.
 
-    First come plain rounds and those of each drafter at the middle gamma, the fewest of each. What else there is time
-    for (`scope`) comes in this order: the same while the fewest rows decode, other gammas, more rounds. What was
-    rehearsed before, as by `still_hold`, counts. What first compiles or captures has to have run, with any number of
-    rows.
+    First come plain rounds and those of each drafter at the middle gamma, then what there is time for (`scope`). What
+    was rehearsed before counts. What first compiles or captures has to have run, with any number of rows.
     """
     runner, middle = rehearsal.runner, _middle(gammas)
     n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(rehearsal.drafters, [middle])
@@ -105,10 +99,9 @@ def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int
 
 
 def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
-    """The known costs as this machine has them now, with the acceptance that a check saw: two plain steps, and two
-    rounds of the first drafter, of which the faster ones count. None if such a round is now more or fewer plain steps,
-    by MOST_OFF: what pays depends on that alone, so a machine that does everything more slowly chooses as before.
-    """
+    """The known costs as this machine has them now, with the acceptance seen in a check of plain steps and rounds of
+    the first drafter, of which the fastest count. None if such a round is now more or fewer plain steps, by MOST_OFF:
+    what pays depends on that alone."""
     of_all_rows = known[max(known)]
     gamma = _middle(of_all_rows[0].at)
     rehearsal.run([PLAIN, Choice(0, gamma)], CHECKED_ROUNDS)
@@ -152,11 +145,8 @@ def _choices(drafters: Sequence[Drafter], gammas: Sequence[int]) -> list[Choice]
 
 
 def costs_of_rounds(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int) -> list[Costs]:
-    """One a drafter, of all rounds of each choice but the first `n_untimed`, and of a round's share of what choosing
-    its entries anew takes.
-
-    A draft step takes no longer than one of the drafter before it, and as long with any policy of one size.
-    """
+    """One a drafter, of all rounds of each choice but the first `n_untimed`. A draft step takes no longer than one of
+    the drafter before it, and as long with any policy of one size."""
 
     def ms(choice: Choice, part: str) -> float:
         times = rehearsal.timed[choice][n_untimed:]

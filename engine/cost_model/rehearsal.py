@@ -19,10 +19,8 @@ class Rehearsal:
     """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
 
     gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
-    the seconds of every round's parts "draft", "verify", "other" and "refresh", which is 0 in rounds that choose no
-    entries; what a drafter catches up with is in none of them.
-    `seconds`: what everything took, a draft model's runs of the prompts included.
-    Errors: UserError if logits are not finite.
+    the seconds of every round's parts "draft", "verify", "other" and, where it chooses entries anew, "refresh"; without
+    catching up, which `seconds` of everything includes. Errors: UserError if logits are not finite.
     """
 
     def __init__(

@@ -57,8 +57,7 @@ def compare(config: RunConfig, save: str | None) -> None:
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
     """With questions in the model's chat template, or stretches of a data set if that or their length is given; and how
-    its rows are called. Errors: UserError.
-    """
+    its rows are called. Errors: UserError."""
     source, own = config.target.with_text(), config.rows.prompts
     if own is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
         session = Session.open(config)

@@ -68,8 +68,8 @@ def _plan(config: RunConfig, context: int) -> Plan:
 
 
 def _answer(session: Session, drafter: Drafter, request: Request) -> str:
-    """Write the answer as it grows, until Ctrl-C if that comes, then what speculation did; returns the answer. Errors:
-    UserError if logits are not finite."""
+    """Write the answer as it grows, until Ctrl-C, then what speculation did; returns it. Errors: UserError for logits
+    that are not finite."""
     assert session.tokenizer is not None
     stream, text, rounds = TextStream(session.tokenizer), "", list[RoundStats]()
 
