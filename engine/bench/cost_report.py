@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -63,12 +64,9 @@ def report_predicted(flags: CostFlags) -> None:
     acceptances = acceptances_of(source.name, flags)
     drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
 
-    def costs(batch: int, context: int) -> list[Costs]:
-        gammas = flags.sorted("gammas")
-        return [predict_costs(target, draft, machine, batch, context, budget, gammas) for _, budget in drafts]
-
+    cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
     sizes = itertools.product(flags.sorted("batches"), contexts)
-    grid = CostGrid.of(drafts, {size: costs(*size) for size in sizes})
+    grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
     published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
     said = published if flags.alpha is None else "given"
     record = {
@@ -93,8 +91,8 @@ def publish_tables(
 
 
 def open_largest(flags: CostFlags) -> Session:
-    """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
-    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError."""
+    """The models, and a cache for the largest batch and context, with room for drafts of all budgets at once. Errors:
+    UserError."""
     rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
     sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
@@ -102,8 +100,7 @@ def open_largest(flags: CostFlags) -> Session:
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
-    """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps; what a
-    policy takes to choose entries anew is left out."""
+    """Costs over caches of random entries; a draft step costs what its budget does, whatever the policy keeps."""
     drafts, gammas = flags.configs(), flags.sorted("gammas")
     of_budget = {budget: config for (_, budget), config in drafts.items()}
     budgets = sorted(of_budget, reverse=True)
@@ -166,8 +163,7 @@ def stored_draft(target: Stored, flags: CostFlags) -> Stored:
 
 
 def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
-    """The given one of every draft; else what was published, of the drafts that it was published for. Errors:
-    ConfigError where that is none."""
+    """The given one of every draft, or the published ones. Errors: ConfigError where there is none."""
     contexts = flags.sorted("contexts")
     rates: dict[Draft, list[Any]] = {
         draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]

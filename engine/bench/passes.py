@@ -93,9 +93,8 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     runner, draft = session.runner, session.draft
     if session.gen_len < 2 or (not session.config.target.compile and runner.graphs is None):
         return
-    choices = [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
-    if not drafters or (draft and draft.automatic):
-        choices.insert(0, PLAIN)
+    choices = [PLAIN] if not drafters or (draft and draft.automatic) else []
+    choices += [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     gamma = max(choice.gamma for choice in choices)
     # What comes every so many rounds, twice.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters)])
