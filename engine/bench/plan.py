@@ -12,15 +12,7 @@ from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
-from engine.bench.resolved import (
-    KV_DTYPES,
-    ResolvedDraft,
-    ResolvedSampling,
-    resolve_device,
-    resolve_draft,
-    resolve_dtype,
-    resolve_sampling,
-)
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling, resolve_target
 from engine.bench.text import PromptText, own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.medusa import check_heads
@@ -105,7 +97,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     _check_oracle(config, sampling)
     n_replicas = config.n_replicas
     n_ranks = check_replicas(n_replicas, world_size())
-    device = resolve_device(stored.device)
+    device, dtype, kv_dtype = resolve_target(stored)
     target = stored.source()
     dataset, own = resolve_dataset(config, target), own_prompts(config, target, texts)
     if own is None:
@@ -125,10 +117,9 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     if stored.compile:
         check_compiler(device)
     groups = _rank_groups(config, target, source, n_ranks)
-    dtype = resolve_dtype(stored.dtype, device)
-    dtypes, lengths = (dtype, KV_DTYPES.get(stored.kv_dtype, dtype)), (n_rows, n_prompts, prefix_len)
+    lengths = n_rows, n_prompts, prefix_len
     # Without a draft, which gamma and so the capacity depend on.
-    plan = Plan(config, sampling, None, device, *dtypes, target, source, dataset, own, *lengths, 0, *groups)
+    plan = Plan(config, sampling, None, device, dtype, kv_dtype, target, source, dataset, own, *lengths, 0, *groups)
     if stored.attention != AUTO:  # refused now, where this machine does not have it
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)

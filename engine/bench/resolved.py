@@ -136,11 +136,11 @@ def option_names() -> list[str]:
     return [*(name for name in every if name not in ELSEWHERE), "text_drafts"]
 
 
-def resolve_dtype(wanted: str, device: str) -> torch.dtype:
-    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
-    if wanted != "auto":
-        return DTYPES[wanted]
-    return torch.float32 if device == "cpu" else torch.bfloat16
+def resolve_target(target: Target) -> tuple[str, torch.dtype, torch.dtype]:
+    """Its device, and the dtypes of its weights and its KV entries; `auto` is float32 on a CPU, bfloat16 on a GPU."""
+    device = resolve_device(target.device)
+    dtype = DTYPES.get(target.dtype, torch.float32 if device == "cpu" else torch.bfloat16)
+    return device, dtype, KV_DTYPES.get(target.kv_dtype, dtype)
 
 
 def resolve_device(name: str) -> str:
@@ -207,8 +207,8 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     check_gamma(gamma, room)
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
-    device, wanted = resolve_device(target.device), draft.draft_dtype
-    dtype = resolve_dtype(target.dtype, device) if wanted in (AUTO, "same") else DTYPES[wanted]
+    (device, dtype, _), wanted = resolve_target(target), draft.draft_dtype
+    dtype = DTYPES.get(wanted, dtype)
     if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
         dtype = torch.bfloat16
     weights, entries = draft.draft_weights, draft.draft_kv_dtype
