@@ -108,10 +108,8 @@ def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> di
 
     def slower() -> float | None:
         """How many times as long everything takes."""
-        plain, round_ = (
-            1e3 * min(sum(parts.values()) - parts.get("refresh", 0.0) for parts in rehearsal.timed[one])
-            for one in (PLAIN, Choice(0, gamma))
-        )
+        fastest = (min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, Choice(0, gamma)))
+        plain, round_ = (1e3 * seconds for seconds in fastest)
         then = replace(of_all_rows[0], refresh_ms=0.0).round_ms(gamma) / of_all_rows[0].plain_ms
         return plain / of_all_rows[0].plain_ms if abs(round_ / plain / then - 1) <= MOST_OFF else None
 
@@ -128,7 +126,7 @@ def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> di
 def _run_first(rehearsal: Rehearsal, choices: Sequence[Choice], n_rounds: int) -> None:
     """So many rounds of each, and more where those chose no entries anew of a drafter that does now and then."""
     rehearsal.run(choices, n_rounds)
-    for index, seen in enumerate(rehearsal.refreshes()):
+    for index, seen in enumerate(rehearsal.refreshes):
         if not seen and (every := rehearsal.drafters[index].refresh_every):
             rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every)
 
@@ -153,7 +151,7 @@ def costs_of_rounds(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int)
         return 1e3 * median_low(parts[part] for parts in times)  # of two, the one that nothing held up
 
     draft_ms, refresh_ms = [], []
-    for drafter, seen in enumerate(rehearsal.refreshes()):
+    for drafter, seen in enumerate(rehearsal.refreshes):
         drafted = [choice for choice in rehearsal.timed if choice.drafter == drafter]
         draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
         every = rehearsal.drafters[drafter].refresh_every

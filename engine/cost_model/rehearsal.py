@@ -19,8 +19,8 @@ class Rehearsal:
     """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
 
     gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
-    the seconds of every round's parts "draft", "verify", "other" and, where it chooses entries anew, "refresh"; without
-    catching up, which `seconds` of everything includes. Errors: UserError if logits are not finite.
+    the seconds of every round's parts "draft", "verify" and "other", without catching up; of each drafter, `refreshes`
+    has those of choosing entries anew. `seconds`: of everything. Errors: UserError if logits are not finite.
     """
 
     def __init__(
@@ -68,14 +68,6 @@ class Rehearsal:
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
-    def refreshes(self) -> list[list[float]]:
-        """Of each drafter, the seconds that it took to choose entries anew, whenever it did."""
-        seen: list[list[float]] = [[] for _ in self.drafters]
-        for choice, rounds in self.timed.items():
-            if choice.drafter is not None:
-                seen[choice.drafter] += [parts["refresh"] for parts in rounds if parts["refresh"]]
-        return seen
-
     def choose(self, n_busy: int, n_joining: int) -> Choice:
         return self._next
 
@@ -86,6 +78,7 @@ class Rehearsal:
 
     def _forget(self) -> None:
         self.timed: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+        self.refreshes: list[list[float]] = [[] for _ in self.drafters]
         self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)
 
     def _round(self) -> None:
@@ -101,6 +94,8 @@ class Rehearsal:
             raise not_finite("measuring costs", "; ".join(broken[:8]))
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
-        refresh = sum(chosen_anew[n_before:])
-        parts = {"draft": draft - refresh, "verify": verify, "other": round_.seconds - resume - draft - verify}
-        self.timed[self._next].append(parts | {"refresh": refresh})
+        parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
+        if self._next.drafter is not None and (refresh := sum(chosen_anew[n_before:])):
+            self.refreshes[self._next.drafter].append(refresh)
+            parts["draft"] -= refresh
+        self.timed[self._next].append(parts)
