@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -11,7 +11,7 @@ from common.errors import ConfigError, flag
 from common.jsonl import publish, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from engine.bench.config import AUTO, RunConfig, Sizes, Target
+from engine.bench.config import AUTO, RunConfig, Sizes
 from engine.bench.cost_flags import CostFlags, Draft
 from engine.bench.cost_tables import Acceptances, best_of_each, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
@@ -60,9 +60,9 @@ def report_predicted(flags: CostFlags) -> None:
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
     source = replace(flags.target, load_format="dummy").source()
-    target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
+    (target, draft), contexts = stored_models(source.config, flags), flags.sorted("contexts")
     acceptances = acceptances_of(source.name, flags)
-    drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
+    drafts = list(acceptances[contexts[0]])
 
     cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
     sizes = itertools.product(flags.sorted("batches"), contexts)
@@ -143,23 +143,19 @@ def follows(grid: CostGrid, acceptances: Acceptances, of: str) -> dict[str, Any]
     return {"acceptance_rates_by_context": rates, "acceptance_of": of, "best": best_of_each(grid, acceptances)}
 
 
-def stored_target(config: ModelConfig, target: Target) -> Stored:
-    """bfloat16 unless it is named. Errors: ConfigError for float64."""
-    dtype = "bfloat16" if target.dtype == AUTO else target.dtype
+def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[Stored, Stored]:
+    """The target, in bfloat16 unless another dtype is named, and as it drafts for itself, at any budget. Errors:
+    ConfigError, also for float64."""
+    own, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
+    dtype = "bfloat16" if own.dtype == AUTO else own.dtype
     if dtype == "float64":
         required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
         raise ConfigError("no machine's rate of float64 is stored", flag("dtype"), dtype, required, fix)
-    return Stored(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
-
-
-def stored_draft(target: Stored, flags: CostFlags) -> Stored:
-    """The target as it drafts for itself, at any budget; what is not said of it is as there. Errors: ConfigError."""
-    draft: Any = next(iter(flags.configs().values()))
-    check_layers(draft.layers, target.config.n_layer)
-    config = replace(target.config, n_layer=len(draft.layers or range(target.config.n_layer)))
+    target = Stored(config, dtype, own.quantize, None if own.kv_dtype == "same" else own.kv_dtype)
+    check_layers(draft.layers, config.n_layer)
     said = zip(target[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
-    own: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
-    return Stored(config, *own)
+    stored: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
+    return target, Stored(replace(config, n_layer=len(draft.layers or range(config.n_layer))), *stored)
 
 
 def acceptances_of(model: str, flags: CostFlags) -> Acceptances:

@@ -78,9 +78,8 @@ def draft_flags(
     kinds_of_options: list[Any] = [*chosen.values(), *kept.values(), *beside]
     for kind in kinds_of_options:
         for option in fields(kind):
-            owners.setdefault(option.name, []).append(kind)
-    for name in NO_OPTIONS:
-        owners.pop(name, None)
+            if option.name not in NO_OPTIONS:
+                owners.setdefault(option.name, []).append(kind)
     specs: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     if len(chosen) > 1:
         first = "self" if "self" in chosen else next(iter(chosen))

@@ -138,9 +138,9 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
     return Footprint(config, draft.dtype, caches, draft.quantize, dequantizes, shares_weights, prefills)
 
 
-def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *inner: Footprint) -> MemoryPlan:
+def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan:
     """Estimate a run of these. The logits are of the whole vocabulary: those of all shards meet on one rank."""
-    drafts = [draft, *inner] if draft else []
+    draft = drafts[0] if drafts else None
     models, sampling, device = [target, *drafts], plan.sampling.params, torch.device(plan.device)
     config, capacity, itemsize = target.config, plan.capacity, target.dtype.itemsize
     block, prefill_chunk = plan.gamma + 1, min(prefill_chunk_of(device), capacity)

@@ -134,14 +134,14 @@ def decode(
     """One pass over the prompts from the prefilled state, shown by `watch`. Replicas start together, and every process
     has what all of them decoded. Errors: UserError naming row and position if any row's logits were not finite."""
     session.processes.gathered(None)
-    drafting = pacing.drafters if pacing else [drafter] if drafter else []
-    for one in drafting:
+    pacing = pacing or Fixed(drafter)
+    for one in pacing.drafters:
         one.inner_counts()  # those of what ran before
     before = usage_so_far()
     with watch(session, name) as progress:
-        output = session.generate(drafter, pacing=pacing, progress=progress, phase=phase)
+        output = session.generate(pacing=pacing, progress=progress, phase=phase)
     usage = usage_so_far().since(before)
-    inner = [counts for one in drafting if (counts := one.inner_counts())]
+    inner = [counts for one in pacing.drafters if (counts := one.inner_counts())]
     own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}, inner
     each, seconds, inners = zip(*session.of_replicas(own), strict=True)
     of_rows = ("tokens", "finish_reasons", "errors")
