@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +11,11 @@ from common.errors import ConfigError, flag, without_effect
 from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
-from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
-from engine.drafters.schedules import OF_CONFIDENCE
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
-from kv_cache.policy import Policy, policies
+from kv_cache.policy import Policy
 from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
 
@@ -25,8 +23,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
-# Fields of drafters that are no options of a record, or have another place there.
-ELSEWHERE = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,6 @@ class ResolvedDraft:
         return max(self.capacities, default=0)
 
     @property
-    def texts(self) -> tuple[HostDrafterConfig, ...]:
-        """The text drafters beside the model."""
-        return self.config.texts if isinstance(self.config, ModelDrafterConfig) else ()
-
-    @property
     def layers(self) -> tuple[int, ...] | None:
         """Those of the target that a self-draft runs; None for all."""
         return self.config.layers if isinstance(self.config, SelfConfig) else None
@@ -89,15 +80,6 @@ class ResolvedDraft:
     def levels(self) -> tuple[ResolvedDraft, ...]:
         """Itself, and what drafts for it."""
         return (self, *self.inner.levels) if self.inner else (self,)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Those of the drafter and of its policy, by name."""
-        schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
-        owners = [*self.texts, self.config, *self.policies]
-        own = {name: value for owner in owners for name, value in vars(owner).items()}
-        own |= {"text_drafts": [text.name for text in self.texts] or None, "gamma_schedule": schedule}
-        return own if schedule == "confidence" else own | dict.fromkeys(OF_CONFIDENCE)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -126,14 +108,6 @@ class ResolvedDraft:
         """One draft for each policy, in their order; of those without a cache the one."""
         pairs = zip(self.policies, self.capacities, strict=True)
         return [replace(self, policies=(one,), capacities=(n,)) for one, n in pairs] or [self]
-
-
-def option_names() -> list[str]:
-    """The options of all policies and drafters, in the order of records: of drafts without a model before others."""
-    by_kind = sorted(drafters().values(), key=lambda kind: issubclass(kind, ModelDrafterConfig))
-    kinds: list[Any] = [*policies().values(), *by_kind]
-    every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
-    return [*(name for name in every if name not in ELSEWHERE), "text_drafts"]
 
 
 def resolve_target(target: Target) -> tuple[str, torch.dtype, torch.dtype]:
