@@ -36,18 +36,15 @@ def settings_record(session: Session) -> dict[str, Any]:
 
 def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
     """Every option of every drafter and policy, null where it is not this draft's."""
-    none = {"draft_model": None, "gamma": 0, "draft_policy": None, **dict.fromkeys(option_names())}
+    nothing = {"draft_model": None, "gamma": 0, "draft_policy": None, **dict.fromkeys(option_names())}
     if draft is None:
-        return none
+        return nothing
     config, texts = draft.config, getattr(draft.config, "texts", ())
     own = {name: value for owner in (*texts, config, *draft.policies) for name, value in vars(owner).items()}
     schedule = AUTO if config.gamma == AUTO else config.gamma_schedule or "constant"
     own |= {} if schedule == "confidence" else dict.fromkeys(OF_CONFIDENCE)
     own |= {"text_drafts": [text.name for text in texts] or None, "gamma_schedule": schedule}
-    own |= {
-        "draft_model": draft.source.name if draft.source else None,
-        "gamma": AUTO if draft.auto_gamma else draft.gamma,
-    }
+    own |= {"draft_model": draft.source and draft.source.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
     if draft.policy and draft.dtype:
         own |= {
             "draft_policy": AUTO if draft.auto_policy else draft.policy.name,
@@ -60,7 +57,7 @@ def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
         }
     if draft.inner and draft.inner.source:
         own |= {"draft_of_draft": draft.inner.source.name}
-    return {name: own.get(name) for name in none}
+    return {name: own.get(name) for name in nothing}
 
 
 def option_names() -> list[str]:
