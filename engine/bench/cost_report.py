@@ -52,7 +52,7 @@ def report_measured(flags: CostFlags) -> None:
         **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
     }
     record = record_of("cost_model", session, found, without=VARIED)
-    publish_tables(flags, record, grid, acceptances, f"\n{cost_table(grid)}")
+    publish_tables(flags, record, grid, acceptances, "\n")
 
 
 def report_predicted(flags: CostFlags) -> None:
@@ -79,13 +79,14 @@ def report_predicted(flags: CostFlags) -> None:
         **follows(grid, acceptances, said),
     }
     title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
-    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}")
+    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted ")
 
 
 def publish_tables(
-    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, costs: str
+    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, head: str
 ) -> None:
-    """That table, what is predicted of each draft, and what pays best; then the record."""
+    """Behind that head costs, what is predicted of each draft, and what pays best; then the record."""
+    costs = f"{head}costs; verification and draft step in plain steps\n{cost_table(grid)}"
     tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
