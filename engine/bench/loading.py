@@ -14,6 +14,9 @@ from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
 
+# What drafts, by its form.
+Models = dict[tuple[object, ...], Any]
+
 
 def load_target(plan: Plan, holders: ModelRanks) -> Transformer:
     """The target, or what this rank holds of it."""
@@ -22,11 +25,7 @@ def load_target(plan: Plan, holders: ModelRanks) -> Transformer:
 
 
 def load_draft(
-    plan: Plan,
-    models: dict[tuple[object, ...], Any],
-    target: Transformer,
-    target_ranks: ModelRanks,
-    draft_ranks: ModelRanks | None,
+    plan: Plan, models: Models, target: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
 ) -> None:
     """Add what drafts, and what drafts for that, to the `models` by its form, unless it is there, the target itself, no
     model, or not on this rank."""

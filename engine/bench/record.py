@@ -72,13 +72,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def rounded(value: Any, digits: int = 4) -> Any:
+def rounded(value: Any) -> Any:
     """A record with its floats, also those in lists and records within it, rounded for reading."""
     if isinstance(value, float):
-        return round(value, digits)
+        return round(value, 4)
     if isinstance(value, dict):
-        return {key: rounded(one, digits) for key, one in value.items()}
-    return [rounded(one, digits) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:

@@ -11,35 +11,25 @@ from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 from engine.requests import Request, make_requests
 from engine.runner import ModelRunner, not_finite
-from engine.sampling import SamplingParams
 from engine.timing import PhaseTimer
 
 
 class Rehearsal:
     """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
 
-    gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
+    gamma: the largest of any choice. `how`, and everything else, is as of `generate`. Of each choice, `timed` has
     the seconds of every round's parts "draft", "verify" and "other", without catching up; of each drafter, `refreshes`
     has those of choosing entries anew. `seconds`: of everything. Errors: UserError if logits are not finite.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        drafters: Sequence[Drafter],
-        prompts: Sequence[Sequence[int]],
-        *,
-        gamma: int,
-        max_new_tokens: int,
-        sampling: SamplingParams | None = None,
-        numbered_from: int = 0,
-        **how: Any,
+        self, runner: ModelRunner, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]], gamma: int, **how: Any
     ) -> None:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
-        assert self.prompts and max_new_tokens > 1, "no round would have a row that decodes"
+        assert self.prompts and how["max_new_tokens"] > 1, "no round would have a row that decodes"
+        of_requests = ("max_new_tokens", "sampling", "numbered_from")
+        self._asked = {name: how.pop(name) for name in of_requests if name in how}
         self.runner, self._how = runner, how
-        self._asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
-        self._asked["numbered_from"] = numbered_from
         self._phases = PhaseTimer(runner.device)
         self._requests: list[Request] = []
         self._next = PLAIN
