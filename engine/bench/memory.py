@@ -82,11 +82,6 @@ class Footprint:
         return linear_bytes(linear, self.quantize) + linear_bytes(head, "int8") + other * self.dtype.itemsize
 
     @property
-    def kv(self) -> int:
-        """Bytes of a row in all of its caches, with what these keep beside their entries."""
-        return sum(cache.n_bytes for cache in self.caches)
-
-    @property
     def observed(self) -> int:
         """Queries that select entries."""
         return max(cache.n_observed for cache in self.caches)
@@ -162,7 +157,8 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
             activations += FullKVCache(draft.config, 1, capacity, "meta", draft.caches[0].entries.dtype).n_bytes
     # Target and drafts never attend at once.
     dequantized = max([target.dequantized(block), *(one.dequantized(DRAFT_BLOCK) for one in drafts)])
-    choosing = [cache for one in drafts for cache in one.caches if isinstance(cache, VerifyTopKCache)]
+    caches = [cache for one in drafts for cache in one.caches]
+    choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
     if choosing:  # one layer's keys, and scores as above
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
@@ -178,8 +174,8 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     of_block = block, config.n_head, target.dtype, capacity
     per_row = {
-        "target KV": target.kv,
-        "draft KV": sum(one.kv for one in drafts) + sum(cache.observer(*of_block).n_bytes for cache in choosing),
+        "target KV": sum(cache.n_bytes for cache in target.caches),
+        "draft KV": sum(cache.n_bytes for cache in caches) + sum(one.observer(*of_block).n_bytes for one in choosing),
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,

@@ -38,8 +38,8 @@ def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptTe
         what, required = "these prompts cannot be continued", "texts, none of them empty, and a trained model"
         raise ConfigError(what, "Session.open: prompts", repr(texts)[:80], required, "give [text, text, ...]")
     tokenizer = target.tokenizer()
-    given_texts: Sequence[PromptText] = [one.turns[0] for one in load_prompts(str(named))] if texts is None else texts
-    prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in given_texts]
+    texts = [one.turns[0] for one in load_prompts(str(named))] if texts is None else texts
+    prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in texts]
     target.check_tokens(prompts)
     return prompts
 
