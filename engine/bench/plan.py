@@ -29,11 +29,9 @@ from models.tensor_parallel import check_count
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run's configuration means once it is checked, before anything is loaded. Ranks are in shard order.
-
-    dataset: None where nothing is cut from one. own_prompts: the user's, as token ids. n_rows: of each replica.
-    prefix_len: of the longest prompt. capacity: KV entries a row of the target's cache. group: in each replica.
-    """
+    """What a run's configuration means once it is checked, before anything is loaded. own_prompts: the user's, as token
+    ids; else they are cut from the dataset, if there is one. n_rows: of a replica. prefix_len: of the longest prompt.
+    capacity: KV entries a row of the target's cache. group, draft_group: in each replica, in shard order."""
 
     config: RunConfig
     sampling: ResolvedSampling

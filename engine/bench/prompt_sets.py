@@ -58,9 +58,7 @@ def load_prompts(name: str) -> list[Prompt]:
 def by_category(
     prompts: Iterable[Prompt], categories: Sequence[str] = (), per_category: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """Of each category, or of those, the first so many, in the order of the file. Errors: ConfigError for one that is
-    not there.
-    """
+    """Of each category, or of those, the first so many, in order. Errors: ConfigError for one that is not there."""
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         found.setdefault(prompt.category, []).append(prompt)

@@ -40,12 +40,11 @@ class ResolvedSampling:
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """What drafts, and how far. One with a model has weights in `dtype`, and a KV cache.
+    """What drafts, and how far. One with a model has weights in `dtype`, and a KV cache of each of its policies.
 
-    gamma: what every round drafts, or with `auto_gamma` the most that one may. policies: of that cache; several are
-    what `--draft_policy auto` and `--draft_budget auto` choose among, each in a cache of its own, the largest budgets
-    first. capacities: KV entries a row of each. quantize: the scheme of the linear layers; kv_dtype: of the cache's
-    entries. source: of a model that is not the target. inner: what drafts for it.
+    gamma: what every round drafts, or with `auto_gamma` the most that one may. policies: several are what is chosen
+    among, the largest budgets first. capacities: KV entries a row of each. quantize: the scheme of the linear layers.
+    source: of a model that is not the target. inner: what drafts for it.
     """
 
     config: DrafterConfig

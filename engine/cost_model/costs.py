@@ -12,10 +12,7 @@ from engine.acceptance import AcceptanceRate
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
     """Expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
-    (arXiv 2211.17192), equation 1. Summed as 1 + alpha + ... + alpha^gamma, which divides by nothing.
-
-    alpha: the probability that a draft is accepted, given that those before it were, the same for every draft.
-    """
+    (arXiv 2211.17192), equation 1. alpha: the probability that a draft is accepted, given that those before it were."""
     return float(sum(alpha**position for position in range(gamma + 1)))
 
 
@@ -59,11 +56,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostGrid:
-    """Costs, without `refresh_ms`, over batches and contexts (tokens), both ascending, for drafts named by (policy,
-    budget).
-
-    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`.
-    """
+    """Costs, without `refresh_ms`, over ascending batches and contexts (tokens), for drafts named by (policy, budget).
+    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]

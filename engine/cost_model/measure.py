@@ -24,13 +24,10 @@ CHECKED_ROUNDS, MOST_OFF = 2, 0.2
 
 
 def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = MEASURING_SECONDS) -> list[Costs]:
-    """The costs of each drafter's rounds in ms, medians of interleaved rounds, while all rows decode.
-
-    Only the first drafter's rounds are measured at every one of the gammas, which ascend; of the others, which come in
-    the order of what they cost, the dearest first, only the draft step is, at the middle gamma. `seconds`: what all
-    rounds may take, and a draft model's runs of the prompts, unless the fewest take longer; what first compiles or
-    captures should have run before. Errors: as of `Rehearsal`.
-    """
+    """The costs of each drafter's rounds in ms, medians of interleaved rounds, while all rows decode. Of drafters but
+    the first, which come in the order of what they cost, the dearest first, only the draft step is measured, at the
+    middle one of the gammas, which ascend. `seconds`: what everything may take, unless the fewest rounds take longer;
+    what first compiles or captures should have run before. Errors: as of `Rehearsal`."""
     runner = rehearsal.runner
     n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
     choices, fewest = _choices(rehearsal.drafters, gammas), n_untimed + FEWEST_TIMED
@@ -72,11 +69,9 @@ def scope(
 
 
 def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
-    """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps.
-
-    First come plain rounds and those of each drafter at the middle gamma, then what there is time for (`scope`). What
-    was rehearsed before counts. What first compiles or captures has to have run, with any number of rows.
-    """
+    """The same by how many rows decode, all and the fewest that are computed, for a decode of so many plain steps: of
+    each drafter at the middle gamma, then what there is time for (`scope`), in which what was rehearsed before counts.
+    What first compiles or captures has to have run, with any number of rows."""
     runner, middle = rehearsal.runner, _middle(gammas)
     n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(rehearsal.drafters, [middle])
     fewest = UNTIMED_ROUNDS + FEWEST_TIMED

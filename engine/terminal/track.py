@@ -29,11 +29,9 @@ class Token(NamedTuple):
 
 
 class Track(Progress):
-    """Follows a pass, whose rounds it leaves alone: what they emitted is looked at, and drawn, between them.
-
-    inner: is notified of the same. draw: called at most every `DRAW_EVERY` seconds. seconds: of the rounds so far.
-    rejected: of each row, the text of those drafts of the last round that were not accepted.
-    """
+    """Follows a pass, whose rounds it leaves alone: what they emitted is looked at, and drawn, between them. inner: is
+    notified of the same. seconds: of the rounds so far. rejected: of each row, the text of those drafts of the last
+    round that were not accepted."""
 
     def __init__(
         self, inner: Progress, tokenizer: Tokenizer, n_rows: int, draw: Callable[[], object] | None = None
