@@ -35,9 +35,8 @@ ROOM = 48
 # What acceptance is measured on: rows of text, tokens of each, and the gamma, if no smaller one is the largest.
 ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
 # Sizes and settings that a grid has several of.
-SIZES = ("B", "prefix_len", "gen_len")
-OF_POLICIES = ("draft_policy", *dict.fromkeys(one.name for kind in policies().values() for one in fields(kind)))
-VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
+OF_POLICIES = {one.name for kind in policies().values() for one in fields(kind)}
+VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "max_ngram"} | OF_POLICIES
 
 
 def report_measured(flags: CostFlags) -> None:

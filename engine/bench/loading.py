@@ -54,8 +54,8 @@ def _load(plan: Plan, source: ModelSource, holders: ModelRanks, **how: Any) -> T
 
 
 def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, whose: str) -> Transformer:
-    """With attention chosen now that its cache's entries are known, and what it holds of its heads, and with what lies
-    between attention and its matrix products: compiled for its sizes, or what goes with the backend."""
+    """With attention for its own shape and its cache's entries, and with what lies between that and its products:
+    compiled for its sizes, or what goes with the backend."""
     own = model.config
     model.backend, why = plan.attention(own, model.dtype, entries)
     say(f"{whose}: {model.backend.name} ({why})")

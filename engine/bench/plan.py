@@ -216,9 +216,7 @@ def _check_files(config: RunConfig) -> None:
 
 
 def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
-    if config.draft is None or not config.draft.needs_baseline:
-        return
-    if config.passes.no_baseline or not sampling.reproducible:
+    if config.draft and config.draft.needs_baseline and (config.passes.no_baseline or not sampling.reproducible):
         what, where = "an oracle drafts what plain decoding emitted", f"{flag('draft')} {config.draft.name}"
         seen = f"{sampling.mode} verification" + f", {flag('no_baseline')}" * config.passes.no_baseline
         required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"

@@ -106,9 +106,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
-        "wall_speedup": ratio(baseline.stats.decode_seconds, drafted.stats.decode_seconds)
-        if baseline and drafted
-        else None,
+        "wall_speedup": ratio(*(one and one.stats.decode_seconds for one in (baseline, drafted))),
         "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
         if baseline and speculative and session.sampling.reproducible
         else None,

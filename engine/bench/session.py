@@ -40,12 +40,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Session(Plan):
-    """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica.
-
-    continuations: of the data set behind each prompt, if asked for. run: what names the run in its record and saved
-    rows. put_off: errors that a run outlives, and ends with. processes: the ranks of all replicas. numbered_from: the
-    first prompt's index among those of all.
-    """
+    """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica. continuations: of
+    the data set behind each prompt, if asked for. run: what names the run in its record and saved rows. put_off: errors
+    that a run outlives, and ends with. processes: the ranks of all replicas. numbered_from: the first prompt's index
+    among those of all."""
 
     runner: ModelRunner
     prompts: list[list[int]]

@@ -23,10 +23,8 @@ WORTH_A_CHANGE = 1.03
 
 class Adaptive:
     """A `Pacing`: every round takes the drafter and gamma of the largest expected speedup, or is plain if none pays.
-
-    `costs[n][i]`: of drafter i while n rows decode, from the largest budget to the smallest; in between, what rounds
-    cost in plain steps lies on straight lines. gammas: to choose among, as far as they were measured. policies: each
-    drafter's, by name; None if they differ in their budgets alone.
+    `costs[n][i]`: of drafter i while n rows decode, the largest budgets first. gammas: to choose among, as far as they
+    were measured. policies: each drafter's, by name; None if they differ in their budgets alone.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one of the same policy with a larger budget, since the best

@@ -76,12 +76,8 @@ def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int
     n_rows, fewest_rows, first = len(rehearsal.prompts), runner.n_computed(1), _choices(rehearsal.drafters, [middle])
     fewest = UNTIMED_ROUNDS + FEWEST_TIMED
     _run_first(rehearsal, first, fewest)
-
-    def affordable() -> Scope:
-        costs = costs_of_rounds(rehearsal, [middle], UNTIMED_ROUNDS)
-        return scope(costs, gammas, n_steps, fewest_rows < n_rows, 1e3 * rehearsal.seconds)
-
-    more = runner.ranks.shared(affordable)
+    costs, spent_ms = costs_of_rounds(rehearsal, [middle], UNTIMED_ROUNDS), 1e3 * rehearsal.seconds
+    more = runner.ranks.shared(lambda: scope(costs, gammas, n_steps, fewest_rows < n_rows, spent_ms))
     others = [Choice(0, gamma) for gamma in more.gammas]
     rehearsal.run(others, fewest)
     rehearsal.run([*first, *others], more.n_more)
