@@ -106,7 +106,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
-        "wall_speedup": ratio(*(one and one.stats.decode_seconds for one in (baseline, drafted))),
+        "wall_speedup": ratio(*(one.stats.decode_seconds if one else None for one in (baseline, drafted))),
         "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
         if baseline and speculative and session.sampling.reproducible
         else None,
