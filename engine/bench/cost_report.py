@@ -91,8 +91,7 @@ def publish_tables(
 
 
 def open_largest(flags: CostFlags) -> Session:
-    """The models, and a cache for the largest batch and context, with room for drafts of all budgets at once. Errors:
-    UserError."""
+    """The models, and a cache for the largest batch and context; room for drafts of all budgets. Errors: UserError."""
     rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
     sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)

@@ -28,9 +28,8 @@ SAMPLING_BYTES = 4 * 4 + 4 + 8
 FILTER_BYTES = 4 + 8 + 4 * 8 + 8
 # What a pass of the random number generator holds per block: its words and their products, in int64.
 PASS_BYTES = 16 * 8
-# What CUDA takes beside the context, which free memory is counted without: workspaces of cuBLAS and cuBLASLt, on Hopper
-# 32 MiB each for every stream; kernels, which libraries load when they first run; nodes of graphs; what the allocator's
-# blocks leave unused. A round number that nobody has measured: gpu.py records planned beside peak bytes.
+# What CUDA takes beside the context: workspaces of cuBLAS and cuBLASLt, on Hopper 32 MiB each a stream; kernels and
+# nodes of graphs, what the allocator leaves unused. A round number: gpu.py records planned beside peak bytes.
 CUDA_BYTES = GIB
 # Buffers of one NCCL communicator (NVIDIA/nccl issue 864 reports 1.6 GB); symmetric memory's 8 MiB drown in them.
 NCCL_BYTES = 1600 * 10**6

@@ -182,8 +182,7 @@ def resolve_several(
     at_once: Literal["all", "one of each budget", "one"] = "all",
     texts: Sequence[PromptText] | None = None,
 ) -> Plan:
-    """With room for the caches of so many of those drafts at once, and for rounds of all their gammas. Errors:
-    UserError."""
+    """Room for the caches of so many of those drafts at once, and for rounds of all gammas. Errors: UserError."""
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
     deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))

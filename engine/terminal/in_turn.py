@@ -50,8 +50,7 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
 
 
 def latencies(plan: Plan) -> list[dict[str, Any]]:
-    """A record of each way, plain decoding first, behind a first few prompts that warm up; the model is loaded. Errors:
-    UserError."""
+    """A record of each way, plain decoding first, behind a few prompts that warm up. Errors: UserError."""
     gc.collect()
     torch.cuda.empty_cache()
     session, before = Session.of_plan(plan), usage_so_far()
