@@ -49,12 +49,12 @@ class Flags:
 
 def main(flags: Flags) -> None:
     from engine.cost_model.measure import measure_costs
-    from engine.terminal.texts import with_text
+    from engine.cost_model.rehearsal import Rehearsal
     from models.llama import select_layers
 
+    flags.target.with_text()
     own = {"sampling": flags.sampling, "output": flags.output, "draft": flags.draft.config()}
     plan = bench.resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
-    with_text(plan.target)
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
@@ -87,7 +87,8 @@ def main(flags: Flags) -> None:
     found = search(runner.model.config.n_layer, flags.fewest, acceptance)
     exits = [acceptance(tuple(range(len(layers)))) for layers, _ in found]
     drafters = [draft(layers)[1] for layers, _ in found]
-    most, least = measure_costs(runner, [drafters[0], drafters[-1]], session.prompts, gammas=[gamma], **session.how)
+    both = drafters[0], drafters[-1]
+    most, least = measure_costs(Rehearsal(runner, both, session.prompts, gamma=gamma, **session.how), [gamma])
     per_layer = (most.draft_ms - least.draft_ms) / max(1, len(found) - 1)
     rows: list[dict[str, Any]] = []
     for dropped, ((layers, alpha), early) in enumerate(zip(found, exits, strict=True)):

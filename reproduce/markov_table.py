@@ -31,11 +31,7 @@ class Flags:
 def main(flags: Flags) -> None:
     require_at_least("max_ngram", flags.max_ngram, 1)
     require_at_least("skip", flags.skip, 0)
-
-    from engine.terminal.texts import text_target
-
-    run = RunConfig(flags.target, flags.text)
-    source = text_target(run)
+    run, source = RunConfig(flags.target, flags.text), flags.target.with_text()
     table, tokenizer = NGramTable(flags.max_ngram), source.tokenizer()
     for book in bench.load_books(str(bench.resolve_dataset(run, source))):
         table.learn(tokenizer.encode(book, add_bos=False)[flags.skip :])

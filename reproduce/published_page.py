@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
-
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
 from engine.bench.config import AUTO
-from engine.bench.cost_tables import cost_columns
+from engine.bench.cost_tables import cost_table
 from reproduce import cost_model_error, roofline_error
 from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, read, source, table, write
 from reproduce.paper import auto_against_fixed, columns, cpu_roofline, tables
@@ -78,7 +76,7 @@ def cost_model_tables(records: Sequence[Record]) -> dict[str, str]:
     grids = [cost_model_error.grid_of(record) for record in records if record["benchmark"] == "cost_model"]
     return {
         "cost_error": cost_model_error.error_summary(compared).capitalize(),
-        "cost_grids": "\n\n".join(markdown(np.ndindex(grid.plain.shape), cost_columns(grid)) for grid in grids) or NONE,
+        "cost_grids": "\n\n".join(cost_table(grid, markdown) for grid in grids) or NONE,
         "cost_errors": markdown(compared, of("cost_errors")) if compared else NONE,
         "modes": "".join(f"{auto_against_fixed.section_of(mode, records)}\n\n" for mode in auto_against_fixed.MODES),
         "cost_source": source(records) if records else absent("The cost model", COST_MODEL),

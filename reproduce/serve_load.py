@@ -104,11 +104,9 @@ def run_load(flags: Flags, url: str, new_prompt: Callable[[int], str], n_rows: i
 
 
 def main(flags: Flags) -> None:
-    from engine.terminal.texts import text_target
-
     flags.check()
     serve = cli.read(Serve, words := [f"--{one}" for one in flags.server], "python -m serving")
-    source, n_rows, put_off = text_target(serve.config()), serve.batch.max_batch, list[DataError]()
+    source, n_rows, put_off = serve.config().target.with_text(), serve.batch.max_batch, list[DataError]()
     tokenizer, n_phases = source.tokenizer(), flags.repeats * len(flags.clients)
     book = next(bench.load_books(str(bench.resolve_dataset(RunConfig(text=flags.text), source))))
     n_prompts = flags.repeats * sum(map(flags.n_talks, flags.clients)) + len(OURS) * n_rows * n_phases + 3

@@ -221,10 +221,8 @@ def measure(
     put_off: list[Exception],
 ) -> Iterable[Record]:
     """A record of each category, appended to the output. Errors: UserError."""
-    from engine.terminal.texts import text_target
-
     options = ("draft_model", "gamma", "draft_policy", *bench.option_names())
-    template = text_target(RunConfig(flags.target)).chat_template()
+    template = flags.target.with_text().chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
     sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
     run = RunConfig(flags.target, sizes=sizes, rows=own_rows, sampling=flags.sampling, output=flags.output)

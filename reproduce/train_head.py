@@ -73,14 +73,12 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from engine.terminal.texts import with_text
     from reproduce.heads import examples, training
 
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    source = with_text((plan := bench.resolve(config)).target)
-    session = engine.Session.of_plan(plan)
+    source, session = flags.target.with_text(), engine.Session.open(config)
     book, target, runner = next(session.books()), session.runner.model, session.runner
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
     cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)

@@ -17,7 +17,7 @@ def main(flags: BaselineFlags) -> None:
     from engine.bench.session import Session
 
     session = Session.open(flags.config())
-    finish("baseline", session, passes.plain_passes(session))
+    finish("baseline", session, passes.run_passes(session))
 
 
 if __name__ == "__main__":

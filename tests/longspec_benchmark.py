@@ -17,7 +17,7 @@ def main(flags: LongSpecFlags) -> None:
     from engine.bench.session import Session
 
     session = Session.open(flags.config())
-    finish("longspec", session, passes.speculation_passes(session))
+    finish("longspec", session, passes.run_passes(session))
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def use_built_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
         return find_model(str(folder / "model.pth") if path == DEFAULT_MODEL else path, *how)
 
     patch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", folder)
-    patch.setattr("engine.bench.plan.find_model", find)
+    patch.setattr("models.checkpoints.model_source.find_model", find)
 
 
 def _only_read(main: object, kind: type, *end: object) -> None:

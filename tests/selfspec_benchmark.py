@@ -20,7 +20,7 @@ def main(flags: SelfSpecFlags) -> None:
     from engine.bench.session import Session
 
     session = Session.open(flags.config())
-    finish("selfspec", session, passes.speculation_passes(session))
+    finish("selfspec", session, passes.run_passes(session))
 
 
 if __name__ == "__main__":

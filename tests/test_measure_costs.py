@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,8 @@ def test_costs_and_acceptance_are_those_of_each_drafter(runner, max_new_tokens):
     prompts, other = random_prompts([30, 30]), tiny_model(seed=5)
     own = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)
     foreign = StandaloneDraft(ModelRunner(other, full_cache(other, 2)), gamma=4)
-    both = measure_costs(runner, [own, foreign], prompts, gammas=[1, 2, 4], max_new_tokens=max_new_tokens)
+    rounds = Rehearsal(runner, [own, foreign], prompts, gamma=4, max_new_tokens=max_new_tokens)
+    both = measure_costs(rounds, [1, 2, 4])
     assert [one.at for one in both] == [(1, 2, 4)] * 2
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in both)
     assert both[0].verify_ms == both[1].verify_ms and both[0].plain_ms == both[1].plain_ms
@@ -95,7 +97,7 @@ def test_costs_cannot_be_measured_where_no_round_is_full(runner):
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)]
     runner.model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        measure_costs(runner, drafters, prompts, gammas=[1, 2], max_new_tokens=9)
+        measure_costs(Rehearsal(runner, drafters, prompts, gamma=2, max_new_tokens=9), [1, 2])
 
 
 def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes):
@@ -103,7 +105,8 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes)
     prompts = random_prompts([30, 11])
     quick, slow = recomputed(runner.model, prompts, 30)
     drafter = SavedText(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
-    (measured,) = measure_costs(runner, [drafter], prompts, gammas=[2, 4], max_new_tokens=20, seconds=0.0)
+    rounds = Rehearsal(runner, [drafter], prompts, gamma=4, max_new_tokens=20)
+    (measured,) = measure_costs(rounds, [2, 4], seconds=0.0)
     assert len(decodes) > 1 and all(round_.busy == 2 for decode in decodes for round_ in decode)
     assert sum(map(len, decodes)) == 3 * (1 + FEWEST_TIMED)
     # Of the quick row all positions of a block, of the slow one the first: 2 of 3 with gamma 2, 4 of 5 with 4.
@@ -127,14 +130,22 @@ def test_what_follows_with_fewer_rows_is_of_those_alone(runner, decodes):
 
 def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
     """Three rounds, ms; the one that something else held up counts for nothing."""
-    usual = {"draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002, "refresh": 0.0}
-    return [usual, dict.fromkeys(usual, 1.0) | {"refresh": 0.0}, usual]
+    usual = {"draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002}
+    return [usual, dict.fromkeys(usual, 1.0), usual]
+
+
+def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], sizes: list[int]) -> Any:
+    """A rehearsal of drafters that take 9 ms to choose entries anew, every so many rounds, and have so many entries."""
+    pairs = zip(refresh, sizes, strict=True)
+    drafters = [SimpleNamespace(refresh_every=n, cache=SimpleNamespace(capacity=size)) for n, size in pairs]
+    seen = [[0.009] if n else [] for n in refresh]
+    return SimpleNamespace(timed=timed, acceptance=rates, drafters=drafters, refreshes=seen)
 
 
 def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(11), Choice(0, 3): timed(29, 70), Choice(1, 3): timed(12, 90)}
     rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
-    first, second = costs_of_rounds(rounds, [1, 3], rates, [0.0, 0.0], [40, 20])
+    first, second = costs_of_rounds(rehearsed(rounds, rates, [0, 0], [40, 20]), [1, 3], 0)
     assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (11 + 29) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
@@ -142,7 +153,7 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
 
 def test_choosing_entries_anew_costs_every_round_its_share():
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
-    first, second = costs_of_rounds(rounds, [3], [None] * 2, [0.0, 3.0], [40, 40])
+    first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 3], [40, 40]), [3], 0)
     assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
     assert second.slower(2).round_ms(3) == pytest.approx(2 * second.round_ms(3))
 
@@ -169,7 +180,8 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
 def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
     rounds = {PLAIN: timed(0), Choice(0, 1): timed(10), Choice(0, 3): timed(30)}
     rounds |= {Choice(index, 2): timed(2 * ms) for index, ms in enumerate((12, 6, 9, 5), start=1)}
-    found = costs_of_rounds(rounds, [1, 3], [AcceptanceRate(0.8, 20)] * 5, [0.0] * 5, [50, 40, 30, 20, 10])
+    rates = [AcceptanceRate(0.8, 20)] * 5
+    found = costs_of_rounds(rehearsed(rounds, rates, [0] * 5, [50, 40, 30, 20, 10]), [1, 3], 0)
     assert [one.draft_ms for one in found] == pytest.approx([10, 10, 6, 6, 5])
 
 
@@ -177,16 +189,16 @@ def test_policies_of_one_size_draft_equally_fast():
     """Whichever is listed last: what differs is noise."""
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(24), Choice(2, 3): timed(36)}
     rounds |= {Choice(3, 3): timed(15), Choice(4, 3): timed(9)}
-    found = costs_of_rounds(rounds, [3], [None] * 5, [0.0] * 5, [50, 50, 50, 20, 20])
+    found = costs_of_rounds(rehearsed(rounds, [None] * 5, [0] * 5, [50, 50, 50, 20, 20]), [3], 0)
     assert [one.draft_ms for one in found] == pytest.approx([10, 10, 10, 4, 4])
 
 
 @pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 2)])
 def test_costs_take_more_rounds_where_time_allows(runner, decodes, max_new_tokens, seconds, n_timed):
     """Of each kind at least the fewest and at most the most, however long or short a round is."""
-    drafter, flags = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4), {"gammas": [1, 3]}
-    prompts = random_prompts([30, 30])
-    measure_costs(runner, [drafter], prompts, max_new_tokens=max_new_tokens, seconds=seconds, **flags)
+    drafter = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)
+    rounds = Rehearsal(runner, [drafter], random_prompts([30, 30]), gamma=3, max_new_tokens=max_new_tokens)
+    measure_costs(rounds, [1, 3], seconds)
     # With two tokens a row, one round a decode; with many, all in one.
     n_rounds = [*map(len, decodes)]
     assert sum(n_rounds) == 3 * (1 + n_timed) and len(n_rounds) == (sum(n_rounds) if max_new_tokens == 2 else 1)
@@ -203,7 +215,7 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, 
         follow(rows)
 
     own.follow = slow  # type: ignore[method-assign]
-    measure_costs(runner, [own], random_prompts([30, 30]), gammas=[1, 3], max_new_tokens=90, seconds=seconds)
+    measure_costs(Rehearsal(runner, [own], random_prompts([30, 30]), gamma=3, max_new_tokens=90), [1, 3], seconds)
     assert (sum(map(len, decodes)) > 3 * (1 + FEWEST_TIMED)) == has_more
 
 

@@ -52,7 +52,8 @@ def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, /, **change
     stored = {name: changes.pop(name) for name in ("quantize", "dequantizes") if name in changes}
     cache = FullKVCache(config, 1, CAPACITY, "meta", changes.pop("kv_dtype", None) or dtype)
     draft = changes.pop("footprint", self_draft(config, dtype))
-    return plan_memory(run_of(config, **changes), Footprint(config, dtype, (cache,), **stored), draft)
+    drafts = [draft] if draft else []
+    return plan_memory(run_of(config, **changes), Footprint(config, dtype, (cache,), **stored), *drafts)
 
 
 def run_of(config: ModelConfig, /, **changes: Any) -> Any:

@@ -28,10 +28,8 @@ from engine.requests import Progress, Request
 from engine.round import Outcome
 from engine.terminal import comparison
 from engine.terminal.comparison import first_difference
-from engine.terminal.page import page_of
 from engine.terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
-from engine.terminal.texts import printable
-from engine.terminal.track import Token, Track
+from engine.terminal.track import Token, Track, printable
 from kv_cache.streaming import Streaming
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import load_tokenizer
@@ -162,7 +160,7 @@ def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Pa
 
 
 def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = comparison.speculation_passes
+    passes = comparison.run_passes
 
     def differing(*given: Any) -> Any:
         done = passes(*given)
@@ -170,7 +168,7 @@ def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch:
         tokens[1][5] += 1
         return replace(done, speculative=replace(done.speculative, tokens=tokens))
 
-    monkeypatch.setattr(comparison, "speculation_passes", differing)
+    monkeypatch.setattr(comparison, "run_passes", differing)
     flags = f"{checkpoint} --prompts {prompts} {SIZES}"
     ended = run(COMPARE, flags.split())
     assert any(line.startswith("  identical: 2 of 3 rows; row 1 differs from its token 5 on") for line in ended.lines)
@@ -231,7 +229,7 @@ def test_the_page_is_whole_and_escaped(checkpoint: Path, prompts: Path, tmp_path
 def test_nothing_that_is_shown_becomes_a_part_of_the_page() -> None:
     text = '</span><script src="//x">alert("&lt;")</script>'
     tracks: Any = {name: SimpleNamespace(rows=[[Token(text, True, 1, 0.0)]]) for name in TITLES}
-    read = Page(page_of([text], tracks, [text]))
+    read = Page(comparison.PAGE.render(names=[text], tracks=tracks, figures=[text], titles=TITLES))
     assert [tokens[0][0] for tokens in read.texts] == [text, text]
     assert "script" not in {tag for tag, _ in read.elements}
 

@@ -20,6 +20,6 @@ from .record import ratio as ratio
 from .record import record_of as record_of
 from .record import rounded as rounded
 from .record import tokens_per_second as tokens_per_second
-from .resolved import option_names as option_names
+from .settings import option_names as option_names
 from .settings import settings_record as settings_record
 from .text import resolve_dataset as resolve_dataset

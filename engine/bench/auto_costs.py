@@ -27,15 +27,14 @@ HELD_UP = 2.0
 
 @dataclass(frozen=True)
 class RunCosts:
-    """by_rows: of each drafter, while so many rows decode. seconds: what measuring took, or the check of kept ones."""
+    """by_rows: of each drafter, while so many rows decode. seconds: of measuring them, or of checking kept ones."""
 
     by_rows: Mapping[int, Sequence[Costs]]
     seconds: float
     kept: bool
 
     def held_up(self, rounds: Sequence[RoundStats]) -> int:
-        """How many of the rounds with all rows took over twice what these costs say; of those of another drafter than
-        before none, which began by catching up."""
+        """How many rounds with all rows took over twice these costs; none that may have begun by catching up."""
         n_rows, costs = max(self.by_rows.items())
 
         def predicted(choice: Choice) -> float:
@@ -48,20 +47,18 @@ class RunCosts:
 def costs_of(
     session: Session, drafters: Sequence[Drafter], whole: bool = False, n_steps: int | None = None
 ) -> RunCosts | None:
-    """From the prefilled state, where something is to be chosen: by every rank, and the first one's on all.
-
-    whole: measured now, and however long the decode is: at every gamma, while all rows decode. n_steps: that the decode
-    would take without speculation; None: by the session's prompts.
+    """From the prefilled state, where something is to be chosen: by every rank, and the first one's on all. whole: now,
+    at every gamma, while all rows decode. n_steps: of the decode without speculation; None: by the session's prompts.
     """
     if session.draft is None or not session.chooses:
         return None
-    started, gammas, n_rows = time.perf_counter(), session.draft.gammas, _n_rows(session)
+    started, gammas, n_rows = time.perf_counter(), session.draft.gammas, min(session.n_rows, len(session.prompts))
     n_steps = n_steps or session.gen_len * math.ceil(len(session.prompts) / n_rows)
+    key = _key(session) | {"rows": n_rows}
 
     def known() -> dict[int, list[Costs]] | None:
         """What was kept, unless this run has the time to measure more."""
-        found = None if whole or session.config.passes.measure_costs else load_costs(_key(session))
-        if found is None:
+        if whole or session.config.passes.measure_costs or not (found := load_costs(key)):
             return None
         wanted = scope(found[n_rows], gammas, n_steps, session.runner.n_computed(1) < n_rows)
         is_less = wanted.few_rows > (len(found) > 1) or not {*wanted.gammas} <= {*found[n_rows][0].at}
@@ -69,22 +66,18 @@ def costs_of(
 
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
-        given, how = (session.runner, drafters, session.prompts), {**session.how, "progress": BarProgress(bar)}
-        rehearsal = Rehearsal(*given, gamma=gammas[-1], **how)
+        how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
+        rehearsal = Rehearsal(session.runner, drafters, session.prompts, **how)
         if kept and (checked := still_hold(kept, rehearsal)):
             return RunCosts(checked, time.perf_counter() - started, kept=True)
         if whole:
-            costs = {n_rows: measure_costs(*given, gammas=gammas, **how)}
+            costs = {n_rows: measure_costs(rehearsal, gammas)}
         else:
             costs = measure_for_decode(rehearsal, gammas, n_steps)
     costs = session.ranks.shared(lambda: costs)
     if session.ranks.leads and not whole:
-        store_costs(_key(session), costs)
+        store_costs(key, costs)
     return RunCosts(costs, time.perf_counter() - started, kept=False)
-
-
-def _n_rows(session: Session) -> int:
-    return min(session.n_rows, len(session.prompts))
 
 
 def _key(session: Session) -> dict[str, Any]:
@@ -95,7 +88,6 @@ def _key(session: Session) -> dict[str, Any]:
         "seed": None,
         "models": [[asdict(one.config), one.manifest_sha256] for one in (session.target, session.draft_source) if one],
         "ranks": [session.config.n_replicas, session.group, session.draft_group, session.target_ranks.all_reduce.name],
-        "rows": _n_rows(session),
         "drafters": [[level.kind, [[one.name, asdict(one)] for one in level.policies]] for level in draft.levels],
         "gammas": draft.gammas,
         "context": round(LENGTHS_PER_OCTAVE * math.log2(session.prefix_len)),

@@ -1,7 +1,9 @@
 """What a run is: frozen dataclasses whose fields are its flags. Imports no torch, so that --help is quick."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
@@ -9,6 +11,9 @@ from common.errors import ConfigError, flag
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.names import Backend, Dtype, KVDtype, Scheme
+
+if TYPE_CHECKING:
+    from models.checkpoints.model_source import ModelSource
 
 AUTO = "auto"
 DEFAULT_MODEL = str(DEFAULT_CHECKPOINT / "model.pth")
@@ -47,6 +52,17 @@ class Target:
         if self.load_format == "dummy":
             where = flag("load_format")
             raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
+
+    def source(self) -> ModelSource:
+        """The model, found but not loaded. Errors: UserError."""
+        from models.checkpoints.model_source import find_model
+
+        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify)
+
+    def with_text(self) -> ModelSource:
+        """The same. Errors: UserError, also for random weights."""
+        self.require_trained("random weights have nothing to say")
+        return self.source()
 
 
 @dataclass(frozen=True)

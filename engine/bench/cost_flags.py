@@ -10,8 +10,6 @@ from engine.bench.config import Output, Sampling, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from engine.drafters.config import DrafterConfig
 
-# The least that each list of sizes may hold.
-LEAST = {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}
 # Of the target, what a prediction's bytes and operations depend on.
 SHAPE = ("model", "model_name", "dtype", "quantize", "kv_dtype")
 Draft = tuple[str, int]
@@ -64,14 +62,14 @@ class CostFlags:
 
     def check(self) -> None:
         """Errors: ConfigError for a number too small, for what has no effect, and for random weights without alpha."""
-        for name, minimum in LEAST.items():
+        for name, minimum in {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}.items():
             require_at_least(name, min(getattr(self, name)), minimum)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             what = "an acceptance rate is a probability"
             raise ConfigError(what, flag("alpha"), self.alpha, "0 to 1", "use 0.8")
         if self.machine is not None:
-            parts = zip((self.target, self.text, self.sampling), (Target(), Text(), Sampling()), strict=True)
-            given = [name for own, usual in parts for name in vars(own) if getattr(own, name) != getattr(usual, name)]
+            pairs = (self.target, Target()), (self.text, Text()), (self.sampling, Sampling())
+            given = [name for own, usual in pairs for name in vars(own) if getattr(own, name) != getattr(usual, name)]
             if useless := [name for name in given if name not in SHAPE]:
                 what = "nothing is loaded or measured where costs are predicted"
                 raise without_effect(useless, what, seen=f"given, with {flag('machine')}", required="either")

@@ -2,7 +2,8 @@
 
 import itertools
 from dataclasses import fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -10,7 +11,7 @@ from common.errors import ConfigError, flag
 from common.jsonl import publish, require_appendable
 from common.provenance import git_commit
 from common.say import say
-from engine.bench.config import AUTO, RunConfig, Sizes, Target
+from engine.bench.config import AUTO, RunConfig, Sizes
 from engine.bench.cost_flags import CostFlags, Draft
 from engine.bench.cost_tables import Acceptances, best_of_each, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
@@ -22,11 +23,11 @@ from engine.cost_model.costs import CostGrid, Costs
 from engine.cost_model.machines import find_machine
 from engine.cost_model.measure import measure_costs
 from engine.cost_model.published import published_acceptance
+from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.roofline import Stored, predict_costs
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
 from kv_cache.policy import policies
-from models.checkpoints.model_source import find_model
 from models.config import ModelConfig
 
 # New tokens that the caches have room for where costs are measured.
@@ -34,9 +35,8 @@ ROOM = 48
 # What acceptance is measured on: rows of text, tokens of each, and the gamma, if no smaller one is the largest.
 ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
 # Sizes and settings that a grid has several of.
-SIZES = ("B", "prefix_len", "gen_len")
-OF_POLICIES = ("draft_policy", *dict.fromkeys(one.name for kind in policies().values() for one in fields(kind)))
-VARIED = (*SIZES, "gamma", *OF_POLICIES, "max_ngram")
+OF_POLICIES = {one.name for kind in policies().values() for one in fields(kind)}
+VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "max_ngram"} | OF_POLICIES
 
 
 def report_measured(flags: CostFlags) -> None:
@@ -51,24 +51,21 @@ def report_measured(flags: CostFlags) -> None:
         **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
     }
     record = record_of("cost_model", session, found, without=VARIED)
-    publish_tables(flags, record, grid, acceptances, f"\n{cost_table(grid)}")
+    publish_tables(flags, record, grid, acceptances, "\n")
 
 
 def report_predicted(flags: CostFlags) -> None:
     """The same of another machine: costs are those of the roofline, acceptance is given or published."""
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
-    source = find_model(flags.target.model, "dummy", flags.target.model_name, flag("model"))
-    target, contexts = stored_target(source.config, flags.target), flags.sorted("contexts")
+    source = replace(flags.target, load_format="dummy").source()
+    (target, draft), contexts = stored_models(source.config, flags), flags.sorted("contexts")
     acceptances = acceptances_of(source.name, flags)
-    drafts, draft = list(acceptances[contexts[0]]), stored_draft(target, flags)
+    drafts = list(acceptances[contexts[0]])
 
-    def costs(batch: int, context: int) -> list[Costs]:
-        gammas = flags.sorted("gammas")
-        return [predict_costs(target, draft, machine, batch, context, budget, gammas) for _, budget in drafts]
-
+    cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
     sizes = itertools.product(flags.sorted("batches"), contexts)
-    grid = CostGrid.of(drafts, {size: costs(*size) for size in sizes})
+    grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
     published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
     said = published if flags.alpha is None else "given"
     record = {
@@ -81,20 +78,20 @@ def report_predicted(flags: CostFlags) -> None:
         **follows(grid, acceptances, said),
     }
     title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
-    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted {cost_table(grid)}")
+    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted ")
 
 
 def publish_tables(
-    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, costs: str
+    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, head: str
 ) -> None:
-    """That table, what is predicted of each draft, and what pays best; then the record."""
+    """Behind that head costs, what is predicted of each draft, and what pays best; then the record."""
+    costs = f"{head}costs; verification and draft step in plain steps\n{cost_table(grid)}"
     tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def open_largest(flags: CostFlags) -> Session:
-    """The models, and a cache for the largest batch and context, once every draft is checked. Memory is planned for the
-    caches of all budgets at once, for rounds of all gammas, and for selecting entries. Errors: UserError."""
+    """The models, and a cache for the largest batch and context; room for drafts of all budgets. Errors: UserError."""
     rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
     sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
@@ -102,8 +99,7 @@ def open_largest(flags: CostFlags) -> Session:
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
-    """Costs over caches of random entries. A draft step costs what its budget does, whatever the policy keeps; what a
-    policy takes to choose entries anew is left out."""
+    """Costs over caches of random entries; a draft step costs what its budget does, whatever the policy keeps."""
     drafts, gammas = flags.configs(), flags.sorted("gammas")
     of_budget = {budget: config for (_, budget), config in drafts.items()}
     budgets = sorted(of_budget, reverse=True)
@@ -113,8 +109,9 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
         prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
         fill_with_noise(narrow.runner, prompts)
         drafters = [narrow.drafter(of_budget[budget]) for budget in budgets]
-        how = narrow.how | {"max_new_tokens": ROOM, "gammas": gammas}
-        costs = dict(zip(budgets, measure_costs(narrow.runner, drafters, prompts, **how), strict=True))
+        how = narrow.how | {"max_new_tokens": ROOM, "gamma": gammas[-1]}
+        rehearsal = Rehearsal(narrow.runner, drafters, prompts, **how)
+        costs = dict(zip(budgets, measure_costs(rehearsal, gammas), strict=True))
         return [costs[budget] for _, budget in drafts]
 
     sizes = list(itertools.product(flags.sorted("batches"), flags.sorted("contexts")))
@@ -145,28 +142,23 @@ def follows(grid: CostGrid, acceptances: Acceptances, of: str) -> dict[str, Any]
     return {"acceptance_rates_by_context": rates, "acceptance_of": of, "best": best_of_each(grid, acceptances)}
 
 
-def stored_target(config: ModelConfig, target: Target) -> Stored:
-    """bfloat16 unless it is named. Errors: ConfigError for float64."""
-    dtype = "bfloat16" if target.dtype == AUTO else target.dtype
+def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[Stored, Stored]:
+    """The target, in bfloat16 unless another dtype is named, and as it drafts for itself, at any budget. Errors:
+    ConfigError, also for float64."""
+    own, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
+    dtype = "bfloat16" if own.dtype == AUTO else own.dtype
     if dtype == "float64":
         required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
         raise ConfigError("no machine's rate of float64 is stored", flag("dtype"), dtype, required, fix)
-    return Stored(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
-
-
-def stored_draft(target: Stored, flags: CostFlags) -> Stored:
-    """The target as it drafts for itself, at any budget; what is not said of it is as there. Errors: ConfigError."""
-    draft: Any = next(iter(flags.configs().values()))
-    check_layers(draft.layers, target.config.n_layer)
-    config = replace(target.config, n_layer=len(draft.layers or range(target.config.n_layer)))
+    target = Stored(config, dtype, own.quantize, None if own.kv_dtype == "same" else own.kv_dtype)
+    check_layers(draft.layers, config.n_layer)
     said = zip(target[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
-    own: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
-    return Stored(config, *own)
+    stored: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
+    return target, Stored(replace(config, n_layer=len(draft.layers or range(config.n_layer))), *stored)
 
 
 def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
-    """The given one of every draft; else what was published, of the drafts that it was published for. Errors:
-    ConfigError where that is none."""
+    """The given one of every draft, or the published ones. Errors: ConfigError where there is none."""
     contexts = flags.sorted("contexts")
     rates: dict[Draft, list[Any]] = {
         draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]

@@ -1,8 +1,7 @@
 """What a measured grid of costs predicts: the tables of the cost model, and what pays best."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, 
 
 
 def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any]]:
-    """The draft and gamma with the largest predicted speedup at each batch and context; gamma 0 and no draft where
-    plain decoding is faster."""
+    """What has the largest predicted speedup at each batch and context: gamma 0 and no draft is plain decoding."""
     found = []
     for size in itertools.product(grid.batches, grid.contexts):
         choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
@@ -37,52 +35,34 @@ def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any
     return found
 
 
-def cost_columns(grid: CostGrid) -> list[Column]:
-    """Milliseconds of plain steps, and verifications and draft steps as shares of them, by the indices of a batch and a
-    context."""
-
-    def share(costs: np.ndarray, place: int, head: str) -> Column:
-        return Column(lambda at: costs[at][place] / grid.plain[at], head, ".2f")
-
-    index = {budget: i for i, (_, budget) in enumerate(grid.drafts)}
-    return [
-        Column(lambda at: grid.batches[at[0]], "B"),
-        Column(lambda at: grid.contexts[at[1]], "context"),
-        Column(lambda at: grid.plain[at], "plain ms", ".1f"),
-        *(share(grid.verify, i, f"verify g={gamma}") for i, gamma in enumerate(grid.gammas)),
-        *(share(grid.draft, i, f"draft b={budget}") for budget, i in sorted(index.items())),
-    ]
-
-
-def cost_table(grid: CostGrid) -> str:
-    table = console(np.ndindex(grid.plain.shape), cost_columns(grid))
-    return f"costs; verification and draft step in plain steps\n{table}"
+def cost_table(grid: CostGrid, draw: Callable[[Sequence[Any], Sequence[Column]], str] = console) -> str:
+    """A line for each batch and context: a plain step, and verifications and draft steps in plain steps."""
+    of_budget = sorted({budget: i for i, (_, budget) in enumerate(grid.drafts)}.items())
+    rows = []
+    for at in np.ndindex(grid.plain.shape):
+        row = {"B": grid.batches[at[0]], "context": grid.contexts[at[1]], "plain ms": grid.plain[at]}
+        row |= {f"verify g={gamma}": grid.verify[at][i] / grid.plain[at] for i, gamma in enumerate(grid.gammas)}
+        rows.append(row | {f"draft b={budget}": grid.draft[at][i] / grid.plain[at] for budget, i in of_budget})
+    formats = {"B": "", "context": "", "plain ms": ".1f"}
+    return draw(rows, [Column(head, head, formats.get(head, ".2f")) for head in rows[0]])
 
 
 def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
     """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
-
-    def predicted(gamma: int) -> Column:
-        return Column(
-            lambda size: predict(grid, draft, gamma, acceptances, *size),
-            f"g={gamma}",
-            lambda speedup: f"{_shade(speedup)} {speedup:.2f}",
-        )
-
-    columns = [
-        Column(itemgetter(0), "B"),
-        Column(itemgetter(1), "context"),
-        Column(lambda size: acceptances[size[1]][draft], "acceptance", ".3f"),
-        *map(predicted, grid.gammas),
-    ]
-    policy, budget = draft
-    title = f"predicted speedup, {policy} {budget} (darker is larger; below 1 plain decoding wins)"
-    return f"{title}\n{console(itertools.product(grid.batches, grid.contexts), columns)}"
+    rows, gains = [], {gamma: f"g={gamma}" for gamma in grid.gammas}
+    for size in itertools.product(grid.batches, grid.contexts):
+        row = {"B": size[0], "context": size[1], "acceptance": acceptances[size[1]][draft]}
+        rows.append(row | {name: predict(grid, draft, gamma, acceptances, *size) for gamma, name in gains.items()})
+    columns = [Column("B", "B"), Column("context", "context"), Column("acceptance", "acceptance", ".3f")]
+    columns += [Column(name, name, _shaded) for name in gains.values()]
+    title = "predicted speedup, {} {} (darker is larger; below 1 plain decoding wins)".format(*draft)
+    return f"{title}\n{console(rows, columns)}"
 
 
-def _shade(speedup: float) -> str:
-    """Two characters: blank at 0.5 and below, black at 2 and above."""
-    return 2 * SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
+def _shaded(speedup: float) -> str:
+    """Behind two characters: blank at 0.5 and below, black at 2 and above."""
+    shade = SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
+    return f"{2 * shade} {speedup:.2f}"
 
 
 def best_table(best: Sequence[Mapping[str, Any]]) -> str:

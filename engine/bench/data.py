@@ -24,12 +24,10 @@ PARQUET_ROWS_AT_ONCE = 4
 
 
 def load_books(dataset: str) -> Iterator[str]:
-    """The texts of `dataset`, one per book, in a fixed order and read as they are asked for.
-
-    `default` is the built-in book; `pg19` the test split of PG-19 (arXiv 1911.05507) through the Hugging Face hub;
-    anything else a .txt file (one book), a .jsonl or .parquet file (key or column `text`), or a folder of these, in the
-    order of their names. Raises DataError: here for what cannot be found, on iteration for what cannot be read.
-    """
+    """The texts of `dataset`, one per book, in a fixed order and read as they are asked for: `default` is the built-in
+    book; `pg19` the test split of PG-19 (arXiv 1911.05507) through the Hugging Face hub; anything else a .txt file (one
+    book), a .jsonl or .parquet file (key or column `text`), or a folder of these, in the order of their names. Errors:
+    DataError, here for what cannot be found, on iteration for what cannot be read."""
     each = ((file, rows_of(file, [TEXT_KEY], "books")) for file in _book_files(dataset))
     return (_text_of(row, file, number) for file, rows in each for number, row in rows)
 

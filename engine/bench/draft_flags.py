@@ -39,15 +39,12 @@ class DraftFlags:
         return {name: value for name, value in vars(self).items() if value not in (None, ())}
 
     def config(self, **chosen: Any) -> DrafterConfig:
-        """The drafter's options. chosen: what a program chooses in place of a flag.
-
-        Errors: ConfigError for options without effect on that drafter and policy, or that do not go together.
-        """
+        """The drafter's options. chosen: what a program chooses in place of flags. Errors: as of `variants`."""
         return self.variants(chosen)[0]
 
     def variants(self, *each: Mapping[str, Any]) -> list[DrafterConfig]:
-        """Several drafts that a program goes through, with what it chooses for each in place of flags: an option is
-        given to those that have it. Errors: ConfigError for one that none has."""
+        """Several drafts, with what a program chooses for each in place of flags: an option is given to those that have
+        it. Errors: ConfigError for one that none has, and for those that do not go together."""
         options = [_without_full_budget(self.given() | dict(chosen)) for chosen in each]
         configs = [_drafter_config(self.KINDS, one) for one in options]
         every = {name: value for one in options for name, value in one.items()}
@@ -71,10 +68,8 @@ class DraftFlags:
 def draft_flags(
     kinds: Collection[str] | None = None, *, without: Collection[str] = (), flags: Mapping[str, str] | None = None
 ) -> type[DraftFlags]:
-    """A dataclass of the flags of those drafters (all that need no second model, if None) and of all policies.
-
-    without: options that a program has no flag for. flags: what it calls others, by their name.
-    """
+    """A dataclass of the flags of those drafters (all that need no second model, if None) and of all policies. without:
+    options that a program has no flag for. flags: what it calls others, by their name."""
     every = drafters()
     chosen = {name: every[name] for name in kinds or every if kinds or not _required(every[name])}
     kept = policies() if any(issubclass(kind, ModelDrafterConfig) for kind in chosen.values()) else {}
@@ -83,9 +78,8 @@ def draft_flags(
     kinds_of_options: list[Any] = [*chosen.values(), *kept.values(), *beside]
     for kind in kinds_of_options:
         for option in fields(kind):
-            owners.setdefault(option.name, []).append(kind)
-    for name in NO_OPTIONS:
-        owners.pop(name, None)
+            if option.name not in NO_OPTIONS:
+                owners.setdefault(option.name, []).append(kind)
     specs: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     if len(chosen) > 1:
         first = "self" if "self" in chosen else next(iter(chosen))

@@ -14,6 +14,9 @@ from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
 
+# What drafts, by its form.
+Models = dict[tuple[object, ...], Any]
+
 
 def load_target(plan: Plan, holders: ModelRanks) -> Transformer:
     """The target, or what this rank holds of it."""
@@ -22,15 +25,10 @@ def load_target(plan: Plan, holders: ModelRanks) -> Transformer:
 
 
 def load_draft(
-    plan: Plan,
-    models: dict[tuple[object, ...], Any],
-    target: Transformer,
-    target_ranks: ModelRanks,
-    draft_ranks: ModelRanks | None,
+    plan: Plan, models: Models, target: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
 ) -> None:
-    """Add what drafts, and what drafts for that, to the `models`, unless one has its form: a model or head of its own,
-    the target's weights in another form, or some of its layers. Nothing where it is the target itself, or no model, or
-    not on this rank."""
+    """Add what drafts, and what drafts for that, to the `models` by its form, unless it is there, the target itself, no
+    model, or not on this rank."""
     for draft in plan.draft.levels if plan.draft else ():
         how = {"dtype": draft.dtype or plan.dtype, "quantize": draft.quantize}
         if (draft.dtype or draft.source) is None or draft.form in models:
@@ -56,8 +54,8 @@ def _load(plan: Plan, source: ModelSource, holders: ModelRanks, **how: Any) -> T
 
 
 def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, whose: str) -> Transformer:
-    """With attention chosen now that its cache's entries are known, and what it holds of its heads, and with what lies
-    between attention and its matrix products: compiled for its sizes, or what goes with the backend."""
+    """With attention for its own shape and its cache's entries, and with what lies between that and its products:
+    compiled for its sizes, or what goes with the backend."""
     own = model.config
     model.backend, why = plan.attention(own, model.dtype, entries)
     say(f"{whose}: {model.backend.name} ({why})")

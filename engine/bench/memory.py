@@ -28,9 +28,8 @@ SAMPLING_BYTES = 4 * 4 + 4 + 8
 FILTER_BYTES = 4 + 8 + 4 * 8 + 8
 # What a pass of the random number generator holds per block: its words and their products, in int64.
 PASS_BYTES = 16 * 8
-# What CUDA takes beside the context, which free memory is counted without: workspaces of cuBLAS and cuBLASLt, on Hopper
-# 32 MiB each for every stream; kernels, which libraries load when they first run; nodes of graphs; what the allocator's
-# blocks leave unused. A round number that nobody has measured: gpu.py records planned beside peak bytes.
+# What CUDA takes beside the context: workspaces of cuBLAS and cuBLASLt, on Hopper 32 MiB each a stream; kernels and
+# nodes of graphs, what the allocator leaves unused. A round number: gpu.py records planned beside peak bytes.
 CUDA_BYTES = GIB
 # Buffers of one NCCL communicator (NVIDIA/nccl issue 864 reports 1.6 GB); symmetric memory's 8 MiB drown in them.
 NCCL_BYTES = 1600 * 10**6
@@ -58,11 +57,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model, or the largest shard of one, in `dtype`, and its caches of one row, which hold nothing ("meta").
-
-    One cache is read at a time. dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into
-    `dtype` first; None of others. shares_weights: with the target. prefills: whether it runs prompts.
-    """
+    """A model, or the largest shard of one, and its caches of one row ("meta"), of which one is read at a time.
+    dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
+    shares_weights: with the target. prefills: whether it runs prompts."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -82,11 +79,6 @@ class Footprint:
         linear = config.n_layer * config.n_linear_weights_per_layer
         other = config.n_parameters - linear - (0 if config.tie_embeddings else head)
         return linear_bytes(linear, self.quantize) + linear_bytes(head, "int8") + other * self.dtype.itemsize
-
-    @property
-    def kv(self) -> int:
-        """Bytes of a row in all of its caches, with what these keep beside their entries."""
-        return sum(cache.n_bytes for cache in self.caches)
 
     @property
     def observed(self) -> int:
@@ -140,9 +132,9 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
     return Footprint(config, draft.dtype, caches, draft.quantize, dequantizes, shares_weights, prefills)
 
 
-def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *inner: Footprint) -> MemoryPlan:
+def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan:
     """Estimate a run of these. The logits are of the whole vocabulary: those of all shards meet on one rank."""
-    drafts = [draft, *inner] if draft else []
+    draft = drafts[0] if drafts else None
     models, sampling, device = [target, *drafts], plan.sampling.params, torch.device(plan.device)
     config, capacity, itemsize = target.config, plan.capacity, target.dtype.itemsize
     block, prefill_chunk = plan.gamma + 1, min(prefill_chunk_of(device), capacity)
@@ -164,7 +156,8 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *
             activations += FullKVCache(draft.config, 1, capacity, "meta", draft.caches[0].entries.dtype).n_bytes
     # Target and drafts never attend at once.
     dequantized = max([target.dequantized(block), *(one.dequantized(DRAFT_BLOCK) for one in drafts)])
-    choosing = [cache for one in drafts for cache in one.caches if isinstance(cache, VerifyTopKCache)]
+    caches = [cache for one in drafts for cache in one.caches]
+    choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
     if choosing:  # one layer's keys, and scores as above
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
@@ -180,8 +173,8 @@ def plan_memory(plan: Plan, target: Footprint, draft: Footprint | None = None, *
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
     of_block = block, config.n_head, target.dtype, capacity
     per_row = {
-        "target KV": target.kv,
-        "draft KV": sum(one.kv for one in drafts) + sum(cache.observer(*of_block).n_bytes for cache in choosing),
+        "target KV": sum(cache.n_bytes for cache in target.caches),
+        "draft KV": sum(cache.n_bytes for cache in caches) + sum(one.observer(*of_block).n_bytes for one in choosing),
         "dequantised KV": dequantized,
         "logits": block * n_logits * per_logit,
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
@@ -206,8 +199,7 @@ def captured_rows(plan: Plan) -> int:
 def _dequantizes(
     plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, rotates_keys: bool = False
 ) -> Callable[[int], bool] | None:
-    """Of the attention that a model of that shape gets over such entries; None unless they are 8-bit. rotates_keys: as
-    they are read, dequantised for whatever attention."""
+    """As of `Footprint`. rotates_keys: as they are read, dequantised for whatever attention."""
     if entries not in largest():
         return None
     return _always if rotates_keys else plan.attention(config, dtype, entries).backend.dequantizes

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -31,9 +31,8 @@ WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
-    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: of a
-    `PhaseTimer`, the seconds of each round's, by their name. inner: of drafts for what drafted, all rows as one; None
-    without any."""
+    """What a pass decoded, all replicas' rows as one, and this process's `usage` of the processors. phases: a
+    `PhaseTimer`'s seconds. inner: of drafts for what drafted, all rows as one; None without any."""
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]
@@ -62,18 +61,15 @@ class Passes:
         return self.by_name["speculation" if self.speculative else "baseline"]
 
 
-def plain_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
-    """Prefill, then plain decoding."""
-    prefill_seconds = prefill(session)
-    warm_up(session)
-    return Passes(prefill_seconds, decode(session, "baseline", watch=watch))
-
-
-def speculation_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
-    """Prefill, plain decoding unless --no_baseline, speculation, and with --benchmark phase times."""
-    which = session.config.passes
-    plain = Passes(prefill(session)) if which.no_baseline else plain_passes(session, watch)
-    drafters = session.drafters(plain.baseline.tokens if plain.baseline else None)
+def run_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
+    """Prefill, plain decoding unless --no_baseline, and of a draft speculation, and with --benchmark phase times."""
+    which, prefill_seconds, baseline = session.config.passes, prefill(session), None
+    if not which.no_baseline:
+        warm_up(session)
+        baseline = decode(session, "baseline", watch=watch)
+    if session.draft is None:
+        return Passes(prefill_seconds, baseline)
+    drafters = session.drafters(baseline.tokens if baseline else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
 
@@ -82,7 +78,7 @@ def speculation_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
 
     speculative = speculate("speculation")
     timed = speculate("phase times", PhaseTimer(session.runner.device)) if which.benchmark else None
-    return replace(plain, speculative=speculative, timed=timed, costs=costs)
+    return Passes(prefill_seconds, baseline, speculative, timed, costs)
 
 
 def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts | None) -> Pacing:
@@ -97,9 +93,8 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     runner, draft = session.runner, session.draft
     if session.gen_len < 2 or (not session.config.target.compile and runner.graphs is None):
         return
-    choices = [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
-    if not drafters or (draft and draft.automatic):
-        choices.insert(0, PLAIN)
+    choices = [PLAIN] if not drafters or (draft and draft.automatic) else []
+    choices += [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     gamma = max(choice.gamma for choice in choices)
     # What comes every so many rounds, twice.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters)])
@@ -136,20 +131,17 @@ def decode(
     pacing: Pacing | None = None,
     watch: Watch = bar_of_pass,
 ) -> Decoded:
-    """One pass over the prompts from the prefilled state, shown by `watch`; the processors are watched.
-
-    Replicas start together, and every process has what all of them decoded. Errors: UserError naming row and position
-    if any row's logits were not finite.
-    """
+    """One pass over the prompts from the prefilled state, shown by `watch`. Replicas start together, and every process
+    has what all of them decoded. Errors: UserError naming row and position if any row's logits were not finite."""
     session.processes.gathered(None)
-    drafting = pacing.drafters if pacing else [drafter] if drafter else []
-    for one in drafting:
+    pacing = pacing or Fixed(drafter)
+    for one in pacing.drafters:
         one.inner_counts()  # those of what ran before
     before = usage_so_far()
     with watch(session, name) as progress:
-        output = session.generate(drafter, pacing=pacing, progress=progress, phase=phase)
+        output = session.generate(pacing=pacing, progress=progress, phase=phase)
     usage = usage_so_far().since(before)
-    inner = [counts for one in drafting if (counts := one.inner_counts())]
+    inner = [counts for one in pacing.drafters if (counts := one.inner_counts())]
     own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}, inner
     each, seconds, inners = zip(*session.of_replicas(own), strict=True)
     of_rows = ("tokens", "finish_reasons", "errors")

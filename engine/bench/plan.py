@@ -12,15 +12,7 @@ from common.errors import ConfigError, flag, require_at_least, without_effect
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
-from engine.bench.resolved import (
-    KV_DTYPES,
-    ResolvedDraft,
-    ResolvedSampling,
-    resolve_device,
-    resolve_draft,
-    resolve_dtype,
-    resolve_sampling,
-)
+from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling, resolve_target
 from engine.bench.text import PromptText, own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.medusa import check_heads
@@ -28,7 +20,7 @@ from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
 from models import ModelConfig
 from models.attention import Selection, select_backend
-from models.checkpoints.model_source import ModelSource, check_vocabulary, find_model
+from models.checkpoints.model_source import ModelSource, check_vocabulary
 from models.llama import attention_spec
 from models.pointwise import check_compiler
 from models.quantize import check_scheme
@@ -37,11 +29,9 @@ from models.tensor_parallel import check_count
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run's configuration means once it is checked, before anything is loaded. Ranks are in shard order.
-
-    dataset: None where nothing is cut from one. own_prompts: the user's, as token ids. n_rows: of each replica.
-    prefix_len: of the longest prompt. capacity: KV entries a row of the target's cache. group: in each replica.
-    """
+    """What a run's configuration means once it is checked, before anything is loaded. own_prompts: the user's, as token
+    ids; else they are cut from the dataset, if there is one. n_rows: of a replica. prefix_len: of the longest prompt.
+    capacity: KV entries a row of the target's cache. group, draft_group: in each replica, in shard order."""
 
     config: RunConfig
     sampling: ResolvedSampling
@@ -94,10 +84,8 @@ Planned = TypeVar("Planned", bound=Plan)
 
 
 def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
-    """Check options, files, contexts and ranks. `texts`: prompts in place of what `config` says of them, or their ids.
-
-    Errors: UserError, the same on every rank.
-    """
+    """Check options, files, contexts and ranks. `texts`: prompts in place of the configuration's, or their ids. Errors:
+    UserError, the same on every rank."""
     stored, sizes = config.target, config.sizes
     sampling = resolve_sampling(config.sampling)
     for field, size in vars(sizes).items():
@@ -107,8 +95,8 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     _check_oracle(config, sampling)
     n_replicas = config.n_replicas
     n_ranks = check_replicas(n_replicas, world_size())
-    device = resolve_device(stored.device)
-    target = find_model(stored.model, stored.load_format, stored.model_name, flag("model"), stored.verify)
+    device, dtype, kv_dtype = resolve_target(stored)
+    target = stored.source()
     dataset, own = resolve_dataset(config, target), own_prompts(config, target, texts)
     if own is None:
         n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN
@@ -127,10 +115,9 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     if stored.compile:
         check_compiler(device)
     groups = _rank_groups(config, target, source, n_ranks)
-    dtype = resolve_dtype(stored.dtype, device)
-    dtypes, lengths = (dtype, KV_DTYPES.get(stored.kv_dtype, dtype)), (n_rows, n_prompts, prefix_len)
+    lengths = n_rows, n_prompts, prefix_len
     # Without a draft, which gamma and so the capacity depend on.
-    plan = Plan(config, sampling, None, device, *dtypes, target, source, dataset, own, *lengths, 0, *groups)
+    plan = Plan(config, sampling, None, device, dtype, kv_dtype, target, source, dataset, own, *lengths, 0, *groups)
     if stored.attention != AUTO:  # refused now, where this machine does not have it
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
@@ -195,8 +182,7 @@ def resolve_several(
     at_once: Literal["all", "one of each budget", "one"] = "all",
     texts: Sequence[PromptText] | None = None,
 ) -> Plan:
-    """With room for the caches of so many of those drafts at once, and for rounds of all their gammas. Errors:
-    UserError."""
+    """Room for the caches of so many of those drafts at once, and for rounds of all gammas. Errors: UserError."""
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
     deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))
@@ -229,9 +215,7 @@ def _check_files(config: RunConfig) -> None:
 
 
 def _check_oracle(config: RunConfig, sampling: ResolvedSampling) -> None:
-    if config.draft is None or not config.draft.needs_baseline:
-        return
-    if config.passes.no_baseline or not sampling.reproducible:
+    if config.draft and config.draft.needs_baseline and (config.passes.no_baseline or not sampling.reproducible):
         what, where = "an oracle drafts what plain decoding emitted", f"{flag('draft')} {config.draft.name}"
         seen = f"{sampling.mode} verification" + f", {flag('no_baseline')}" * config.passes.no_baseline
         required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"

@@ -21,7 +21,11 @@ def progress_bar(name: str, total: int | None, shown: bool = True, unit: str = "
 
 @dataclass(frozen=True)
 class BarProgress(Progress):
+    """On a bar; of that pass of a session, it also saves the rows that have finished."""
+
     bar: tqdm
+    session: Session | None = None
+    phase: str = ""
 
     def prefilled(self, n_tokens: int) -> None:
         self.bar.set_postfix_str("prefilling", refresh=True)
@@ -30,25 +34,16 @@ class BarProgress(Progress):
         self.bar.set_postfix_str("", refresh=False)
         self.bar.update(n_tokens)
 
-
-@dataclass(frozen=True)
-class DecodeProgress(BarProgress):
-    """Of a pass, which also saves the rows that have finished."""
-
-    session: Session
-    phase: str
-
     def finished(self, request: Request) -> None:
-        path, tokenizer = self.session.config.rows.save_rows, self.session.tokenizer
-        if path is not None and self.session.ranks.leads:
-            row = {"run": self.session.run, "pass": self.phase, "row": request.index}
-            text = tokenizer.decode(request.tokens) if tokenizer else None
-            row |= {"finish_reason": request.finish_reason, "tokens": request.tokens, "text": text}
-            append_or_put_off(path, row, self.session.put_off)
+        own = self.session
+        if own is not None and own.config.rows.save_rows is not None and own.ranks.leads:
+            text = own.tokenizer.decode(request.tokens) if own.tokenizer else None
+            row = {"run": own.run, "pass": self.phase, "row": request.index, "finish_reason": request.finish_reason}
+            append_or_put_off(own.config.rows.save_rows, row | {"tokens": request.tokens, "text": text}, own.put_off)
 
 
 @contextmanager
 def bar_of_pass(session: Session, name: str, shown: bool = True) -> Iterator[Progress]:
     """How a benchmark watches a pass."""
     with progress_bar(name, len(session.prompts) * session.gen_len, shown) as bar:
-        yield DecodeProgress(bar, session, name)
+        yield BarProgress(bar, session, name)

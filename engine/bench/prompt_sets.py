@@ -38,12 +38,10 @@ class Prompt:
 
 
 def load_prompts(name: str) -> list[Prompt]:
-    """Those of a .txt file, of a folder of them in the order of their names, of a .jsonl or .parquet file, or of a set.
-
-    A row's keys say its format: `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench).
-    Sets by name: `spec-bench`, and `speed-bench` with `/qualitative` or `/throughput_1k` and the like. Placeholders are
-    left out, and that is said. Errors: DataError.
-    """
+    """Those of a .txt file, of a folder of them in the order of their names, of a .jsonl or .parquet file, or of a set:
+    `spec-bench`, and `speed-bench` with `/qualitative` or `/throughput_1k` and the like. A row's keys say its format:
+    `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench). Placeholders are left out, and
+    that is said. Errors: DataError."""
     each = ((file, rows_of(file, KEYS, "prompts")) for file in _files(name))
     found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
     whole = [prompt for prompt in found if not any(PLACEHOLDER in turn for turn in prompt.turns)]
@@ -58,9 +56,7 @@ def load_prompts(name: str) -> list[Prompt]:
 def by_category(
     prompts: Iterable[Prompt], categories: Sequence[str] = (), per_category: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """Of each category, or of those, the first so many, in the order of the file. Errors: ConfigError for one that is
-    not there.
-    """
+    """Of each category, or of those, the first so many, in order. Errors: ConfigError for one that is not there."""
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         found.setdefault(prompt.category, []).append(prompt)

@@ -16,6 +16,7 @@ from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.contention import contention
 from engine.cost_model.costs import Costs
+from engine.counts import Counts
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.stats import RoundStats
@@ -37,6 +38,10 @@ def round_ms(output: GenerateOutput | None) -> float | None:
 
 def _median_ms(seconds: Sequence[float]) -> float | None:
     return 1e3 * median(seconds) if seconds else None
+
+
+def _counted(counts: Counts | None) -> dict[str, Any]:
+    return {key: getattr(counts, name, None) for key, name in COUNTED.items()}
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -67,18 +72,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def rounded(value: Any, digits: int = 4) -> Any:
+def rounded(value: Any) -> Any:
     """A record with its floats, also those in lists and records within it, rounded for reading."""
     if isinstance(value, float):
-        return round(value, digits)
+        return round(value, 4)
     if isinstance(value, dict):
-        return {key: rounded(one, digits) for key, one in value.items()}
-    return [rounded(one, digits) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
-    """The JSON record of a run, which every rank has to ask for. What was not measured is null; random weights measure
-    no acceptance."""
+    """Of a run, asked for by every rank. What was not measured is null; random weights measure no acceptance."""
     config, stats = session.config, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if session.target.has_text else None
@@ -96,17 +100,13 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "all_reduce": session.target_ranks.all_reduce.name,
         "check_ranks": session.ranks.check,
         "tokens_generated": sum(map(len, passes.last.tokens)),
-        **{key: getattr(drafted.stats.counts, name) if drafted else None for key, name in COUNTED.items()},
-        "inner": {key: getattr(drafted.inner, name) for key, name in COUNTED.items()}
-        if drafted and drafted.inner
-        else None,
+        **_counted(drafted.stats.counts if drafted else None),
+        "inner": _counted(drafted.inner) if drafted and drafted.inner else None,
         "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
-        "wall_speedup": ratio(baseline.stats.decode_seconds, drafted.stats.decode_seconds)
-        if baseline and drafted
-        else None,
+        "wall_speedup": ratio(*(one.stats.decode_seconds if one else None for one in (baseline, drafted))),
         "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
         if baseline and speculative and session.sampling.reproducible
         else None,
@@ -135,8 +135,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
 def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A record of one or several runs: their model, text, sizes and settings, `without` those that are each row's own,
-    then what was measured."""
+    """Of one or several runs: model, text, sizes and settings, `without` each row's own, then what was measured."""
     shared = {
         "benchmark": benchmark,
         "model": session.name,
@@ -174,18 +173,14 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
-    """What rounds cost and accepted while so many rows decode, the most first, of each drafter, with its policy and KV
-    entries a row if it has a cache."""
+    """What rounds cost and accepted while so many rows decode, the most first, and of each drafter."""
     return [
         {
             "rows": n_rows,
             **cache_of(session, Choice(index, one.at[-1])),
             "plain_ms": one.plain_ms,
             "gammas": one.at,
-            "verify_ms": one.verify_ms,
-            "draft_ms": one.draft_ms,
-            "other_ms": one.other_ms,
-            "refresh_ms": one.refresh_ms,
+            **{name: getattr(one, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
             "accepted_share": one.acceptance.value if one.acceptance else None,
             "places_reached": one.acceptance.n if one.acceptance else None,
         }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,11 +11,11 @@ from common.errors import ConfigError, flag, without_effect
 from common.process import local_rank, local_world_size
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
-from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
-from kv_cache.policy import Policy, policies
+from kv_cache.policy import Policy
 from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
 
@@ -24,8 +23,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
-# Fields of drafters that are no options of a record, or have another place there.
-ELSEWHERE = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
 
 
 @dataclass(frozen=True)
@@ -43,12 +40,11 @@ class ResolvedSampling:
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """What drafts, and how far. One with a model has weights in `dtype`, and a KV cache.
+    """What drafts, and how far. One with a model has weights in `dtype`, and a KV cache of each of its policies.
 
-    gamma: what every round drafts, or with `auto_gamma` the most that one may. policies: of that cache; several are
-    what `--draft_policy auto` and `--draft_budget auto` choose among, each in a cache of its own, the largest budgets
-    first. capacities: KV entries a row of each. quantize: the scheme of the linear layers; kv_dtype: of the cache's
-    entries. source: of a model that is not the target. inner: what drafts for it.
+    gamma: what every round drafts, or with `auto_gamma` the most that one may. policies: several are what is chosen
+    among, the largest budgets first. capacities: KV entries a row of each. quantize: the scheme of the linear layers.
+    source: of a model that is not the target. inner: what drafts for it.
     """
 
     config: DrafterConfig
@@ -75,11 +71,6 @@ class ResolvedDraft:
         return max(self.capacities, default=0)
 
     @property
-    def texts(self) -> tuple[HostDrafterConfig, ...]:
-        """The text drafters beside the model."""
-        return self.config.texts if isinstance(self.config, ModelDrafterConfig) else ()
-
-    @property
     def layers(self) -> tuple[int, ...] | None:
         """Those of the target that a self-draft runs; None for all."""
         return self.config.layers if isinstance(self.config, SelfConfig) else None
@@ -88,15 +79,6 @@ class ResolvedDraft:
     def levels(self) -> tuple[ResolvedDraft, ...]:
         """Itself, and what drafts for it."""
         return (self, *self.inner.levels) if self.inner else (self,)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Those of the drafter and of its policy, by name; None where one has no effect."""
-        schedule = AUTO if self.config.gamma == AUTO else self.config.gamma_schedule or "constant"
-        owners = [*self.texts, self.config, *self.policies]
-        own = {name: value for owner in owners for name, value in vars(owner).items()}
-        own |= {"text_drafts": [text.name for text in self.texts] or None, "gamma_schedule": schedule}
-        return own | dict.fromkeys(self.config.unused)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -127,26 +109,16 @@ class ResolvedDraft:
         return [replace(self, policies=(one,), capacities=(n,)) for one, n in pairs] or [self]
 
 
-def option_names() -> list[str]:
-    """The options of all policies and drafters, in the order of records: of drafts without a model before others."""
-    by_kind = sorted(drafters().values(), key=lambda kind: issubclass(kind, ModelDrafterConfig))
-    kinds: list[Any] = [*policies().values(), *by_kind]
-    every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
-    return [*(name for name in every if name not in ELSEWHERE), "text_drafts"]
-
-
-def resolve_dtype(wanted: str, device: str) -> torch.dtype:
-    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
-    if wanted != "auto":
-        return DTYPES[wanted]
-    return torch.float32 if device == "cpu" else torch.bfloat16
+def resolve_target(target: Target) -> tuple[str, torch.dtype, torch.dtype]:
+    """Its device, and the dtypes of its weights and its KV entries; `auto` is float32 on a CPU, bfloat16 on a GPU."""
+    device = resolve_device(target.device)
+    dtype = DTYPES.get(target.dtype, torch.float32 if device == "cpu" else torch.bfloat16)
+    return device, dtype, KV_DTYPES.get(target.kv_dtype, dtype)
 
 
 def resolve_device(name: str) -> str:
-    """`name` as "cpu" or "cuda:N", N being this process's own GPU where a machine runs several of them.
-
-    A process that was left one GPU to see, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank.
-    """
+    """`name` as "cpu" or "cuda:N", N being this process's own GPU where a machine runs several of them. One that was
+    left one GPU to see, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank."""
     n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,10 +157,8 @@ def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
 
 
 def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len: int) -> ResolvedDraft:
-    """Its dtypes, budgets, and the largest gamma. Positions stay `auto` until the draft model's context is known.
-
-    Errors: ConfigError.
-    """
+    """Its dtypes, budgets, and the largest gamma; positions stay `auto` until the draft model's context is known.
+    Errors: ConfigError."""
     draft.check()
     auto_gamma = draft.gamma == AUTO
     if not isinstance(draft, ModelDrafterConfig):
@@ -210,8 +180,8 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     check_gamma(gamma, narrowest.room, narrowest.entries(prefix_len))
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
-    device, wanted = resolve_device(target.device), draft.draft_dtype
-    dtype = resolve_dtype(target.dtype, device) if wanted in (AUTO, "same") else DTYPES[wanted]
+    (device, dtype, _), wanted = resolve_target(target), draft.draft_dtype
+    dtype = DTYPES.get(wanted, dtype)
     if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
         dtype = torch.bfloat16
     weights, entries = draft.draft_weights, draft.draft_kv_dtype

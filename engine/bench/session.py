@@ -14,7 +14,7 @@ from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
 from engine.bench.config import RankOptions, RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
-from engine.bench.loading import load_draft, load_target
+from engine.bench.loading import Models, load_draft, load_target
 from engine.bench.memory import require_room
 from engine.bench.plan import Plan, remarks, resolve, with_draft
 from engine.bench.resolved import ResolvedDraft, resolve_sampling
@@ -40,12 +40,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Session(Plan):
-    """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica.
-
-    models: what drafts, by (dtype, scheme, layers). continuations: what the data set goes on with behind each prompt,
-    if asked for. run: what the record and the saved rows of a run have in common. put_off: errors that a run outlives,
-    and ends with. processes: the ranks of all replicas. numbered_from: the first prompt's index among those of all.
-    """
+    """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica. continuations: of
+    the data set behind each prompt, if asked for. run: what names the run in its record and saved rows. put_off: errors
+    that a run outlives, and ends with. processes: the ranks of all replicas. numbered_from: the first prompt's index
+    among those of all."""
 
     runner: ModelRunner
     prompts: list[list[int]]
@@ -55,7 +53,7 @@ class Session(Plan):
     run: str
     numbered_from: int = 0
     draft_ranks: ModelRanks | None = None
-    models: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    models: Models = field(default_factory=dict)
     continuations: list[list[int]] = field(default_factory=list)
     put_off: list[UserError] = field(default_factory=list)
 
@@ -85,7 +83,7 @@ class Session(Plan):
         stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
-        models: dict[tuple[object, ...], Any] = {}
+        models: Models = {}
         model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
         load_draft(plan, models, model, target_ranks, draft_ranks)
@@ -140,18 +138,14 @@ class Session(Plan):
         sampling: Sampling | None = None,
         prompts: list[list[int]] | None = None,
         gen_len: int | None = None,
-        compile: bool | None = None,
     ) -> Session:
         """The same model and cache under another draft (None: plain decoding) or sampling; what is not given stays.
-
-        compile: what the record says of it. What drafts is loaded where no draft of this session had its form.
-        Errors: ConfigError for a draft that the models cannot do, and for another draft model than the session's.
-        """
+        What drafts is loaded where no draft of this session had its form. Errors: ConfigError for a draft that the
+        models cannot do, and for another draft model than the session's."""
         own = self.config
-        target = own.target if compile is None else replace(own.target, compile=compile)
         sizes = own.sizes if gen_len is None else replace(own.sizes, gen_len=gen_len)
         sampling = own.sampling if sampling is None else sampling
-        config = replace(own, target=target, sizes=sizes, sampling=sampling)
+        config = replace(own, sizes=sizes, sampling=sampling)
         prompts = self.prompts if prompts is None else prompts
         session = replace(self, config=config, sampling=resolve_sampling(sampling), prompts=prompts)
         if not isinstance(draft, EllipsisType):
@@ -160,8 +154,7 @@ class Session(Plan):
         return session
 
     def narrowed(self, n_rows: int, length: int) -> Session:
-        """The same model over the first rows and slots of the same cache, whose entries are gone, as if it had no
-        others."""
+        """The same model over the first rows and slots of the cache, as if it had no others; its entries are gone."""
         own = self.runner
         own.cache.notes.clear()
         cache = own.cache.view(slice(0, n_rows), length)
@@ -179,13 +172,12 @@ class Session(Plan):
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
         """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once. texts: what
         the baseline emitted, for a drafter that needs it. Errors: ConfigError, also for `auto`."""
-        if draft is not None:
-            return self.variant(draft=draft).drafter(texts=texts)
-        if self.draft is None or self.draft.automatic or (self.draft.config.needs_baseline and texts is None):
+        own = self if draft is None else self.variant(draft=draft)
+        if own.draft is None or own.draft.automatic or (own.draft.config.needs_baseline and texts is None):
             required = "a draft of one gamma and one budget, and texts for an oracle"
             fix = "name numbers, or use drafters() with passes.make_pacing()"
-            raise ConfigError("there is no one drafter to make", "Session.drafter", self.config.draft, required, fix)
-        return self._build(self.draft, texts)
+            raise ConfigError("there is no one drafter to make", "Session.drafter", own.config.draft, required, fix)
+        return own._build(own.draft, texts)
 
     def _build(self, draft: ResolvedDraft, texts: Sequence[Sequence[int]] | None) -> Drafter:
         def new_cache(config: ModelConfig) -> KVCache:

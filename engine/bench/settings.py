@@ -1,18 +1,24 @@
 """How a run decodes and drafts, as records say it."""
 
+from dataclasses import fields
 from typing import Any
 
 from common.say import dtype_name
 from engine.bench.config import AUTO
-from engine.bench.resolved import option_names
+from engine.bench.resolved import ResolvedDraft
 from engine.bench.session import Session
+from engine.drafters.config import ModelDrafterConfig, drafters
+from kv_cache.policy import policies
+
+# Fields of drafters that are no options of a record, or have another place there.
+ELSEWHERE = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
 
 
 def settings_record(session: Session) -> dict[str, Any]:
     """How a run decodes and drafts, and how both models are stored: the same in every record."""
     params, runner = session.sampling.params, session.runner
     return {
-        **_draft_record(session),
+        **_draft_record(session.draft),
         "verification": session.sampling.mode,
         **vars(params),
         "seed": None if params.greedy else params.seed,
@@ -27,12 +33,20 @@ def settings_record(session: Session) -> dict[str, Any]:
     }
 
 
-def _draft_record(session: Session) -> dict[str, Any]:
+def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
     """Every option of every drafter and policy, null where it is not this draft's."""
-    draft = session.draft
-    own = draft.options if draft else {}
-    if draft and draft.dtype is not None:
+    nothing = {"draft_model": None, "gamma": 0, "draft_policy": None, **dict.fromkeys(option_names())}
+    if draft is None:
+        return nothing
+    config, texts = draft.config, getattr(draft.config, "texts", ())
+    own = {name: value for owner in (*texts, config, *draft.policies) for name, value in vars(owner).items()}
+    schedule = AUTO if config.gamma == AUTO else config.gamma_schedule or "constant"
+    own |= {"text_drafts": [text.name for text in texts] or None, "gamma_schedule": schedule}
+    own |= dict.fromkeys(config.unused)
+    own |= {"draft_model": draft.source and draft.source.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
+    if draft.policy and draft.dtype:
         own |= {
+            "draft_policy": AUTO if draft.auto_policy else draft.policy.name,
             "draft_budget": AUTO if draft.auto_budget else draft.capacity,
             "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
             "draft_layers": draft.layers,
@@ -40,11 +54,14 @@ def _draft_record(session: Session) -> dict[str, Any]:
             "draft_weights": draft.quantize,
             "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
         }
-    if draft and draft.inner and draft.inner.source:
+    if draft.inner and draft.inner.source:
         own |= {"draft_of_draft": draft.inner.source.name}
-    return {
-        "draft_model": draft.source.name if draft and draft.source else None,
-        "gamma": AUTO if draft and draft.auto_gamma else draft.gamma if draft else 0,
-        "draft_policy": AUTO if draft and draft.auto_policy else draft.policy.name if draft and draft.policy else None,
-        **{name: own.get(name) for name in option_names()},
-    }
+    return {name: own.get(name) for name in nothing}
+
+
+def option_names() -> list[str]:
+    """The options of all policies and drafters, in the order of records: of drafts without a model before others."""
+    by_kind = sorted(drafters().values(), key=lambda kind: issubclass(kind, ModelDrafterConfig))
+    kinds: list[Any] = [*policies().values(), *by_kind]
+    every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
+    return [*(name for name in every if name not in ELSEWHERE), "text_drafts"]

@@ -1,6 +1,6 @@
 """Which text a run continues: a data set's, or one's own prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from common.errors import ConfigError, flag, without_effect
 from engine.bench.config import AUTO, RunConfig
@@ -13,17 +13,16 @@ PromptText = str | Sequence[int]
 
 
 def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
-    """`auto` is the built-in book for the built-in model, and PG-19 for every other. Random weights read no text.
-
-    Errors: ConfigError for what has no effect on random weights.
-    """
+    """`auto` is the built-in book for the built-in model, and PG-19 for every other; None for random weights. Errors:
+    ConfigError for what has no effect on these."""
     wanted = config.text.dataset
     if target.has_text:
         return wanted if wanted != AUTO else BUILT_IN if target.is_default else PG19
     what, seen = "random weights read neither a checkpoint nor a text", f"given, with {flag('load_format')} dummy"
     given = {"dataset": wanted != AUTO, "prompts": config.rows.prompts is not None}
     given |= {"stop_at_eos": config.rows.stop_at_eos, "verify": config.target.verify}
-    _refuse(given, what, seen=seen, required="a trained model")
+    if useless := [name for name, is_given in given.items() if is_given]:
+        raise without_effect(useless, what, seen=seen, required="a trained model")
     return None
 
 
@@ -35,18 +34,13 @@ def own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptTe
     given = {"prompts": texts is not None and named is not None, "dataset": config.text.dataset != AUTO}
     given |= {"prefix_len": config.sizes.prefix_len is not None, "num_prompts": config.rows.num_prompts is not None}
     what, seen = "one's own prompts are taken whole, and all of them", f"given, with {flag('prompts')}"
-    _refuse(given, what, seen=seen, required="either")
+    if useless := [name for name, is_given in given.items() if is_given]:
+        raise without_effect(useless, what, seen=seen, required="either")
     if texts is not None and (isinstance(texts, str) or not texts or not all(texts) or not target.has_text):
         what, required = "these prompts cannot be continued", "texts, none of them empty, and a trained model"
         raise ConfigError(what, "Session.open: prompts", repr(texts)[:80], required, "give [text, text, ...]")
     tokenizer = target.tokenizer()
-    given_texts: Sequence[PromptText] = [one.turns[0] for one in load_prompts(str(named))] if texts is None else texts
-    prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in given_texts]
+    texts = [one.turns[0] for one in load_prompts(str(named))] if texts is None else texts
+    prompts = [tokenizer.encode(one, add_bos=True) if isinstance(one, str) else list(one) for one in texts]
     target.check_tokens(prompts)
     return prompts
-
-
-def _refuse(given: Mapping[str, bool], what: str, *, seen: str, required: str) -> None:
-    """Raise ConfigError if any of these fields, which have no effect, was given."""
-    if fields := [field for field, is_given in given.items() if is_given]:
-        raise without_effect(fields, what, seen=seen, required=required)

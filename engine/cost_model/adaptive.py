@@ -23,17 +23,14 @@ WORTH_A_CHANGE = 1.03
 
 class Adaptive:
     """A `Pacing`: every round takes the drafter and gamma of the largest expected speedup, or is plain if none pays.
-
-    `costs[n][i]`: of drafter i while n rows decode, from the largest budget to the smallest; in between, what rounds
-    cost in plain steps lies on straight lines. gammas: of the rounds to choose among beside plain ones, as far as they
-    were measured. policies: each drafter's, by name; None if they differ in their budgets alone. The first drafter
-    drafts until another promises 3% more, and so on from there.
+    `costs[n][i]`: of drafter i while n rows decode, the largest budgets first. gammas: to choose among, as far as they
+    were measured. policies: each drafter's, by name; None if they differ in their budgets alone.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one of the same policy with a larger budget, since the best
     of several small counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again
-    once the evidence against it has faded, if it would pay then, catching up included (optimistic initial values:
-    Sutton and Barto, Reinforcement Learning, 2018, section 2.6). Ranks that were given the same costs choose alike.
+    once the evidence against it has faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018,
+    section 2.6). Ranks that were given the same costs choose alike.
 
     Where more rows are about to join, speculation has to pay beside plain rounds with them: rows that it hurries
     through leave smaller batches behind, whose tokens cost more each.
@@ -88,8 +85,7 @@ class Adaptive:
         return float(np.interp(n_rows, self._rows, self._plain_ms)) / n_rows
 
     def _catch_up(self, drafter: int) -> float:
-        """Catching up, as a share of the time in which it has to pay. A drafter that fills its cache from the target's
-        takes about a draft step for it, whatever it missed."""
+        """As a share of the time in which it has to pay. Filling a cache from the target's takes about a draft step."""
         missed, costs = self._missed[drafter], self._of_all_rows[drafter]
         n_run = missed if self.drafters[drafter].runs_missed else 0
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0

@@ -12,18 +12,14 @@ from engine.acceptance import AcceptanceRate
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
     """Expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
-    (arXiv 2211.17192), equation 1. Summed as 1 + alpha + ... + alpha^gamma, which divides by nothing.
-
-    alpha: the probability that a draft is accepted, given that those before it were, the same for every draft.
-    """
+    (arXiv 2211.17192), equation 1. alpha: the probability that a draft is accepted, given that those before it were."""
     return float(sum(alpha**position for position in range(gamma + 1)))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one batch at one context: a step of plain decoding, verifications of so many drafts as in `at`,
-    ascending, one step of the draft, what else a round takes, and a round's share of what takes to choose the draft's
-    entries anew. acceptance: what was seen meanwhile, of real text."""
+    """Milliseconds of one batch at one context: a plain step, verifications of so many drafts as in `at`, ascending, a
+    draft step, what else a round takes, and its share of choosing entries anew. acceptance: of real text."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -34,8 +30,7 @@ class Costs:
     refresh_ms: float = 0.0
 
     def round_ms(self, gamma: int) -> float:
-        """A round of that gamma. Verifications between and beyond the measured gammas lie on straight lines, below
-        them on the line from a plain step, which is a verification of nothing."""
+        """Of that gamma. Verifications between and beyond the measured ones, and plain steps, lie on straight lines."""
         at, ms = np.array([0, *self.at], dtype=float), np.array([self.plain_ms, *self.verify_ms])
         if gamma > at[-1]:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
@@ -61,11 +56,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostGrid:
-    """Costs over batches and contexts (tokens), both ascending, for drafts named by (policy, budget); but for what it
-    takes to choose a draft's entries anew.
-
-    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`.
-    """
+    """Costs, without `refresh_ms`, over ascending batches and contexts (tokens), for drafts named by (policy, budget).
+    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]

@@ -2,7 +2,9 @@
 
 import math
 import re
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, flag
@@ -18,10 +20,10 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, whose numbers these are: bytes of memory read per second; dense operations per second (a
-    multiplication and an addition are two) with 16 and with 32 bits; seconds that a kernel takes beside its work; rows
-    of queries that attention multiplies at least; whether heads that share KV are rows of one tile where there are
-    several tokens, too; seconds of a forward that nothing else here explains."""
+    """Devices of one kind, in SI units. bandwidth: bytes of memory read. ops, ops_32: dense operations (a
+    multiplication and an addition are two) with 16 and 32 bits. launch: of a kernel, beside its work. tile: rows of
+    queries that attention multiplies at least. packs_group: heads that share KV are rows of one tile also where there
+    are several tokens. unexplained: of a forward, by nothing else here."""
 
     bandwidth: float
     ops: float
@@ -43,23 +45,17 @@ class Machine:
         return min(one.latency + steps * one.hop + moved / one.bandwidth for one in self.protocols)
 
 
-# A kernel in a CUDA graph, on an H100: Hazy Research, "Look Ma, No Bubbles!", 2025-05-27.
-LAUNCH = 1.3e-6
-# NCCL's own model of LL and LL128 within a node (v2.28, src/graph/tuning.cc): LL sends a flag with every 4 bytes, up to
-# a bandwidth of its own, LL128 sends 120 bytes of 128, at 92% of the link's bandwidth in one direction.
-A100 = Protocol(6.6e-6, 0.6e-6, 87.7e9), Protocol(14e-6, 1.9e-6, 0.92 * 300e9)
-H100 = Protocol(6.6e-6, 0.6e-6, 141e9), Protocol(14e-6, 1.9e-6, 0.92 * 450e9)
-L40 = Protocol(6.6e-6, 1.0e-6, 32e9 / 2), Protocol(14e-6, 2.5e-6, 0.92 * 32e9)
-# NVIDIA's data sheets (A100 and H100: SXM): dense rates, half of those "with sparsity"; float32 outside tensor cores.
-MACHINES = {
-    "A100-40": Machine(1.555e12, 312e12, 19.5e12, LAUNCH, A100),
-    "A100-80": Machine(2.039e12, 312e12, 19.5e12, LAUNCH, A100),
-    "H100": Machine(3.35e12, 989.4e12, 67e12, LAUNCH, H100),
-    "H200": Machine(4.8e12, 989.4e12, 67e12, LAUNCH, H100),
-    "L40": Machine(864e9, 181.05e12, 90.5e12, LAUNCH, L40),
-    "L40S": Machine(864e9, 362.05e12, 91.6e12, LAUNCH, L40),
-}
-MACHINES["A100"] = MACHINES["A100-80"]
+def _known() -> dict[str, Machine]:
+    """By name, by the numbers of machines.toml."""
+    known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    protocols = {name: tuple(Protocol(*numbers) for numbers in each) for name, each in known["protocols"].items()}
+    return {
+        name: Machine(bandwidth, ops, ops_32, known["launch"], protocols[kind])
+        for name, (kind, bandwidth, ops, ops_32) in known["devices"].items()
+    }
+
+
+MACHINES = _known()
 NUMBERS = ("bandwidth", "ops", "ops_32", "launch", "link", "latency")
 EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 

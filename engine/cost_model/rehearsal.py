@@ -11,37 +11,25 @@ from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 from engine.requests import Request, make_requests
 from engine.runner import ModelRunner, not_finite
-from engine.sampling import SamplingParams
 from engine.timing import PhaseTimer
 
 
 class Rehearsal:
     """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
 
-    gamma: the largest of any choice. Everything else, also of `how`, is as of `generate`. Of each choice, `timed` has
-    the seconds of every round's parts "draft", "verify", "other" and "refresh", which is 0 in rounds that choose no
-    entries; what a drafter catches up with is in none of them.
-    `seconds`: what everything took, a draft model's runs of the prompts included.
-    Errors: UserError if logits are not finite.
+    gamma: the largest of any choice. `how`, and everything else, is as of `generate`. Of each choice, `timed` has
+    the seconds of every round's parts "draft", "verify" and "other", without catching up; of each drafter, `refreshes`
+    has those of choosing entries anew. `seconds`: of everything. Errors: UserError if logits are not finite.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        drafters: Sequence[Drafter],
-        prompts: Sequence[Sequence[int]],
-        *,
-        gamma: int,
-        max_new_tokens: int,
-        sampling: SamplingParams | None = None,
-        numbered_from: int = 0,
-        **how: Any,
+        self, runner: ModelRunner, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]], gamma: int, **how: Any
     ) -> None:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
-        assert self.prompts and max_new_tokens > 1, "no round would have a row that decodes"
+        assert self.prompts and how["max_new_tokens"] > 1, "no round would have a row that decodes"
+        of_requests = ("max_new_tokens", "sampling", "numbered_from")
+        self._asked = {name: how.pop(name) for name in of_requests if name in how}
         self.runner, self._how = runner, how
-        self._asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
-        self._asked["numbered_from"] = numbered_from
         self._phases = PhaseTimer(runner.device)
         self._requests: list[Request] = []
         self._next = PLAIN
@@ -70,14 +58,6 @@ class Rehearsal:
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
-    def refreshes(self) -> list[list[float]]:
-        """Of each drafter, the seconds that it took to choose entries anew, whenever it did."""
-        seen: list[list[float]] = [[] for _ in self.drafters]
-        for choice, rounds in self.timed.items():
-            if choice.drafter is not None:
-                seen[choice.drafter] += [parts["refresh"] for parts in rounds if parts["refresh"]]
-        return seen
-
     def choose(self, n_busy: int, n_joining: int) -> Choice:
         return self._next
 
@@ -88,6 +68,7 @@ class Rehearsal:
 
     def _forget(self) -> None:
         self.timed: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+        self.refreshes: list[list[float]] = [[] for _ in self.drafters]
         self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)
 
     def _round(self) -> None:
@@ -103,6 +84,8 @@ class Rehearsal:
             raise not_finite("measuring costs", "; ".join(broken[:8]))
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
-        refresh = sum(chosen_anew[n_before:])
-        parts = {"draft": draft - refresh, "verify": verify, "other": round_.seconds - resume - draft - verify}
-        self.timed[self._next].append(parts | {"refresh": refresh})
+        parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
+        if self._next.drafter is not None and (refresh := sum(chosen_anew[n_before:])):
+            self.refreshes[self._next.drafter].append(refresh)
+            parts["draft"] -= refresh
+        self.timed[self._next].append(parts)

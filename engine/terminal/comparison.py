@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from common.errors import ConfigError, flag
@@ -15,22 +16,18 @@ from common.jsonl import publish
 from common.say import say
 from engine.bench.config import AUTO, RunConfig
 from engine.bench.finish import PROMPT_END, headline, notes
-from engine.bench.passes import speculation_passes
+from engine.bench.passes import run_passes
 from engine.bench.prompt_sets import load_prompts
 from engine.bench.record import make_record
 from engine.bench.session import Session
 from engine.bench.text import PromptText
-from engine.terminal.page import page_of
-from engine.terminal.panes import Panes
-from engine.terminal.texts import printable, text_target
+from engine.terminal.panes import TITLES, Panes
+from engine.terminal.track import printable
 from models.checkpoints.chat_template import NoChatTemplateError
 
-QUESTIONS = (
-    "Why is the sky blue, and why is it red in the evening?",
-    "Write a short poem about a train that is always late.",
-    "Name the planets of the solar system in order, with one sentence about each of them.",
-    "Write a Python function that returns the n-th Fibonacci number, and explain it line by line.",
-)
+FOLDER = Path(__file__).parent
+# Nothing in it is loaded from elsewhere.
+PAGE = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html")
 
 
 def compare(config: RunConfig, save: str | None) -> None:
@@ -39,7 +36,7 @@ def compare(config: RunConfig, save: str | None) -> None:
     _check(save, config.output.output)
     session, names = _open(config)
     panes = Panes(names, console)
-    done = speculation_passes(session, panes.watch)
+    done = run_passes(session, panes.watch)
     assert done.baseline is not None and done.speculative is not None
     record = make_record("compare", session, done) | {"prompts": config.rows.prompts}
     differs = first_difference(done.baseline.tokens, done.speculative.tokens) if session.sampling.reproducible else None
@@ -54,19 +51,20 @@ def compare(config: RunConfig, save: str | None) -> None:
         shown = panes.frame(console.width, room, is_running=False)
         console.print(shown, *(said if on_screen else []), sep="\n", markup=False)
     if save is not None:
-        Path(save).write_text(page_of(names, panes.tracks, said), encoding="utf-8")
+        page = PAGE.render(names=names, tracks=panes.tracks, figures=said, titles=TITLES)
+        Path(save).write_text(page, encoding="utf-8")
 
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
     """With questions in the model's chat template, or stretches of a data set if that or their length is given; and how
-    its rows are called. Errors: UserError.
-    """
-    source, own = text_target(config), config.rows.prompts
+    its rows are called. Errors: UserError."""
+    source, own = config.target.with_text(), config.rows.prompts
     if own is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
         session = Session.open(config)
         assert session.tokenizer is not None
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
-    texts = [*QUESTIONS] if own is None else [prompt.turns[0] for prompt in load_prompts(own)]
+    questions = str(FOLDER / "questions.jsonl") if own is None else own
+    texts = [prompt.turns[0] for prompt in load_prompts(questions)]
     prompts: list[PromptText] = [*texts]
     rows = replace(config.rows, prompts=None)
     try:

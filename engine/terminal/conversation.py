@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,9 +15,8 @@ from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
-from engine.stats import RoundStats
 from engine.terminal.in_turn import plan_of
-from engine.terminal.texts import printable, text_target
+from engine.terminal.track import printable
 from models.checkpoints.text_stream import TextStream
 
 RESET, EXIT = "/reset", "/exit"
@@ -27,7 +26,7 @@ Message = dict[str, str]
 def converse(config: RunConfig, system: str | None, gen_len: int, context: int) -> None:
     """Answer what is typed, or each line of what is piped, by at most `gen_len` tokens. Errors: UserError."""
     require_at_least("gen_len", gen_len, 1)
-    template = text_target(config).chat_template()
+    template = config.target.with_text().chat_template()
     session = Session.of_plan(_plan(config, context))
     drafter = session.drafter()
     begin: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -68,10 +67,10 @@ def _plan(config: RunConfig, context: int) -> Plan:
 
 
 def _answer(session: Session, drafter: Drafter, request: Request) -> str:
-    """Write the answer as it grows, until Ctrl-C if that comes, then what speculation did; returns the answer. Errors:
-    UserError if logits are not finite."""
+    """Write the answer as it grows, until Ctrl-C, then what speculation did; returns it. Errors: UserError for logits
+    that are not finite."""
     assert session.tokenizer is not None
-    stream, text, rounds = TextStream(session.tokenizer), "", list[RoundStats]()
+    stream, text, seconds = TextStream(session.tokenizer), "", 0.0
 
     def write(piece: str) -> str:
         print(printable(piece), end="", flush=True)
@@ -87,17 +86,17 @@ def _answer(session: Session, drafter: Drafter, request: Request) -> str:
                 text += write(stream.add(token))
             if stats is None:
                 break
-            rounds.append(stats)
+            seconds += stats.seconds
     text += write(stream.rest())
     print(flush=True)
     if request.error:
         raise not_finite("the answer", request.error)
-    say(f"  {_figures(request, rounds)}")
+    say(f"  {_figures(request, seconds)}")
     return text
 
 
-def _figures(request: Request, rounds: Sequence[RoundStats]) -> str:
-    counts, seconds = request.counts, sum(one.seconds for one in rounds)
+def _figures(request: Request, seconds: float) -> str:
+    counts = request.counts
     why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
     if not counts.emitted:
         return f"no round was needed{why}"

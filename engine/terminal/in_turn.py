@@ -21,13 +21,11 @@ from engine.bench.text import PromptText
 from engine.contention import contention, usage_so_far
 from engine.decoding import GenerateOutput
 from engine.stats import total
-from engine.terminal.texts import text_target
 
 
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
-    """As `resolve`. Errors: UserError, also for random weights, and for a draft that has to know beforehand what plain
-    decoding makes of every prompt."""
-    text_target(config)
+    """As `resolve`. Errors: UserError, also for random weights and a draft that needs the baseline's tokens."""
+    config.target.with_text()
     if config.draft and config.draft.needs_baseline:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
         raise ConfigError(what, flag("draft"), config.draft.name, required, "use tests/selfspec_benchmark.py")
@@ -36,10 +34,8 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
 
 def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
     """What plain decoding and speculation make of as many prompts at a time as there are rows, in the other order every
-    other time; the second starts from the state that the first prefilled. `how`: as of `generate`. Errors: UserError
-    for logits that are not finite.
-    """
-    n_rows, drafters = session.plan.n_rows, session.drafters()
+    other time, of one prefilled state. `how`: as of `generate`. Errors: UserError for logits that are not finite."""
+    n_rows, drafters = session.n_rows, session.drafters()
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
@@ -54,8 +50,7 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
 
 
 def latencies(plan: Plan) -> list[dict[str, Any]]:
-    """A record of each way, plain decoding first, behind a first few prompts that warm up. The model is loaded for it,
-    when that of an earlier call is gone. Errors: UserError."""
+    """A record of each way, plain decoding first, behind a few prompts that warm up. Errors: UserError."""
     gc.collect()
     torch.cuda.empty_cache()
     session, before = Session.of_plan(plan), usage_so_far()
@@ -69,8 +64,7 @@ def latencies(plan: Plan) -> list[dict[str, Any]]:
 
 def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
     """What a row waits for a token, in ms: one value an output, the time of each round counted once for every row that
-    it decoded. Percentiles between two values are interpolated; tokens per second are of all rows. No prefill counts.
-    """
+    it decoded; and tokens per second of all rows. No prefill counts."""
     rounds = [one.stats.rounds for one in outputs]
     ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
     p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()

@@ -66,8 +66,6 @@ class ModelFlags:
     sampling: Sampling = field(default_factory=Sampling)
 
     def config(self, **chosen: Any) -> RunConfig:
-        """The run that they ask for; `chosen`: what the subcommand has no flags for. Errors: ConfigError for draft
-        flags without effect, and for a draft that there is not.
-        """
+        """The run that they ask for; `chosen`: what the subcommand has no flags for. Errors: as of the draft."""
         own = {one.name: getattr(self, one.name) for one in fields(RunConfig) if hasattr(self, one.name)}
         return RunConfig(**own | {"draft": self.draft.config()} | chosen)

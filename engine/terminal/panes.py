@@ -34,10 +34,8 @@ def wrapped(tokens: Sequence[Token], name: str, width: int, console: Console) ->
 
 
 class Panes:
-    """What a terminal shows of two passes, whose rows have `names`; where there is none, their progress bars.
-
-    tracks: what they emitted.
-    """
+    """What a terminal shows of two passes, whose rows have `names`; where there is none, their progress bars. tracks:
+    what they emitted."""
 
     def __init__(self, names: Sequence[str], console: Console) -> None:
         self.tracks: dict[str, Track] = {}

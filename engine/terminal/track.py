@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 from engine.requests import Progress, Request
 from engine.round import Outcome
-from engine.terminal.texts import printable
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 
 # Seconds between two drawings.
 DRAW_EVERY = 0.08
+CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "") | {ord("\n"): "\n", ord("\t"): "    "}
+
+
+def printable(text: str) -> str:
+    """With spaces for tabs, and no other control characters: no model is to move a terminal's cursor."""
+    return text.translate(CONTROLS)
 
 
 class Token(NamedTuple):
@@ -24,11 +29,9 @@ class Token(NamedTuple):
 
 
 class Track(Progress):
-    """Follows a pass, whose rounds it leaves alone: what they emitted is looked at, and drawn, between them.
-
-    inner: is notified of the same. draw: called at most every `DRAW_EVERY` seconds. seconds: of the rounds so far.
-    rejected: of each row, the text of those drafts of the last round that were not accepted.
-    """
+    """Follows a pass, whose rounds it leaves alone: what they emitted is looked at, and drawn, between them. inner: is
+    notified of the same. seconds: of the rounds so far. rejected: of each row, the text of those drafts of the last
+    round that were not accepted."""
 
     def __init__(
         self, inner: Progress, tokenizer: Tokenizer, n_rows: int, draw: Callable[[], object] | None = None
