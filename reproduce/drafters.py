@@ -38,8 +38,7 @@ class Flags(Drafters):
     sizes: Sizes = field(default_factory=Sizes)
     prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
     """whole prompts, as of the benchmarks"""
-    repeats: int = 3
-    """how often all are run, every other time in reverse order"""
+    repeats: int = 3  # how often all are run, every other time in reverse order
 
 
 def row_of(one: Contender) -> Record:
