@@ -14,7 +14,7 @@ from kv_cache import FullKVCache
 from models.attention import AttentionSpec
 from models.attention.flash_backend import find_flavour
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, time_calls
+from reproduce.gpu_parts.devices import backends, copy_bandwidth, l2_bytes, open_backend, time_calls
 
 
 class Shape(NamedTuple):
@@ -54,10 +54,10 @@ def cells(options: Options) -> list[Cell]:
         for (batch, n_slot), storage in itertools.product(each["batches"], (None, torch.int8)):
             kind = dtype_name(storage) if storage else "same"
             # 8-bit entries are read by our own kernels alone; the others dequantise the whole cache first.
-            for named in backends(options) if storage is None else backends(options)[:1]:
-                for n_token in options.sizes["block_tokens"] if named.name != "torch" else (1, 4):
-                    name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
-                    run = partial(attention, options, (shape, batch, n_slot, storage), named, n_token)
+            for backend in backends(options) if storage is None else backends(options)[:1]:
+                for n_token in options.sizes["block_tokens"] if backend != "torch" else (1, 4):
+                    name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {backend}"
+                    run = partial(attention, options, (shape, batch, n_slot, storage), backend, n_token)
                     found.append(Cell("b", "gpu_attention_bandwidth", name, run))
     return found
 
@@ -67,21 +67,21 @@ def copy(options: Options) -> Record:
     record = {"bytes_per_second": copy_bandwidth(options), "l2_bytes": l2_bytes(options)}
     record |= {"multiprocessors": properties.multi_processor_count if properties else None}
     record |= {"memory_bytes": properties.total_memory if properties else None}
-    return record | {"backends": [named.name for named in backends(options)], "flash": find_flavour(options.device)[1]}
+    return record | {"backends": backends(options), "flash": find_flavour(options.device)[1]}
 
 
-def attention(options: Options, filled: tuple, named: Named, n_token: int) -> Record:
+def attention(options: Options, filled: tuple, name: str, n_token: int) -> Record:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
     shape, batch, n_slot, _ = filled
     spec, calls = shape.spec(options), []
-    backend, caches = named.make(spec), _caches(options, *filled)
+    backend, caches = open_backend(name, options.device, spec), _caches(options, *filled)
     for cache in caches:
         q, queries = shape.block(options, cache, n_token)
         calls.append(partial(backend.attend, q, cache.read(0), backend.prepare(spec, queries, cache)))
     # Enough calls that the first one of a graph, which waits for its launch, weighs little.
     seconds, timed_by = time_calls((calls * 8)[: max(len(calls), 8)], options)
     kv_bytes, bandwidth = caches[0].n_bytes, caches[0].n_bytes / seconds
-    record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": named.name}
+    record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": name}
     record |= {"dtype": dtype_name(spec.dtype), "kv_dtype": dtype_name(caches[0].entries.dtype), "kv_bytes": kv_bytes}
     record |= {"is_large": kv_bytes >= LARGE_BYTES, "buffers": len(caches), "timed_by": timed_by}
     record |= {"microseconds": 1e6 * seconds, "bytes_per_second": bandwidth}

@@ -1,10 +1,9 @@
-"""What a device has: attention backends, each by a name of its own; a copy's bandwidth; the time of a function."""
+"""What a device has: attention backends, a copy's bandwidth, the time of a function."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from statistics import median
 from timeit import timeit
-from typing import NamedTuple
 
 import torch
 
@@ -16,32 +15,21 @@ from reproduce.gpu_parts.cells import Options, Skip
 COPY_BYTES, QUICK_COPY_BYTES = 4 * 2**30, 2**24
 
 
-class Named(NamedTuple):
-    """`make(spec)` gives the backend, or raises Skip with the reason why there is none."""
-
-    name: str
-    device: str
-    make: Callable[[AttentionSpec], AttentionBackend]
-
-
-def backends(options: Options) -> list[Named]:
-    """The backends for the device, the one that `auto` picks first; flash in the package that a run would take."""
+def backends(options: Options) -> list[str]:
+    """Those for the device, the one that `auto` picks first; flash in the package that a run would take."""
     flash = ["flash"] if torch.cuda.is_available() and find_flavour(options.device)[0] else []
-    names = ["triton", *flash, "torch"] if options.on_cuda else ["cpp", "torch"]
-    return [ours(name, options.device) for name in names]
+    return ["triton", *flash, "torch"] if options.on_cuda else ["cpp", "torch"]
 
 
-def ours(name: str, device: str) -> Named:
-    def make(spec: AttentionSpec) -> AttentionBackend:
-        try:
-            backend, why = select_backend(name, device, spec)
-        except ConfigError as error:
-            raise Skip(f"{name} is not available: {error}") from None
-        if backend.name != name:
-            raise Skip(f"{name} does not take this: {why}")
-        return backend
-
-    return Named(name, device, make)
+def open_backend(name: str, device: str, spec: AttentionSpec) -> AttentionBackend:
+    """Raises Skip with the reason why there is none."""
+    try:
+        backend, why = select_backend(name, device, spec)
+    except ConfigError as error:
+        raise Skip(f"{name} is not available: {error}") from None
+    if backend.name != name:
+        raise Skip(f"{name} does not take this: {why}")
+    return backend
 
 
 def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:
