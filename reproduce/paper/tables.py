@@ -3,6 +3,7 @@ the same beside them, then all that was measured.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from reproduce.paper.published import Record, is_of, is_setting_of, published
 MEASURED, SHAPE = "measured on the same model", "measured on the same shape"
 GAMMA = Column("gamma", "gamma", missing="not shown")
 VALUE = Column("value", "published", columns.published_text)
-SPEEDUP_VALUE = Column("value", "published", columns.published_speedup_text)
+SPEEDUP_VALUE = Column("value", "published", partial(speedup_text, show=columns.published_text))
 RATIO = Column("kind", "ratio", KINDS.get, align="<")
 AT = Column(
     lambda fact: f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}", "at", align="<"
