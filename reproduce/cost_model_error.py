@@ -33,9 +33,7 @@ SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
 
 def comparisons(records: Sequence[Record]) -> list[Record]:
-    """One for each fixed (rows, context, budget, gamma) whose costs are known: the measured speedup, the predicted one,
-    and the error.
-    """
+    """The speedup, predicted and measured, of each fixed (rows, context, budget, gamma) whose costs are known."""
     found = []
     for run in auto_against_fixed.runs_of(records):
         for row in run["rows"]:

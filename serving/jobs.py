@@ -21,10 +21,8 @@ SPECULATION = ("rounds", "drafted", "verified", "accepted", "acceptance_rate", "
 
 @dataclass
 class Piece:
-    """A token. text: its own, whole characters, for a control token its name; shown: what of the answer it adds.
-
-    round: 0 for the token that follows the prompt; drafted: whether it is a draft that was accepted.
-    """
+    """A token. text: its own, whole characters, for a control token its name; shown: what of the answer it adds. round:
+    0 for the token that follows the prompt; drafted: whether it is a draft that was accepted."""
 
     id: int
     text: str

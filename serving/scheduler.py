@@ -36,11 +36,8 @@ class Asked(Request):
 
 
 class Update(NamedTuple):
-    """What a prefill or a round did for a request: the tokens that it emitted, the first `accepted` of them as drafted.
-
-    round: of the request, 0 for its prefill. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens
-    that the row still held.
-    """
+    """What a prefill (round 0 of the request) or a round did: the tokens that it emitted, the first `accepted` of them
+    as drafted. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens that the row still held."""
 
     number: int
     tokens: list[int]

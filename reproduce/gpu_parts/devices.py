@@ -33,11 +33,9 @@ def open_backend(name: str, device: str, spec: AttentionSpec) -> AttentionBacken
 
 
 def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:
-    """Median seconds of one of `calls`, run one after the other, and how they were taken: "graph", "events", "clock".
-
-    In a CUDA graph no launch waits for the host, as in the rounds of decoding. Where a call on a GPU cannot be
-    captured it is timed by events, which then include what the host takes to launch it.
-    """
+    """Median seconds of one of `calls`, run one after the other, and how they were taken: "graph", where no launch
+    waits for the host, as in the rounds of decoding; "events", with the host's launches, of what a GPU cannot capture;
+    "clock"."""
 
     def run_all() -> None:
         for call in calls:

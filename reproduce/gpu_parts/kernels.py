@@ -72,9 +72,8 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
-    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: bytes but for
-    the registers of a thread and the threads of a block.
-    """
+    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: registers of a
+    thread, threads of a block, and bytes."""
     target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
     backend = make_backend(target)
     bound = create_function_from_signature(kernel.signature, kernel.params, backend)(**launch.arguments)

@@ -47,10 +47,8 @@ def self_draft(gamma: int, budget: int, weights: Any = "same") -> SelfConfig:
 def open_session(
     options: Options, target: Target, prompts: Sequence[list[int]] | None = None, **config: Any
 ) -> Session:
-    """On a GPU compiled, and with graphs. Of rows that do not fit into memory, as many as do.
-
-    prompts: whole ones, a row each. config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits.
-    """
+    """On a GPU compiled, and with graphs; of rows that do not fit into memory, as many as do. prompts: whole ones, a
+    row each. config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits."""
     target = replace(target, device=options.device, compile=options.on_cuda)
     plan = resolve(RunConfig(target, **config), prompts)
     most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
@@ -83,9 +81,8 @@ class Filled:
     baselines: dict[str, passes.Decoded] = field(default_factory=dict)
 
     def record(self, benchmark: str, draft: SelfConfig, sampling: Sampling) -> Record:
-        """With this draft, beside plain decoding one pass of speculation that is timed as a whole, and one whose
-        phases are: a benchmark's record. The drafter's cache and graphs are let go afterwards.
-        """
+        """A benchmark's record of this draft beside plain decoding: a pass that is timed as a whole, and one whose
+        phases are. The drafter's cache and graphs are let go afterwards."""
         session = self.session.variant(draft=draft, sampling=sampling)
         mode = session.sampling.mode
         if mode not in self.baselines:

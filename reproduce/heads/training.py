@@ -81,11 +81,10 @@ def train(
     share_of_time: Callable[[float], float],
 ) -> float:
     """Train until the steps or the time are over; returns the seconds that it took, those before a checkpoint too.
+    share_of_time: how much of it so many seconds of training leave behind.
 
-    share_of_time: how much of it so many seconds of training leave behind. The curve in the folder has the losses and
-    the shared probability of each head and draft position. With time enough, a run that was ended and goes on gives the
-    weights of one that was not: a step's windows follow from its number.
-    """
+    The curve in the folder has the losses and the shared probability of each head and position. With time enough, a run
+    that was ended and goes on gives the weights of one that was not: a step's windows follow from its number."""
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     done, before, device = 0, 0.0, known_rows.device
     if (folder / CHECKPOINT).exists():

@@ -44,8 +44,7 @@ def unrolled_losses(
     distribution over the tokens that drafts may be, and what of it the head shares, sum(min(p, q)).
 
     known_rows: the target's output layer for those tokens, `[n, dim]`. batch: as `Examples`, the states in float32. The
-    i-th draft behind position t follows the token at t + 1 + i, and the target's state there says what it should be.
-    """
+    i-th draft behind position t follows the token at t + 1 + i, and the target's state there says what it should be."""
     depth, length = len(medusa), batch["tokens"].shape[1] - len(medusa)
     laws = F.linear(batch["last"], known_rows).softmax(dim=-1)
     states, last = eagle.fused(batch["inputs"][:, :length]), batch["last"][:, :length]

@@ -35,8 +35,7 @@ def runs_of(records: Sequence[Record]) -> list[Record]:
 
 def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
     """Each run that has this mode, with the row of the mode (`auto`), and of the fixed choices that it is held against:
-    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat.
-    """
+    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat."""
     found = []
     for run in runs_of(records):
         rows = {row["way"]: row for row in run["rows"]}

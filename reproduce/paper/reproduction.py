@@ -31,9 +31,8 @@ class Flags(sweep.Flags):
 def showing(
     file: str, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
 ) -> tuple[Callable[[Any], None], Any]:
-    """Of a script: measures the cells of a grid into the file of that name, and shows them, as a text for the console
-    and as figures by their names; and its flags.
-    """
+    """Of a script: what measures the cells of a grid into the file of that name and shows them, as a text for the
+    console and as figures by their names; and its flags."""
 
     @dataclass(frozen=True)
     class Own(Flags):
@@ -47,9 +46,7 @@ def present(
     flags: Flags, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
 ) -> None:
     """Measure the cells that have no record yet, draw the figures, print the tables; exit code 1 if a cell failed.
-
-    Where every cell failed, the figures that are there stay as they are.
-    """
+    Where every cell failed, the figures that are there stay as they are."""
     make_ready(flags.file)
     went_well = sweep.run(flags)
     cells = () if flags.list else {cell.key for cell in flags.cells()}

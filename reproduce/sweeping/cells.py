@@ -20,8 +20,7 @@ class Cell:
     """One configuration: `script` is a path below the project's root (or an absolute one), `flags` its flags.
 
     True is a bare flag, None and False are left out, a list is several values behind one flag; what a value may be is
-    the script's to say. Errors: ConfigError for a script that is not there, and for what cannot be a flag.
-    """
+    the script's to say. Errors: ConfigError for a script that is not there, and for what cannot be a flag."""
 
     script: str
     flags: Mapping[str, object]
@@ -123,9 +122,7 @@ def read_grid(path: str | Path) -> list[Sweep]:
 
 
 def cells_of(sweeps: Sequence[Sweep], fixed: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Cell]:
-    """All sweeps' cells. fixed, axes: stand in the place of a sweep's own; what no sweep has is every one's. Errors:
-    ConfigError.
-    """
+    """fixed, axes: stand in the place of a sweep's own; what no sweep has is every one's. Errors: ConfigError."""
     names = [{*sweep.flags, *sweep.axes} for sweep in sweeps]
     found = []
     for sweep, own in zip(sweeps, names, strict=True):
@@ -141,8 +138,7 @@ def cells_of(sweeps: Sequence[Sweep], fixed: Mapping[str, Any], axes: Mapping[st
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     """The cells that match `only`, each `name=value` or the beginning of a key; all without any; each once. Of one name
-    any value may match, of several names each has to. Errors: ConfigError if none does.
-    """
+    any value may match, of several names each has to. Errors: ConfigError if none does."""
     cells = list({cell.key: cell for cell in cells}.values())
     prefixes = tuple(text for text in only if "=" not in text)
     names = {text.partition("=")[0] for text in only if "=" in text}
