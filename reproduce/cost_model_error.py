@@ -58,7 +58,6 @@ def costs_of(records: Sequence[Record], run: Record, row: Record) -> Costs | Non
 
 
 def grid_of(record: Record) -> CostGrid:
-    """The grid of a cost model's record."""
     drafts = tuple((draft["draft_policy"], draft["draft_budget"]) for draft in record["drafts"])
     axes = {name: tuple(record[name]) for name in ("batches", "contexts", "gammas")}
     costs = {name: np.array(record[f"{name}_ms"]) for name in ("plain", "verify", "draft", "other")}

@@ -24,7 +24,6 @@ PLACES = tomllib.loads((PAGES / "performance.toml").read_text())
 
 
 def pairs(records: Sequence[Record]) -> list[Record]:
-    """The medians of each way to draft."""
     found = [record | record["median"] for record in records if "median" in record]
     rows = rows_of(record | {"pairs": record["repeats"]} for record in records if "rows" in record)
     return found + [row for row in rows if row["way"] != "plain"]

@@ -54,7 +54,6 @@ class Metrics(Collector):
         return [read() for read in self._shown]
 
     def stepped(self, update: Update, is_first: bool, n_prompt: int) -> None:
-        """A step of one request."""
         if is_first:
             self._prefilled.inc(n_prompt - update.n_reused)
             self._reused.inc(update.n_reused)
@@ -69,7 +68,6 @@ class Metrics(Collector):
                 counter.inc()
 
     def answered(self, job: Job) -> None:
-        """A request that was answered to its end."""
         assert job.started is not None and job.first is not None and job.ended is not None
         n_new = len(job.pieces)
         self._success.inc()

@@ -92,7 +92,6 @@ class Scheduler(Progress):
 
     @property
     def n_running(self) -> int:
-        """Rows in use."""
         return len(self._running)
 
     @property

@@ -14,7 +14,7 @@ import pytest
 from sweep_processes import fork, processes_of, wait_until
 
 from common.jsonl import read_lines
-from reproduce.sweeping.cells import Cell, grid
+from reproduce.sweeping.cells import Cell, Sweep
 from reproduce.sweeping.runner import make_logs, run_cells
 
 # When a runner is killed, and so many seconds at most behind the first sign of that.
@@ -71,7 +71,7 @@ def rows_of(output: Path) -> list[dict]:
 def test_after_kill_9_the_rows_are_those_of_an_undisturbed_run(tmp_path, n_kills, n_cells, letters):
     script, undisturbed, rng = tmp_path / "sleeper.py", tmp_path / "undisturbed.jsonl", random.Random(0)
     shutil.copyfile(Path(__file__).with_name("sleeper.py"), script)  # whose processes are found by its name
-    cells = grid(str(script), {"letters": letters, "seconds": 0.05}, {"index": list(range(n_cells))})
+    cells = Sweep(str(script), {"letters": letters, "seconds": 0.05}, {"index": list(range(n_cells))}).cells()
     run_cells(cells, undisturbed)
     moments, outputs = list(islice(cycle(MOMENTS), n_kills)), (tmp_path / f"disturbed_{n}.jsonl" for n in count())
     while moments:

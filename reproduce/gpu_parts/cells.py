@@ -55,7 +55,6 @@ class Skip(Exception):
 
 
 def verdict(is_good: bool) -> Record:
-    """The status of a cell that checks something."""
     return {"status": DONE if is_good else FAILED}
 
 

@@ -71,7 +71,6 @@ def summary(rows: Sequence[Record]) -> str:
 
 
 def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] = markdown) -> str:
-    """A mode's table, and what it comes to."""
     compared, title = against_fixed(mode, records), MODES[mode]
     if not compared:
         return f"{title}: {NONE}."

@@ -41,11 +41,6 @@ class Published:
         common = "{system} ({paper}), {dataset}, tensor parallel over {tensor_parallel} GPUs".format_map(self.about)
         return f"{common}, draft budget {self.draft_budget}"
 
-    def is_model(self, name: str, recorded: str | None) -> bool:
-        """Whether `recorded`, a model of a record, is the published model `name`."""
-        own = (recorded or "").rpartition("/")[2].casefold()
-        return own in (known.casefold() for known in (name, *self.checkpoint_names.get(name, ())))
-
 
 @cache
 def published() -> Published:
@@ -54,8 +49,9 @@ def published() -> Published:
 
 def target_name(record: Record) -> str:
     """The published name of the record's model, where it is a published one, else its own."""
-    known = (name for name in published().checkpoint_names if published().is_model(name, record.get("model")))
-    return next(known, str(record.get("model")))
+    model = str(record.get("model"))
+    own, names = model.rpartition("/")[2].casefold(), published().checkpoint_names.items()
+    return next((name for name, known in names if own in map(str.casefold, (name, *known))), model)
 
 
 def draft_name(record: Record) -> str:
@@ -72,7 +68,6 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
 
 
 def pairs_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """The records of each pair of a target and a draft."""
     return grouped(records, lambda record: (target_name(record), draft_name(record)))
 
 

@@ -30,7 +30,6 @@ class Table(NamedTuple):
 
 
 def side_by_side(title: str, note: str, *tables: Table) -> str:
-    """For the console."""
     head = f"  {title}\n\n  published: {published().setting}\n  {note}"
     return "\n\n".join([head, *(console(*table) if table.rows else f"  {NONE}" for table in tables)])
 

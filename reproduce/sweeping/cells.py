@@ -85,25 +85,26 @@ def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
     return {name: list(dict.fromkeys(cell.text_of(name) for cell in cells)) for name in names}
 
 
-def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
-    """A cell for every combination of the axes' values, the last axis varying fastest. Errors: ConfigError."""
-    for name, values in axes.items():
-        if not values or name in fixed:
-            seen = f"{value_text(fixed[name])}, and the axis {value_text(values)}" if name in fixed else values
-            required = "a list of one value or more, of a flag that is not among the fixed ones"
-            fix = f"list the values of --{name}, or leave out one of the two"
-            raise ConfigError("an axis is none", f"{script}: {name}", seen, required, fix)
-    return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in product(*axes.values())]
-
-
 @dataclass(frozen=True)
 class Sweep:
-    """A table [[sweep]] of a file. flags: the same for all its cells. axes: lists of values."""
+    """A table [[sweep]] of a file. flags: the same for all its cells. axes: lists of values, the last vary fastest."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
     script: str
     flags: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, list[Any]] = field(default_factory=dict)
+
+    def cells(self) -> list[Cell]:
+        """One for every combination of the axes' values. Errors: ConfigError."""
+        for name, values in self.axes.items():
+            if not values or name in self.flags:
+                own = self.flags.get(name)
+                seen = f"{value_text(own)}, and the axis {value_text(values)}" if name in self.flags else values
+                required = "a list of one value or more, of a flag that is not among the fixed ones"
+                fix = f"list the values of --{name}, or leave out one of the two"
+                raise ConfigError("an axis is none", f"{self.script}: {name}", seen, required, fix)
+        points = product(*self.axes.values())
+        return [Cell(self.script, {**self.flags, **dict(zip(self.axes, point, strict=True))}) for point in points]
 
 
 def read_grid(path: str | Path) -> list[Sweep]:
@@ -132,7 +133,7 @@ def cells_of(sweeps: Sequence[Sweep], fixed: Mapping[str, Any], axes: Mapping[st
             | {name: value for name, value in given.items() if name in here}
             for said, given in ((sweep.flags, fixed), (sweep.axes, axes))
         )
-        found += grid(sweep.script, flags, ranges)
+        found += Sweep(sweep.script, flags, ranges).cells()
     return found
 
 

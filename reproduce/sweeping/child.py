@@ -81,7 +81,6 @@ def run_child(
 
 
 def last_object(printed: bytes) -> dict[str, Any] | None:
-    """The last line that is a JSON object."""
     for line in reversed(printed.split(b"\n")):
         with suppress(ValueError, RecursionError):
             if isinstance(value := json.loads(line), dict):
