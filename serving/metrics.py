@@ -53,10 +53,10 @@ class Metrics(Collector):
     def collect(self) -> list[Metric]:
         return [read() for read in self._shown]
 
-    def stepped(self, update: Update, is_first: bool, n_prompt: int) -> None:
-        if is_first:
-            self._prefilled.inc(n_prompt - update.n_reused)
-            self._reused.inc(update.n_reused)
+    def stepped(self, update: Update) -> None:
+        if update.round == 0:
+            self._prefilled.inc(len(update.request.prompt) - update.request.n_reused)
+            self._reused.inc(update.request.n_reused)
         self._decoded.inc(len(update.tokens))
         if update.round > 0:
             self._skipped.observe(update.accepted)
@@ -68,11 +68,11 @@ class Metrics(Collector):
                 counter.inc()
 
     def answered(self, job: Job) -> None:
-        assert job.started is not None and job.first is not None and job.ended is not None
-        n_new = len(job.pieces)
+        assert job.first is not None and job.ended is not None
+        started, n_new = job.request.started, len(job.pieces)
         self._success.inc()
-        self._queue.observe(job.started - job.received)
-        self._inference.observe(job.ended - job.started)
+        self._queue.observe(started - job.received)
+        self._inference.observe(job.ended - started)
         self._duration.observe(job.ended - job.received)
         self._generated.observe(n_new)
         self._input.observe(len(job.request.prompt))

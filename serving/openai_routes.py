@@ -134,4 +134,4 @@ def _reason(job: Job) -> str:
 def _usage(job: Job) -> dict[str, Any]:
     n_prompt, n_new = len(job.request.prompt), len(job.pieces)
     usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-    return usage | {"prompt_tokens_details": {"cached_tokens": job.n_reused}}
+    return usage | {"prompt_tokens_details": {"cached_tokens": job.request.n_reused}}

@@ -27,7 +27,7 @@ CPU_PREFILL, GPU_PREFILL = 256, 2048
 @dataclass(eq=False)
 class Asked(Request):
     """A request of a client, and what has been told of it; its `index` is its number. started: seconds of
-    `time.perf_counter`, when it has got a row."""
+    `time.perf_counter`, when it has got a row; 0 before."""
 
     started: float = 0.0
     n_told: int = 0
@@ -37,19 +37,16 @@ class Asked(Request):
 
 class Update(NamedTuple):
     """What a prefill (round 0 of the request) or a round did: the tokens that it emitted, the first `accepted` of them
-    as drafted. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens that the row still held."""
+    as drafted. seen: seconds of `time.perf_counter`. finish: as of the request, which may have gone on meanwhile."""
 
-    number: int
+    request: Asked
     tokens: list[int]
     logprobs: list[float]
     drafted: int
     accepted: int
     round: int
-    started: float
     seen: float
-    n_reused: int
     finish: FinishReason
-    error: str | None
 
 
 class Scheduler(Progress):
@@ -155,10 +152,10 @@ class Scheduler(Progress):
             self.tell([self._update(one) for one in new])
 
     def _update(self, one: Asked) -> Update:
-        counts, now = one.counts, time.perf_counter()
+        counts = one.counts
         new = one.tokens[one.n_told :], (one.logprobs or [])[one.n_told :]
         done = counts.drafted - one.told_drafted, counts.accepted - one.told_accepted, counts.rounds
         one.n_told, one.told_drafted, one.told_accepted = len(one.tokens), counts.drafted, counts.accepted
         if one.finish_reason is not None:
             del self._running[one.index]
-        return Update(one.index, *new, *done, one.started, now, one.n_reused, one.finish_reason, one.error)
+        return Update(one, *new, *done, time.perf_counter(), one.finish_reason)

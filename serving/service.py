@@ -55,7 +55,7 @@ class Service:
             self.loop.call_soon_threadsafe(do, *given)
 
     def _kv_use(self) -> float:
-        running = [job for job in self.jobs.values() if job.started is not None]
+        running = [job for job in self.jobs.values() if job.first is not None]
         held = sum(len(job.request.prompt) + len(job.pieces) for job in running)
         return held / (self._rows * self.session.plan.capacity)
 
@@ -132,10 +132,10 @@ class Service:
     def told(self, updates: Sequence[Update]) -> None:
         """What a step did. A request that this fails for ends, and the others go on."""
         for update in updates:
-            job = self.jobs.get(update.number)
+            job = self.jobs.get(update.request.index)
             if job is None:  # ended meanwhile
                 continue
-            self.metrics.stepped(update, job.started is None, len(job.request.prompt))
+            self.metrics.stepped(update)
             try:
                 job.take(update)
             except Exception as error:
@@ -143,9 +143,9 @@ class Service:
                 traceback.print_exc()
                 continue
             if job.finish is not None:
-                self.jobs.pop(update.number, None)
+                self.jobs.pop(update.request.index, None)
                 if update.finish is None:  # a stop string
-                    self.scheduler.cancel(update.number)
+                    self.scheduler.cancel(update.request.index)
 
     def fail(self, why: str) -> None:
         """Whatever is asked, or was asked and is not done, is answered with this."""
