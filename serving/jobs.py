@@ -74,7 +74,11 @@ class Job:
         if update.round > 0:
             self.counts.add_round(update.drafted, update.accepted, len(self.pieces) - n_before)
         if self.finish is None and update.finish is not None:
-            self._flush()
+            if self.pieces:  # what waited for more is shown
+                rest, last = self._stream.rest(), self.pieces[-1]
+                shown, has_ended = self.stops.add(rest)
+                last.shown += shown + ("" if has_ended else self.stops.rest())
+                last.text += "" if last.special else rest
             self.finish = REASONS.get(update.finish, "error")
             if update.request.error is not None:
                 self.failure = Failure(424, "generation", update.request.error)
@@ -89,14 +93,6 @@ class Job:
     def changed(self, now: float) -> None:
         self.ended = now if self.finish else None
         self._changed.set()
-
-    def _flush(self) -> None:
-        """Show what waited for more."""
-        if self.pieces:
-            rest, last = self._stream.rest(), self.pieces[-1]
-            shown, has_ended = self.stops.add(rest)
-            last.shown += shown + ("" if has_ended else self.stops.rest())
-            last.text += "" if last.special else rest
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """The tokens of each step, until it ends. Raises its failure."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.tables import Column
+from engine import bench
 from reproduce.paper.published import SELF, Record, draft_name, speedup, target_name
 
 NONE = "not measured"
@@ -16,12 +17,7 @@ TEXTS = ("greedy", "sampled", "book")
 
 def over(numerator: str, denominator: str = "baseline_step_ms") -> Callable[[Record], float | None]:
     """The quotient of two of a record's figures; None where one was not measured."""
-
-    def quotient(record: Record) -> float | None:
-        above, below = record.get(numerator), record.get(denominator)
-        return None if above is None or not below else above / below
-
-    return quotient
+    return lambda record: bench.ratio(record.get(numerator), record.get(denominator))
 
 
 def _formula_speedup(record: Record) -> float | None:
