@@ -32,8 +32,7 @@ def routes(service: Service) -> APIRouter:
 
         n_new = body.max_tokens or min(COMPLETION_TOKENS, service.limits.max_new_tokens)
         wanted = Wanted(body, encode, n_chars, n_new, "prompt", logprobs=has_logprobs)
-        job = await service.submit(request, wanted)
-        return await _answer(job, body, Text(service, job))
+        return await _answer(service, request, body, wanted, Text)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletion) -> Response:
@@ -43,8 +42,7 @@ def routes(service: Service) -> APIRouter:
         length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         n_new, has_logprobs = getattr(body, length), bool(body.logprobs)
         wanted = Wanted(body, encode, n_chars, n_new, of_prompt="messages", of_length=length, logprobs=has_logprobs)
-        job = await service.submit(request, wanted)
-        return await _answer(job, body, Chat(service, job))
+        return await _answer(service, request, body, wanted, Chat)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -103,7 +101,9 @@ class Chat(Text):
         return {"content": [one | {"top_logprobs": []} for one in each]}
 
 
-async def _answer(job: Job, body: Completion, form: Text) -> Response:
+async def _answer(service: Service, request: Request, body: Completion, wanted: Wanted, kind: type[Text]) -> Response:
+    job = await service.submit(request, wanted)
+    form = kind(service, job)
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         return await stream(_chunks(job, form, wants_usage), is_openai=True)
