@@ -55,13 +55,6 @@ def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _fixed(row: Record) -> str:
-    return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
-
-
-COLUMNS = of("automatic", usual=lambda run: _fixed(run["usual"]), best=lambda run: _fixed(run["best"]))
-
-
 def summary(rows: Sequence[Record]) -> str:
     """How many runs fall short of the aim; of at least one."""
     ratios = [row["ratio"] for row in rows]
@@ -74,4 +67,4 @@ def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] 
     compared, title = against_fixed(mode, records), MODES[mode]
     if not compared:
         return f"{title}: {NONE}."
-    return f"{title}:\n\n{render(compared, COLUMNS)}\n\n{summary(compared).capitalize()}."
+    return f"{title}:\n\n{render(compared, of('automatic'))}\n\n{summary(compared).capitalize()}."

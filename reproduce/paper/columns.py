@@ -1,7 +1,7 @@
 """The columns of all tables of runs, here and on the pages, and the rows that set published numbers beside them."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,10 @@ def _identical(record: Record) -> str | None:
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
+def _choice(row: Record) -> str:
+    return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
+
+
 # Of a row, by the column's name, what is neither a field nor a quotient nor a text of fields.
 COMPUTED = {
     "target": target_name,
@@ -63,6 +67,8 @@ COMPUTED = {
     "kv_megabytes": lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}",
     "shared_bytes": lambda row: " and ".join(f"{n} on {gpu}" for gpu, n in row["max_shared_bytes"].items()),
     "n_problems": lambda row: len(row["problems"]),
+    "usual": lambda row: _choice(row["usual"]),
+    "best": lambda row: _choice(row["best"]),
     "spills": lambda row: row["spill_stores"] + row["spill_loads"],
 }
 FORMATS = {
@@ -73,9 +79,9 @@ FORMATS = {
 FIELDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
-def _column(name: str, said: dict[str, str], functions: Mapping[str, Callable[[Any], object]] = COMPUTED) -> Column:
+def _column(name: str, said: dict[str, str]) -> Column:
     """As the file describes it: a field, or a function of the row, a quotient of two fields, or a text with fields."""
-    key: Any = functions.get(name) or said.get("key", name)
+    key: Any = COMPUTED.get(name) or said.get("key", name)
     if isinstance(key, str) and "{" in key:
         key = key.format_map
     elif isinstance(key, str) and " / " in key:
@@ -89,9 +95,8 @@ COLUMNS |= {name: _column(name, said | {"missing": NONE}) for name, said in FIEL
 KINDS = {kind: COLUMNS[f"{kind}_over_plain"].head for kind in ("verify", "draft")}
 
 
-def of(*names: str | Column, **computed: Callable[[Any], object]) -> list[Column]:
-    """Columns by their names, several with spaces between; those of a table by its name; and any others as they are.
-    computed: of a table's columns those that are functions of the row."""
+def of(*names: str | Column) -> list[Column]:
+    """Columns by their names, several with spaces between; those of a table by its name; and any others as they are."""
     found: list[Column] = []
     for name in chain.from_iterable(one.split() if isinstance(one, str) else [one] for one in names):
         if isinstance(name, Column):
@@ -99,7 +104,7 @@ def of(*names: str | Column, **computed: Callable[[Any], object]) -> list[Column
         elif name in FIELDS["tables"]:
             found += of(FIELDS["tables"][name])
         elif name in FIELDS["own"]:
-            found += [_column(key, said, COMPUTED | computed) for key, said in FIELDS["own"][name].items()]
+            found += [_column(key, said) for key, said in FIELDS["own"][name].items()]
         else:
             found.append(COLUMNS[name])
     return found
