@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import triton
@@ -20,8 +19,8 @@ from kv_cache.entries import KV, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_backend import Launch
+from reproduce.gpu_parts.cells import Record
 
-Record = dict[str, Any]
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.

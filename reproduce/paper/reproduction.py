@@ -18,8 +18,6 @@ from reproduce.sweeping.runner import OK, read_rows
 # Where records and figures go that nobody named a place for; git ignores it.
 REPRODUCTION, GRIDS = ROOT / "reproduction", ROOT / "reproduce" / "grids"
 SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
-# Makes a copy of the default model without four of its layers: docs/checkpoints.md, "A draft model".
-MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir checkpoints/SmolLM2-draft"
 
 
 @dataclass(frozen=True)
