@@ -8,8 +8,6 @@ Each repeat has drafters that know nothing of the last; medians are over repeats
 does before the target verifies, also on the host; the mean over rounds.
 """
 
-from __future__ import annotations
-
 import common.startup
 
 from dataclasses import dataclass, field
