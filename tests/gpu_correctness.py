@@ -28,9 +28,8 @@ from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, D
 from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
-from reproduce.gpu_parts.bandwidth import Shape
+from reproduce.gpu_parts.bandwidth import Shape, backends, open_backend
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
-from reproduce.gpu_parts.devices import backends, open_backend
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -17,8 +17,8 @@ from engine.timing import PhaseTimer
 from kv_cache.streaming import Streaming
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from models.checkpoints.tokenizer import load_tokenizer
+from reproduce.gpu_parts.bandwidth import copy_bandwidth
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
-from reproduce.gpu_parts.devices import copy_bandwidth
 from reproduce.paper.prompts import stretches
 
 COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
