@@ -1,5 +1,4 @@
-"""Prompts: stretches of a text that begin differently; needles, facts early in a long text that is asked for them at
-its end (in the style of RULER, arXiv 2404.06654)."""
+"""Prompts: stretches of a text that begin differently; needles, in the style of RULER (arXiv 2404.06654)."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,4 @@
-"""The tables of published numbers and of runs, for scripts and for the page: published ones with what was measured of
-the same beside them, then all that was measured.
-"""
+"""The tables of published numbers, with what was measured of the same beside them, and of all runs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -52,12 +52,11 @@ def run_cells(
     path, final = Path(output).resolve(), (OK,) if retry_failed else (OK, FAILED)
     with _only_runner(path) as lock:
         rows = read_rows(path)
-        waiting = [cell for cell in cells if rows.get(cell.key, {}).get("status") not in final]
+        named = zip(cells, labels(cells), strict=True)
+        waiting = [(cell, label) for cell, label in named if rows.get(cell.key, {}).get("status") not in final]
         n_done, seconds = len(cells) - len(waiting), list[float]()
         say(f"{n_done} of {len(cells)} cells have a row in {path}, {len(waiting)} to run")
-        named = dict(zip((cell.key for cell in cells), labels(cells), strict=True))
-        for cell in waiting:
-            label = named[cell.key]
+        for cell, label in waiting:
             say(f"[{n_done + 1} of {len(cells)}]  {label}")
             try:
                 row = _run(cell, path, timeout_s, lock)
