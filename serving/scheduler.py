@@ -113,8 +113,7 @@ class Scheduler(Progress):
                 self.between_seconds += 0 if was_idle else rest
 
     def _orders(self) -> tuple[list[Asked], set[int]] | None:
-        """Whom every rank submits and cancels before a step, or None to stop, by what came in meanwhile; while there is
-        nothing to decode, this waits for it."""
+        """Whom every rank submits and cancels before a step; None to stop. While nothing decodes, it waits for them."""
         self._step_began = None
         cancel, waits = set[int](), not self._running and not self._waiting
         timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None

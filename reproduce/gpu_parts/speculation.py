@@ -81,8 +81,7 @@ class Filled:
     baselines: dict[str, passes.Decoded] = field(default_factory=dict)
 
     def record(self, benchmark: str, draft: SelfConfig, sampling: Sampling) -> Record:
-        """A benchmark's record of this draft beside plain decoding: a pass that is timed as a whole, and one whose
-        phases are. The drafter's cache and graphs are let go afterwards."""
+        """A benchmark's record: a pass as a whole, and one by its phases. Then the drafter's graphs are let go."""
         session = self.session.variant(draft=draft, sampling=sampling)
         mode = session.sampling.mode
         if mode not in self.baselines:

@@ -165,8 +165,7 @@ Pair = tuple[str, Sequence[Record], Sequence[Record], Key, str]
 
 
 def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
-    """Over the rows decoded together: a line for each context, and for measured ones for each way to draft. What all of
-    these share is said above."""
+    """Over the rows decoded together: a line for each context and way to draft. What all share is said above."""
     colours = shades(row["prefix_len"] for _, facts, records, *_ in pairs for row in (*facts, *records))
     ways = [_way(record) for _, _, records, *_ in pairs for record in records]
     shared = [part for part, *others in zip(*ways, strict=True) if {part} >= {*others}]

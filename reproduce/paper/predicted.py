@@ -24,8 +24,7 @@ def machine_of(fact: Record) -> Machine:
 
 
 def predict(fact: Record, machine: Machine | None = None) -> float:
-    """The speedup, at the published gamma, or the best one where only that was published; or the ratio of a
-    verification or a draft step to a plain step."""
+    """The speedup at the published gamma, or the best; or the ratio of a verification or draft step to a plain one."""
     target, draft = (
         Stored(preset_config(published().checkpoint_names[name][0]))
         for name in (target_name(fact), target_name(fact) if draft_name(fact) == SELF else draft_name(fact))

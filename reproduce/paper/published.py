@@ -84,6 +84,5 @@ def is_setting_of(fact: Record, record: Record) -> bool:
 
 
 def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_target: float) -> float:
-    """Omega / (gamma * T_D / T_T + T_V / T_T): MagicDec (arXiv 2408.11049), its formula for the speedup, of the times
-    of a draft step, a verification, and a step of plain decoding (T_T)."""
+    """Omega / (gamma * T_D / T_T + T_V / T_T), of draft, verification and plain steps: MagicDec (arXiv 2408.11049)."""
     return tokens_per_round(alpha, gamma) / (gamma * draft_over_target + verify_over_target)

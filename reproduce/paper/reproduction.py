@@ -29,8 +29,7 @@ class Flags(sweep.Flags):
 def showing(
     file: str, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
 ) -> tuple[Callable[[Any], None], Any]:
-    """Of a script: what measures the cells of a grid into the file of that name and shows them, as a text for the
-    console and as figures by their names; and its flags."""
+    """Of a script: what measures a grid's cells into that file and shows them, as a text and figures; and its flags."""
 
     @dataclass(frozen=True)
     class Own(Flags):
