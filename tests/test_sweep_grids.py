@@ -28,7 +28,8 @@ def test_a_key_is_of_what_is_run_whatever_the_order():
 def test_flags_become_arguments():
     cell = Cell(SELFSPEC, {"B": 8, "benchmark": True, "compile": False, "seed": None, "budgets": [64, 128], "x": -1})
     assert cell.argv() == [str(ROOT / SELFSPEC), "--B", "8", "--benchmark", "--budgets", "64", "128", "--x=-1"]
-    assert cell.label() == "selfspec_benchmark B=8 benchmark budgets=64,128 x=-1"
+    beside = Cell("tests/baseline_benchmark.py", {})
+    assert labels([cell, beside])[0] == "selfspec_benchmark B=8 benchmark budgets=64,128 x=-1"
 
 
 def test_a_grid_is_the_product_of_its_axes_in_order():

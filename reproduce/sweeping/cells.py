@@ -45,12 +45,6 @@ class Cell:
         said = json.dumps([self.script, self.given], sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
-    def label(self, without: Sequence[str] = (), show_script: bool = True) -> str:
-        """The script and its flags, for people."""
-        shown = {name: value for name, value in self.given.items() if name not in without}
-        words = [name if value is True else f"{name}={value_text(value)}" for name, value in shown.items()]
-        return " ".join([Path(self.script).stem, *words] if show_script or not words else words)
-
     def argv(self) -> list[str]:
         """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
         arguments = [str(ROOT / self.script)]
@@ -74,9 +68,14 @@ def value_text(value: object) -> str:
 
 
 def labels(cells: Sequence[Cell]) -> list[str]:
-    """Each cell's label without what all of them share."""
+    """Each cell's script and flags, for people, without what all of them share."""
     shared = [name for name, values in varieties(cells).items() if len(values) == 1]
-    return [cell.label(shared, show_script=len({cell.script for cell in cells}) > 1) for cell in cells]
+    found, several = [], len({cell.script for cell in cells}) > 1
+    for cell in cells:
+        shown = {name: value for name, value in cell.given.items() if name not in shared}
+        words = [name if value is True else f"{name}={value_text(value)}" for name, value in shown.items()]
+        found.append(" ".join([Path(cell.script).stem, *words] if several or not words else words))
+    return found
 
 
 def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
