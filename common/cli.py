@@ -29,10 +29,8 @@ STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "us
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
-    """Read a `kind` from the command line and run `main` with it; each class of a union is a subcommand. `FLAGS` of the
-    one that was read, if any: what it calls fields of a run that have another name elsewhere. `end`: what turns a
-    user's errors into exit codes, as `exit_on_user_error`.
-    """
+    """Read a `kind`, or of a union a subcommand, and run `main` with it. Its `FLAGS`: what it calls fields of a run
+    that have another name elsewhere. `end`: what turns a user's errors into exit codes, as `exit_on_user_error`."""
     flags = dict(getattr(kind, "FLAGS", {}))
 
     def read_and_run() -> None:

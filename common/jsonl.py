@@ -59,10 +59,8 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
 
 
 def publish(path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = ()) -> None:
-    """Print the texts and last the record, and append it to `path`: either is done where the other fails.
-
-    Errors: ConfigError of what was not appended, or the first that a run `put_off`; OSError of what was not printed.
-    """
+    """Print the texts and last the record, and append it to `path`: either is done where the other fails. Errors:
+    ConfigError of what was not appended, or the first that a run `put_off`; OSError of what was not printed."""
     try:
         print(*texts, json.dumps(record), sep="\n", flush=True)
     finally:
@@ -82,10 +80,8 @@ def is_torn(line: bytes) -> bool:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """The file's JSON values, each with the number of its line; of a file that is not there, none.
-
-    An empty line and a torn one are none, a damaged one is its text.
-    """
+    """The file's JSON values, each with the number of its line: none of a file that is not there, nor of an empty line
+    or a torn one; a damaged one is its text."""
     lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
         if not line.strip():

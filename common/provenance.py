@@ -12,7 +12,6 @@ from common.checkout import ROOT
 
 
 def provenance() -> dict[str, Any]:
-    """Commit, machine and versions of a measurement."""
     return {
         "git_commit": git_commit(),
         "machine": f"{_cpu_name()}, {os.cpu_count()} cores",

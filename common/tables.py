@@ -17,7 +17,6 @@ class Column:
     align: str = ">"
 
     def cell(self, row: Any) -> str:
-        """What the row shows here."""
         value = self.key(row) if callable(self.key) else row.get(self.key)
         if value is None:
             return self.missing

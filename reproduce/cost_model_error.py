@@ -33,9 +33,7 @@ SET_UP += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
 
 def comparisons(records: Sequence[Record]) -> list[Record]:
-    """One for each fixed (rows, context, budget, gamma) whose costs are known: the measured speedup, the predicted one,
-    and the error.
-    """
+    """The speedup, predicted and measured, of each fixed (rows, context, budget, gamma) whose costs are known."""
     found = []
     for run in auto_against_fixed.runs_of(records):
         for row in run["rows"]:
@@ -60,7 +58,6 @@ def costs_of(records: Sequence[Record], run: Record, row: Record) -> Costs | Non
 
 
 def grid_of(record: Record) -> CostGrid:
-    """The grid of a cost model's record."""
     drafts = tuple((draft["draft_policy"], draft["draft_budget"]) for draft in record["drafts"])
     axes = {name: tuple(record[name]) for name in ("batches", "contexts", "gammas")}
     costs = {name: np.array(record[f"{name}_ms"]) for name in ("plain", "verify", "draft", "other")}

@@ -66,14 +66,6 @@ def foretoken_turns(runner: engine.ModelRunner, prompts: list[list[int]], n_toke
         yield [1e3 * round_.seconds for round_ in out.stats.rounds][done:], out.tokens[0][done:]
 
 
-def filled(cache: Any, session: engine.Session) -> Any:
-    """A transformers cache with the KV of the prefilled prompts, less their last token."""
-    kept, ours = session.plan.prefix_len - 1, session.runner.cache
-    for layer in range(session.runner.model.config.n_layer):
-        cache.update(ours.keys[layer][:, :, :kept].contiguous(), ours.values[layer][:, :, :kept].contiguous(), layer)
-    return cache
-
-
 def main(flags: Flags) -> None:
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
     from transformers import __version__ as transformers_version
@@ -93,7 +85,9 @@ def main(flags: Flags) -> None:
         given = session.prompts, flags.tokens_per_turn
         peers = {"foretoken": foretoken_turns(session.runner, *given)}
         for name, cache in caches.items():
-            peers[f"transformers, {name}"] = transformers_turns(model, filled(cache, session), *given)
+            for layer, each in enumerate(zip(session.runner.cache.keys, session.runner.cache.values, strict=True)):
+                cache.update(*(x[:, :, : flags.prefix_len - 1].contiguous() for x in each), layer)
+            peers[f"transformers, {name}"] = transformers_turns(model, cache, *given)
         seen = in_turns({name: partial(next, turns) for name, turns in peers.items()}, flags.turns)
     medians = {name: median(ms for times, _ in turns for ms in times) for name, turns in seen.items()}
     texts = [[tokens for _, tokens in seen[name]] for name in peers]

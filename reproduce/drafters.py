@@ -8,8 +8,6 @@ Each repeat has drafters that know nothing of the last; medians are over repeats
 does before the target verifies, also on the host; the mean over rounds.
 """
 
-from __future__ import annotations
-
 import common.startup
 
 from dataclasses import dataclass, field
@@ -38,8 +36,7 @@ class Flags(Drafters):
     sizes: Sizes = field(default_factory=Sizes)
     prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
     """whole prompts, as of the benchmarks"""
-    repeats: int = 3
-    """how often all are run, every other time in reverse order"""
+    repeats: int = 3  # how often all are run, every other time in reverse order
 
 
 def row_of(one: Contender) -> Record:

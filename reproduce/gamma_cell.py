@@ -77,9 +77,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Contender:
-    """One of what is compared. plain: plain decoding beside it, None of that itself. draft: what was chosen. outputs:
-    of its runs. costs: what they chose by, where there was something to choose.
-    """
+    """One of what is compared. plain: plain decoding beside it. draft: what was chosen. costs: what runs chose by."""
 
     name: str
     session: engine.Session
@@ -101,10 +99,7 @@ class Contender:
         self.outputs.append(bench.decode(self.session, self.name, phase=timer, pacing=pacing))
 
     def row(self) -> dict[str, Any]:
-        """Lists have one value a repeat, but `measured_costs`, which has one a drafter and number of rows for each.
-
-        speedups: to plain decoding in the same repeat; speedup: their median.
-        """
+        """Lists have a value a repeat; `measured_costs` one a drafter and rows. speedups: to plain, by repeat."""
         pairs = [*zip((self.plain or self).outputs, self.outputs, strict=True)]
         # LEAST_GEN_LEN makes every rate a number.
         plain_rates, rates = ([bench.tokens_per_second(one) for one in each] for each in zip(*pairs, strict=True))

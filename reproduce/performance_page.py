@@ -13,8 +13,9 @@ from pathlib import Path
 
 from common import cli
 from common.checkout import ROOT
+from common.tables import Column
 from reproduce.pages.generated_page import GPU, PAGES, RESULTS, NoFlags, filled, read, table, write
-from reproduce.paper.columns import NONE, measured, of, rows_of
+from reproduce.paper.columns import NONE, of, rows_of
 from reproduce.paper.published import Record
 from reproduce.spec_bench import table_rows
 
@@ -23,7 +24,6 @@ PLACES = tomllib.loads((PAGES / "performance.toml").read_text())
 
 
 def pairs(records: Sequence[Record]) -> list[Record]:
-    """The medians of each way to draft."""
     found = [record | record["median"] for record in records if "median" in record]
     rows = rows_of(record | {"pairs": record["repeats"]} for record in records if "rows" in record)
     return found + [row for row in rows if row["way"] != "plain"]
@@ -42,7 +42,7 @@ def tables(folder: Path) -> dict[str, str]:
         if not said.get("broken"):  # an error is no measurement
             records = [record for record in records if record.get("status") != "error"]
         peers = dict.fromkeys(key for record in records for key in record if key.startswith("step_ms: "))
-        times = [measured(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f") for key in peers]
+        times = [Column(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f", NONE) for key in peers]
         columns = of("prefix_len B", *times, "dtype") if times else of(place)
         shown[place] = table(said["what"], records, columns, said["file"], ROWS.get(place, list)(records))
     shown["gpu_copy"] = "".join(f"{copy['bytes_per_second'] * 1e-12:.2f} TB/s" for copy in copies[-1:]) or NONE

@@ -22,7 +22,7 @@ from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled
 from reproduce.paper import auto_against_fixed, columns, cpu_roofline, tables
 from reproduce.paper.columns import NONE, machine_name, of
 from reproduce.paper.published import Record, grouped, is_of, pairs_of, published
-from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, MAKE_DRAFT, SPEEDUPS
+from reproduce.paper.reproduction import ACCEPTANCE, COST_MODEL, SPEEDUPS
 
 PAGE, FIGURES = ROOT / "reproduce" / "README.md", ROOT / "reproduce" / "figures"
 ERROR = Column(lambda row: row["predicted_ms"] / row["measured_ms"] - 1, "error", "+.0%")
@@ -44,7 +44,6 @@ def page(folder: Path = RESULTS, figures: Path = FIGURES) -> str:
         "machines": ", ".join(dict.fromkeys(map(machine_name, [*runs, *acceptance]))) or NONE,
         "is_published": "published models" if is_published else "no published model",
         "facts": facts,
-        "make_draft": MAKE_DRAFT,
         "figures": defaultdict(str, drawn),
         "by_machine": beside_published(grouped(facts.speedup_tables, itemgetter("origin"))),
         "by_pair": beside_published({", ".join(pair): known for pair, known in pairs_of(facts.figure_6).items()}),

@@ -44,7 +44,6 @@ class Flags:
 
 
 def groups() -> dict[str, list[Record]]:
-    """The published speedups."""
     known = [fact for fact in published().speedups if is_acceptance_known(fact)]
     assumed = [fact for fact in published().speedups if fact not in known]
     return dict(zip(GROUPS, (*halves(known), assumed), strict=True))

@@ -9,8 +9,6 @@ prompt and answer. Every phase is run plainly, with speculation, and by the peer
 before it the server's rows are made to forget the last one's prompts, no two of which begin with the same token.
 """
 
-from __future__ import annotations
-
 import common.startup
 
 import asyncio

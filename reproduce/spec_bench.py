@@ -94,14 +94,11 @@ class Drafters:
 class Flags(Drafters):
     prompts: Annotated[str | None, arg(help_behavior_hint=f"(default: {PROMPTS})")] = None
     """a .jsonl or .parquet file of conversations, or a known set (spec-bench, speed-bench/SPLIT)"""
-    categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None
-    """only these"""
+    categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None  # only these
     per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
     """conversations of each, the first ones"""
-    B: int = 8
-    """conversations decoded together"""
-    gen_len: int = 128
-    """new tokens of each turn, at most"""
+    B: int = 8  # conversations decoded together
+    gen_len: int = 128  # new tokens of each turn, at most
 
     def cell(self, category: Sequence[Prompt]) -> str:
         """16 digits of what is run: these conversations, and all flags that have a say in how."""

@@ -54,7 +54,6 @@ class Flags:
 
     @property
     def file(self) -> str:
-        """Of the rows."""
         return self.output or str(Path(str(self.grid)).with_suffix(".jsonl"))
 
 

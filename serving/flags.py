@@ -30,14 +30,12 @@ class ServedDraft(NamedDraft):
 class Batch:
     """What is decoded together."""
 
-    max_batch: int = 8
-    """requests that decode at the same time, each in a row of the KV cache"""
+    max_batch: int = 8  # requests that decode at the same time, each in a row of the KV cache
     max_length: int = 8192
     """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
     prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
     """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
-    no_prefix_reuse: bool = False
-    """run every prompt from its beginning, whatever its row holds of it"""
+    no_prefix_reuse: bool = False  # run every prompt from its beginning, whatever its row holds of it
     verification: Literal["coupled", "rejection"] = "coupled"
     """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
     sampling, which accepts a little more"""
@@ -47,15 +45,12 @@ class Batch:
 class Http:
     """Where it listens, and to whom."""
 
-    host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0 for other machines, too"""
-    port: int = 8000
-    """0: any that is free"""
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
+    port: int = 8000  # 0: any that is free
     api_key: Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")] = None
     """what requests have to bring as `Authorization: Bearer KEY`, but for /health and the page; processes on this
     machine can read command lines, so the environment is the better place"""
-    log_prompts: bool = False
-    """log prompts and answers, too"""
+    log_prompts: bool = False  # log prompts and answers, too
     drain_seconds: float = 20
     """after SIGTERM or Ctrl-C: seconds that requests have to finish; torchrun itself waits for 30"""
 
@@ -73,18 +68,13 @@ class Http:
 class Limits:
     """What is refused."""
 
-    max_queue: int = 64
-    """requests that wait for a row; one more is answered with 429"""
+    max_queue: int = 64  # requests that wait for a row; one more is answered with 429
     max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None
     """tokens of a prompt"""
-    max_new_tokens: int = 2048
-    """tokens that a request may ask for"""
-    max_stop_sequences: int = 8
-    """stop strings of a request"""
-    max_body_bytes: int = 2_000_000
-    """of a request"""
-    request_seconds: float = 600
-    """what a request may take, waiting included"""
+    max_new_tokens: int = 2048  # tokens that a request may ask for
+    max_stop_sequences: int = 8  # stop strings of a request
+    max_body_bytes: int = 2_000_000  # of a request
+    request_seconds: float = 600  # what a request may take, waiting included
     no_plain_requests: bool = False
     """refuse `"speculate": false`, which makes all rounds plain as long as such a request runs"""
 
@@ -101,8 +91,7 @@ class ServeFlags:
     http: Http = field(default_factory=Http)
     limits: Limits = field(default_factory=Limits)
     ranks: RankOptions = field(default_factory=RankOptions)
-    measure_costs: bool = False
-    """measure what `auto` chooses by, whatever an earlier start has measured"""
+    measure_costs: bool = False  # measure what `auto` chooses by, whatever an earlier start has measured
 
     def config(self) -> RunConfig:
         """The run that its session is opened for. Errors: ConfigError."""

@@ -95,7 +95,7 @@ class Gate:
     def _done(self, scope: Scope, job: Job | None, failure: Failure | None, status: int, seconds: float) -> None:
         """Count and log a request for tokens. failure: what was answered, if no answer had begun."""
         metrics, failure = self._service.metrics, failure or (job.failure if job else None)
-        metrics.requests.inc()
+        metrics.count("tgi_request_count")
         if job is not None and failure is None and job.finish != CANCELLED:
             metrics.answered(job)
         else:

@@ -21,10 +21,8 @@ SPECULATION = ("rounds", "drafted", "verified", "accepted", "acceptance_rate", "
 
 @dataclass
 class Piece:
-    """A token. text: its own, whole characters, for a control token its name; shown: what of the answer it adds.
-
-    round: 0 for the token that follows the prompt; drafted: whether it is a draft that was accepted.
-    """
+    """A token. text: its own, whole characters, for a control token its name; shown: what of the answer it adds. round:
+    0 for the token that follows the prompt; drafted: whether it is a draft that was accepted."""
 
     id: int
     text: str
@@ -46,10 +44,8 @@ class Job:
     counts: Counts
     encoding: "asyncio.Future[list[int]] | None" = None
     received: float = field(default_factory=time.perf_counter)
-    started: float | None = None
     first: float | None = None
     ended: float | None = None
-    n_reused: int = 0
     finish: str | None = None
     failure: Failure | None = None
     pieces: list[Piece] = field(default_factory=list)
@@ -63,7 +59,6 @@ class Job:
 
     def take(self, update: Update) -> None:
         """Add what a step emitted, up to a stop string."""
-        self.started, self.n_reused = update.started, update.n_reused
         self.first = self.first or update.seen
         n_before = len(self.pieces)
         for place, token in enumerate(update.tokens):
@@ -79,10 +74,14 @@ class Job:
         if update.round > 0:
             self.counts.add_round(update.drafted, update.accepted, len(self.pieces) - n_before)
         if self.finish is None and update.finish is not None:
-            self._flush()
+            if self.pieces:  # what waited for more is shown
+                rest, last = self._stream.rest(), self.pieces[-1]
+                shown, has_ended = self.stops.add(rest)
+                last.shown += shown + ("" if has_ended else self.stops.rest())
+                last.text += "" if last.special else rest
             self.finish = REASONS.get(update.finish, "error")
-            if update.error is not None:
-                self.failure = Failure(424, "generation", update.error)
+            if update.request.error is not None:
+                self.failure = Failure(424, "generation", update.request.error)
         self.changed(update.seen)
 
     def end(self, finish: str, failure: Failure | None = None) -> None:
@@ -94,14 +93,6 @@ class Job:
     def changed(self, now: float) -> None:
         self.ended = now if self.finish else None
         self._changed.set()
-
-    def _flush(self) -> None:
-        """Show what waited for more."""
-        if self.pieces:
-            rest, last = self._stream.rest(), self.pieces[-1]
-            shown, has_ended = self.stops.add(rest)
-            last.shown += shown + ("" if has_ended else self.stops.rest())
-            last.text += "" if last.special else rest
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """The tokens of each step, until it ends. Raises its failure."""
@@ -125,12 +116,12 @@ class Job:
     def report(self) -> dict[str, Any]:
         """What answers say of how it was made: `seed`, `timings` as of llama.cpp's server, in ms, and `speculation`."""
         counts, now = self.counts, time.perf_counter()
-        started, ended = self.started or now, self.ended or now
+        started, ended = self.request.started or now, self.ended or now
         first = self.first or ended
         n_prompt, n_new = len(self.request.prompt), len(self.pieces)
         timings = {
-            "prompt_n": n_prompt - self.n_reused,
-            "cache_n": self.n_reused,
+            "prompt_n": n_prompt - self.request.n_reused,
+            "cache_n": self.request.n_reused,
             "prompt_ms": ms(first - started),
             "predicted_n": n_new,
             "predicted_ms": ms(ended - first),
@@ -142,12 +133,12 @@ class Job:
 
     def log(self) -> dict[str, Any]:
         """For the log line of its request, without any text."""
-        started, first = self.started or self.ended or self.received, self.first
+        started, first = self.request.started or self.ended or self.received, self.first
         return {
             "finish": self.finish,
             "prompt_tokens": len(self.request.prompt),
             "new_tokens": len(self.pieces),
-            "reused": self.n_reused,
+            "reused": self.request.n_reused,
             "queue_ms": ms(started - self.received),
             "ttft_ms": None if first is None else ms(first - self.received),
             "drafted": self.counts.drafted,

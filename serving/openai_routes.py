@@ -32,8 +32,7 @@ def routes(service: Service) -> APIRouter:
 
         n_new = body.max_tokens or min(COMPLETION_TOKENS, service.limits.max_new_tokens)
         wanted = Wanted(body, encode, n_chars, n_new, "prompt", logprobs=has_logprobs)
-        job = await service.submit(request, wanted)
-        return await _answer(job, body, Text(service, job))
+        return await _answer(service, request, body, wanted, Text)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletion) -> Response:
@@ -43,8 +42,7 @@ def routes(service: Service) -> APIRouter:
         length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         n_new, has_logprobs = getattr(body, length), bool(body.logprobs)
         wanted = Wanted(body, encode, n_chars, n_new, of_prompt="messages", of_length=length, logprobs=has_logprobs)
-        job = await service.submit(request, wanted)
-        return await _answer(job, body, Chat(service, job))
+        return await _answer(service, request, body, wanted, Chat)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -69,19 +67,18 @@ class Text:
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, service: Service, job: Job) -> None:
-        self._job, self._has_logprobs, self._n_shown = job, job.request.logprobs is not None, 0
+        self._has_logprobs, self._n_shown = job.request.logprobs is not None, 0
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
         self.head |= {"model": service.session.name, "system_fingerprint": "foretoken"}
 
-    def whole(self, reason: str) -> dict[str, Any]:
-        return self.chunk(self._job.pieces, reason)
+    def choice(self, pieces: Sequence[Piece], reason: str | None, is_chunk: bool = True) -> dict[str, Any]:
+        logprobs = self.logprobs(pieces) if self._has_logprobs else None
+        return {"index": 0, **self.said(pieces, is_chunk), "logprobs": logprobs, "finish_reason": reason}
 
-    def chunk(self, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
-        return {"index": 0, "text": _shown(pieces), "logprobs": self.logprobs(pieces), "finish_reason": reason}
+    def said(self, pieces: Sequence[Piece], is_chunk: bool) -> dict[str, Any]:
+        return {"text": _shown(pieces)}
 
-    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
+    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         *offsets, self._n_shown = accumulate((len(piece.shown) for piece in pieces), initial=self._n_shown)
         tokens, values = [piece.text for piece in pieces], [piece.logprob for piece in pieces]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
@@ -93,30 +90,25 @@ class Chat(Text):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _begun = False
 
-    def whole(self, reason: str) -> dict[str, Any]:
-        pieces = self._job.pieces
-        message = {"role": "assistant", "content": _shown(pieces)}
-        return {"index": 0, "message": message, "logprobs": self.logprobs(pieces), "finish_reason": reason}
-
-    def chunk(self, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
-        delta = {} if self._begun else {"role": "assistant"}
+    def said(self, pieces: Sequence[Piece], is_chunk: bool) -> dict[str, Any]:
+        role = {} if self._begun else {"role": "assistant"}
         self._begun = True
-        delta |= {"content": _shown(pieces)} if pieces else {}
-        return {"index": 0, "delta": delta, "logprobs": self.logprobs(pieces), "finish_reason": reason}
+        content = {"content": _shown(pieces)} if pieces or not is_chunk else {}
+        return {"delta" if is_chunk else "message": role | content}
 
-    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
+    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         each = [{"token": one.text, "logprob": one.logprob, "bytes": [*one.text.encode()]} for one in pieces]
         return {"content": [one | {"top_logprobs": []} for one in each]}
 
 
-async def _answer(job: Job, body: Completion, form: Text) -> Response:
+async def _answer(service: Service, request: Request, body: Completion, wanted: Wanted, kind: type[Text]) -> Response:
+    job = await service.submit(request, wanted)
+    form = kind(service, job)
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         return await stream(_chunks(job, form, wants_usage), is_openai=True)
     await job.wait()
-    choices = [form.whole(_reason(job))]
+    choices = [form.choice(job.pieces, _reason(job), is_chunk=False)]
     answer = form.head | {"object": form.kind, "choices": choices, "usage": _usage(job)}
     return JSONResponse(answer | job.report())
 
@@ -124,8 +116,8 @@ async def _answer(job: Job, body: Completion, form: Text) -> Response:
 async def _chunks(job: Job, form: Text, wants_usage: bool) -> Events:
     head = form.head | {"object": form.chunk_kind} | ({"usage": None} if wants_usage else {})
     async for pieces in job.batches():
-        yield [head | {"choices": [form.chunk(pieces, None)]}]
-    last = [head | {"choices": [form.chunk([], _reason(job))]} | job.report()]
+        yield [head | {"choices": [form.choice(pieces, None)]}]
+    last = [head | {"choices": [form.choice([], _reason(job))]} | job.report()]
     if wants_usage:
         last.append(head | {"choices": [], "usage": _usage(job)})
     yield last
@@ -142,4 +134,4 @@ def _reason(job: Job) -> str:
 def _usage(job: Job) -> dict[str, Any]:
     n_prompt, n_new = len(job.request.prompt), len(job.pieces)
     usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-    return usage | {"prompt_tokens_details": {"cached_tokens": job.n_reused}}
+    return usage | {"prompt_tokens_details": {"cached_tokens": job.request.n_reused}}

@@ -27,7 +27,7 @@ CPU_PREFILL, GPU_PREFILL = 256, 2048
 @dataclass(eq=False)
 class Asked(Request):
     """A request of a client, and what has been told of it; its `index` is its number. started: seconds of
-    `time.perf_counter`, when it has got a row."""
+    `time.perf_counter`, when it has got a row; 0 before."""
 
     started: float = 0.0
     n_told: int = 0
@@ -36,23 +36,17 @@ class Asked(Request):
 
 
 class Update(NamedTuple):
-    """What a prefill or a round did for a request: the tokens that it emitted, the first `accepted` of them as drafted.
+    """What a prefill (round 0 of the request) or a round did: the tokens that it emitted, the first `accepted` of them
+    as drafted. seen: seconds of `time.perf_counter`. finish: as of the request, which may have gone on meanwhile."""
 
-    round: of the request, 0 for its prefill. started, seen: seconds of `time.perf_counter`. n_reused: prompt tokens
-    that the row still held.
-    """
-
-    number: int
+    request: Asked
     tokens: list[int]
     logprobs: list[float]
     drafted: int
     accepted: int
     round: int
-    started: float
     seen: float
-    n_reused: int
     finish: FinishReason
-    error: str | None
 
 
 class Scheduler(Progress):
@@ -95,7 +89,6 @@ class Scheduler(Progress):
 
     @property
     def n_running(self) -> int:
-        """Rows in use."""
         return len(self._running)
 
     @property
@@ -120,8 +113,7 @@ class Scheduler(Progress):
                 self.between_seconds += 0 if was_idle else rest
 
     def _orders(self) -> tuple[list[Asked], set[int]] | None:
-        """Whom every rank submits and cancels before a step, or None to stop, by what came in meanwhile; while there is
-        nothing to decode, this waits for it."""
+        """Whom every rank submits and cancels before a step; None to stop. While nothing decodes, it waits for them."""
         self._step_began = None
         cancel, waits = set[int](), not self._running and not self._waiting
         timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
@@ -159,10 +151,10 @@ class Scheduler(Progress):
             self.tell([self._update(one) for one in new])
 
     def _update(self, one: Asked) -> Update:
-        counts, now = one.counts, time.perf_counter()
+        counts = one.counts
         new = one.tokens[one.n_told :], (one.logprobs or [])[one.n_told :]
         done = counts.drafted - one.told_drafted, counts.accepted - one.told_accepted, counts.rounds
         one.n_told, one.told_drafted, one.told_accepted = len(one.tokens), counts.drafted, counts.accepted
         if one.finish_reason is not None:
             del self._running[one.index]
-        return Update(one.index, *new, *done, one.started, now, one.n_reused, one.finish_reason, one.error)
+        return Update(one, *new, *done, time.perf_counter(), one.finish_reason)

@@ -4,7 +4,8 @@ Lists end at the first value that is wrong: bodies are checked on the event loop
 """
 
 import secrets
-from collections.abc import Mapping
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +15,7 @@ from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 
 # Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
 DRAWN_SEEDS = 2**32
+OF_CLASS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
 MOST_TOKENS, MOST_MESSAGES, MOST_PARTS, MOST_STRINGS = 2**20, 1024, 32, 256
 
 
@@ -58,11 +60,13 @@ def _with_refused(schema: dict[str, Any], kind: type[Any]) -> None:
 
 
 class Body(BaseModel):
-    """REFUSED: parameters that are not supported, and the values of each that ask for nothing, as null does: clients
-    send some of them whether asked to or not."""
+    """REFUSED: its own of the file's parameters, and the values of each that ask for nothing."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, json_schema_extra=_with_refused)
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    REFUSED: ClassVar[dict[str, list[Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.REFUSED = cls.REFUSED | OF_CLASS.get(cls.__name__, {})
 
     @model_validator(mode="before")
     @classmethod
@@ -115,11 +119,6 @@ class Parameters(Decoding):
     """Of text-generation-inference. do_sample: false is greedy, whatever else is given; absent, a temperature other
     than 1, top_k or top_p asks for samples. chat: the inputs are what a user says, in the model's chat template."""
 
-    REFUSED = {
-        **{"best_of": (1,), "repetition_penalty": (1,), "frequency_penalty": (0,), "typical_p": (1,)},
-        **{"top_n_tokens": (0,), "watermark": (False,), "decoder_input_details": (False,), "grammar": ()},
-        **{"adapter_id": ()},
-    }
     max_new_tokens: Count | None = None
     do_sample: Switch | None = None
     temperature: Heat | None = None
@@ -156,14 +155,12 @@ class Tokenize(Body):
 
 
 class StreamOptions(Body):
-    REFUSED = {"include_obfuscation": (False,)}
     include_usage: Switch | None = None
 
 
 class Completion(Decoding):
     """What both of OpenAI's routes take. model and user are for the client's own use: one server has one model."""
 
-    REFUSED = {"n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
     model: Text | None = None
     user: Text | None = None
     max_tokens: Count | None = None
@@ -180,7 +177,6 @@ class Completion(Decoding):
 class TextCompletion(Completion):
     """logprobs: 0 for those of the chosen tokens."""
 
-    REFUSED = {**Completion.REFUSED, "best_of": (1,), "echo": (False,), "suffix": ("",)}
     prompt: Annotated[Text | TokenIds, BeforeValidator(_one_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
 
@@ -198,10 +194,6 @@ class TextPart(Body):
 
 
 class Message(Body):
-    REFUSED = {
-        **{"name": (), "tool_calls": ([],), "tool_call_id": (), "function_call": (), "refusal": (), "audio": ()},
-        **{"annotations": ([],), "reasoning": ()},
-    }
     role: Literal["system", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
 
@@ -218,14 +210,6 @@ class Message(Body):
 
 
 class ChatCompletion(Completion):
-    REFUSED = {
-        **Completion.REFUSED,
-        **{"tools": ([],), "tool_choice": ("none", "auto"), "tool_prompt": (), "parallel_tool_calls": (False, True)},
-        **{"functions": ([],), "function_call": ("none", "auto"), "web_search_options": (), "top_logprobs": (0,)},
-        **{"response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": ()},
-        **{"reasoning_effort": (), "verbosity": (), "service_tier": ("auto",), "store": (False,), "metadata": ({},)},
-    }
-
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:

@@ -31,7 +31,16 @@ class Service:
         self.flags, self.limits = flags, flags.limits
         self.session, self.scheduler = session, scheduler
         self.prompts = Prompts(session, flags.limits)
-        self.metrics = Metrics(session.plan.gamma)
+        read = {
+            "tgi_queue_size": lambda: scheduler.n_waiting,
+            "tgi_batch_current_size": lambda: scheduler.n_running,
+            "foretoken_rows": lambda: session.runner.max_batch,
+            "foretoken_rounds_total": lambda: scheduler.n_rounds,
+            "foretoken_round_seconds_total": lambda: scheduler.round_seconds,
+            "foretoken_between_seconds_total": lambda: scheduler.between_seconds,
+            "foretoken_kv_use": self._kv_use,
+        }
+        self.metrics = Metrics(session.plan.gamma, read)
         self.jobs: dict[int, Job] = {}
         self.down: str | None = None
         self.loop, self.created = asyncio.new_event_loop(), int(time.time())
@@ -39,15 +48,6 @@ class Service:
         self._ends = frozenset(session.target.config.eos_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         scheduler.tell = lambda updates: self.run_soon(self.told, updates)
-        show = self.metrics.show
-        show("tgi_queue_size", "Requests that wait for a row", lambda: scheduler.n_waiting)
-        show("tgi_batch_current_size", "Requests in a row", lambda: scheduler.n_running)
-        show("foretoken_rows", "Rows", lambda: self._rows)
-        show("foretoken_rounds_total", "Rounds", lambda: scheduler.n_rounds)
-        show("foretoken_round_seconds_total", "Seconds of rounds", lambda: scheduler.round_seconds)
-        between = "Seconds in which something decodes, but in no round and no prefill"
-        show("foretoken_between_seconds_total", between, lambda: scheduler.between_seconds)
-        show("foretoken_kv_use", "Share of the KV entries that running requests hold", self._kv_use)
 
     def run_soon(self, do: Callable[..., None], *given: Any) -> None:
         """From another thread; when HTTP has ended, there is nobody to tell."""
@@ -55,7 +55,7 @@ class Service:
             self.loop.call_soon_threadsafe(do, *given)
 
     def _kv_use(self) -> float:
-        running = [job for job in self.jobs.values() if job.started is not None]
+        running = [job for job in self.jobs.values() if job.first is not None]
         held = sum(len(job.request.prompt) + len(job.pieces) for job in running)
         return held / (self._rows * self.session.plan.capacity)
 
@@ -132,10 +132,10 @@ class Service:
     def told(self, updates: Sequence[Update]) -> None:
         """What a step did. A request that this fails for ends, and the others go on."""
         for update in updates:
-            job = self.jobs.get(update.number)
+            job = self.jobs.get(update.request.index)
             if job is None:  # ended meanwhile
                 continue
-            self.metrics.stepped(update, job.started is None, len(job.request.prompt))
+            self.metrics.stepped(update)
             try:
                 job.take(update)
             except Exception as error:
@@ -143,9 +143,9 @@ class Service:
                 traceback.print_exc()
                 continue
             if job.finish is not None:
-                self.jobs.pop(update.number, None)
+                self.jobs.pop(update.request.index, None)
                 if update.finish is None:  # a stop string
-                    self.scheduler.cancel(update.number)
+                    self.scheduler.cancel(update.request.index)
 
     def fail(self, why: str) -> None:
         """Whatever is asked, or was asked and is not done, is answered with this."""

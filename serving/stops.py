@@ -13,8 +13,7 @@ class Stops:
         self._tail = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """What can be shown behind this piece, and whether the text has ended: with the stop string that is complete
-        first, and of several the longest."""
+        """What can be shown, and whether the text has ended: by the first whole stop string, of several the longest."""
         n_shown, text = len(self._tail) if self._keeps else 0, self._tail + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:

@@ -20,17 +20,15 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/generate")
     async def generate(request: Request, body: Generate) -> Response:
-        return JSONResponse(await _answer(service, request, body))
+        return await _respond(service, request, body)
 
     @router.post("/generate_stream")
     async def generate_stream(request: Request, body: Generate) -> Response:
-        return await _stream(service, request, body)
+        return await _respond(service, request, body, streams=True)
 
     @router.post("/")
     async def generate_or_stream(request: Request, body: GenerateOrStream) -> Response:
-        if body.stream:
-            return await _stream(service, request, body)
-        return JSONResponse([await _answer(service, request, body)])
+        return await _respond(service, request, body, streams=bool(body.stream), in_list=True)
 
     @router.post("/tokenize")
     async def tokenize(request: Request, body: Tokenize) -> Response:
@@ -61,7 +59,9 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def _submit(service: Service, request: Request, body: Generate, logprobs: bool) -> Job:
+async def _respond(
+    service: Service, request: Request, body: Generate, streams: bool = False, in_list: bool = False
+) -> Response:
     own, text, prompts = body.own, body.inputs, service.prompts
     if not text:
         raise invalid("inputs", "is empty")
@@ -70,28 +70,19 @@ async def _submit(service: Service, request: Request, body: Generate, logprobs: 
     def encode() -> list[int]:
         return (said() if said else prompts.tokenizer.encode(text))[-(own.truncate or 0) :]
 
-    of_length, within, n_new = "parameters.max_new_tokens", "parameters.", own.max_new_tokens
-    return await service.submit(
-        request,
-        Wanted(own, encode, len(text), n_new, "inputs", of_length, within=within, keeps_stop=True, logprobs=logprobs),
+    of_length, within, logprobs = "parameters.max_new_tokens", "parameters.", streams or bool(own.details)
+    wanted = Wanted(
+        own, encode, len(text), own.max_new_tokens, "inputs", of_length, within, keeps_stop=True, logprobs=logprobs
     )
-
-
-async def _answer(service: Service, request: Request, body: Generate) -> dict[str, Any]:
-    own = body.own
-    job = await _submit(service, request, body, logprobs=bool(own.details))
+    job, prefix = await service.submit(request, wanted), text if own.return_full_text else ""
+    if streams:
+        return await stream(_events(job, prefix), is_openai=False)
     await job.wait()
-    answer: dict[str, Any] = {"generated_text": (body.inputs if own.return_full_text else "") + job.text}
+    answer: dict[str, Any] = {"generated_text": prefix + job.text}
     if own.details:
         tokens = [_token(piece) for piece in job.pieces]
         answer["details"] = _details(job) | {"prefill": [], "tokens": tokens, "best_of_sequences": None}
-    return answer
-
-
-async def _stream(service: Service, request: Request, body: Generate) -> Response:
-    own = body.own
-    job = await _submit(service, request, body, logprobs=True)
-    return await stream(_events(job, body.inputs if own.return_full_text else ""), is_openai=False)
+    return JSONResponse([answer] if in_list else answer)
 
 
 async def _events(job: Job, prefix: str) -> Events:

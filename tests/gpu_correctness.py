@@ -28,9 +28,8 @@ from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, D
 from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
-from reproduce.gpu_parts.bandwidth import Shape
+from reproduce.gpu_parts.bandwidth import Shape, backends, open_backend
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
-from reproduce.gpu_parts.devices import Named, backends, ours
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -50,27 +49,30 @@ def cells(options: Options) -> list[Cell]:
         *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in ("greedy", "coupled", "rejection")),
         ("gpu_survival", "one runner's graphs go, another's stay", survival),
     ]
-    for named in [*backends(options), *([ours("cpp", "cpu")] if options.on_cuda else [])]:
-        dtypes = (torch.float32, torch.bfloat16) if named.device == "cpu" else (torch.bfloat16, torch.float16)
+    devices = dict.fromkeys(backends(options), options.device) | ({"cpp": "cpu"} if options.on_cuda else {})
+    for backend, device in devices.items():
+        dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16, torch.float16)
         for kind in itertools.product(dtypes, STORAGES, (False, True)):
             dtype, storage, ring = kind
             if dtype == torch.float16 and storage is not None:
                 continue  # the same code as in bfloat16
             what = f"{dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {'ring' if ring else 'in order'}"
-            found.append(("gpu_attention_error", f"{named.name}, {what}", attention, named, *kind))
+            found.append(("gpu_attention_error", f"{backend}, {what}", attention, backend, device, *kind))
     return [Cell("a", benchmark, name, partial(run, options, *kind)) for benchmark, name, run, *kind in found]
 
 
-def attention(options: Options, named: Named, dtype: torch.dtype, storage: torch.dtype | None, ring: bool) -> Record:
+def attention(
+    options: Options, name: str, device: str, dtype: torch.dtype, storage: torch.dtype | None, ring: bool
+) -> Record:
     """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
     lengths, groups, head_dims = (options.sizes[name] for name in ("lengths", "groups", "head_dims"))
     kind = {"capacity": max(lengths), "storage": storage or dtype, "dtype": dtype, "ring": ring}
     errors, broken = [(0.0, "none")], []
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
         case = make_case(lengths, n_token, group=group, head_dim=head_dim, **kind)
-        backend, shape = named.make(case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
+        backend, shape = open_backend(name, device, case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
         try:
-            both = [on(one, named.device).run(backend).cpu().double() for one in (case, case.among_other_rows())]
+            both = [on(one, device).run(backend).cpu().double() for one in (case, case.among_other_rows())]
         except Exception as error:
             if breaks_device(error):
                 raise
@@ -78,7 +80,7 @@ def attention(options: Options, named: Named, dtype: torch.dtype, storage: torch
             continue
         errors.append((max(error_of(out, case.reference()) for out in both), shape))
     worst, where = max(errors)
-    record = verdict(not broken and worst <= TOLERANCE[dtype]) | {"backend": named.name, "dtype": dtype_name(dtype)}
+    record = verdict(not broken and worst <= TOLERANCE[dtype]) | {"backend": name, "dtype": dtype_name(dtype)}
     record |= {"kv_dtype": dtype_name(storage or dtype), "ring": ring, "worst_error": float(f"{worst:.3g}")}
     return record | {"worst_case": where, "tolerance": TOLERANCE[dtype], "shapes": len(errors) - 1, "broken": broken}
 

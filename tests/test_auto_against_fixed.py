@@ -15,7 +15,8 @@ from reproduce.gamma_cell import Flags
 from reproduce.pages.generated_page import RESULTS
 from reproduce.paper import reproduction
 from reproduce.paper.auto_against_fixed import AUTO as AUTO_GAMMA
-from reproduce.paper.auto_against_fixed import AUTO_BUDGET, COLUMNS, against_fixed, section_of, summary
+from reproduce.paper.auto_against_fixed import AUTO_BUDGET, against_fixed, section_of, summary
+from reproduce.paper.columns import of
 
 PLAIN = [10.0, 20.0, 10.0]
 
@@ -53,7 +54,7 @@ SLOW, NEAR, FAR = fixed(3, [0.5, 0.5, 0.5]), fixed(4, [1.2, 1.2, 1.2]), fixed(1,
 
 
 def cells_of(found: dict[str, Any]) -> dict[str, str]:
-    return {column.head: column.cell(found) for column in COLUMNS}
+    return {column.head: column.cell(found) for column in of("automatic")}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What reproduce/gpu.py measures: checks that notice what is wrong, cells that are listed, rows that fit."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import fake_flash_attn
@@ -20,17 +21,23 @@ from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
 from reproduce.gpu_parts import launch_gaps, speculation
 from reproduce.gpu_parts.cells import Options
-from reproduce.gpu_parts.devices import Named
 from reproduce.gpu_parts.supervisor import PARTS, cells_of
 
 CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
 
 
-def checked(backend: TorchAttention | FlashAttention, *kinds) -> dict:
-    return correctness.attention(CPU, Named("tested", "cpu", lambda spec: backend), *kinds)
+@pytest.fixture
+def checked(monkeypatch) -> Callable[..., dict]:
+    """What is found of a backend."""
+
+    def found(backend: TorchAttention | FlashAttention, *kinds) -> dict:
+        monkeypatch.setattr(correctness, "open_backend", lambda name, device, spec: backend)
+        return correctness.attention(CPU, "tested", "cpu", *kinds)
+
+    return found
 
 
-def test_an_error_beyond_the_tolerance_fails():
+def test_an_error_beyond_the_tolerance_fails(checked):
     class Wrong(TorchAttention):
         def attend(self, q, kv, prepared):
             out = super().attend(q, kv, prepared)
@@ -43,7 +50,7 @@ def test_an_error_beyond_the_tolerance_fails():
     assert correctness.error_of(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
 
 
-def test_a_shape_that_raises_is_named():
+def test_a_shape_that_raises_is_named(checked):
     class Picky(TorchAttention):
         def attend(self, q, kv, prepared):
             if q.shape[1] == 8:
@@ -55,7 +62,7 @@ def test_a_shape_that_raises_is_named():
     assert all(line.startswith("T 8") and "no such kernel" in line for line in result["broken"])
 
 
-def test_flash_flavours_are_checked_like_the_others():
+def test_flash_flavours_are_checked_like_the_others(checked):
     kernel = fake_flash_attn.fake_package(FA3).flash_attn_with_kvcache
     result = checked(FlashAttention(Flavour(FA3, kernel, 132), TorchAttention()), torch.bfloat16, None, False)
     assert result["status"] == "done" and result["shapes"] == 10

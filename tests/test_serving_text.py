@@ -46,11 +46,11 @@ def test_stop_strings_cut_a_text_however_it_comes(text, stops, keeps, data):
 
 
 def job(tokenizer: Tokenizer, stops: list[str], keeps: bool = False, n_prompt: int = 3) -> Job:
-    return Job(Asked([1] * n_prompt, 99), tokenizer, {0: "<s>"}, Stops(stops, keeps), Counts.of_gamma(3))
+    return Job(Asked([1] * n_prompt, 99, started=1.0), tokenizer, {0: "<s>"}, Stops(stops, keeps), Counts.of_gamma(3))
 
 
 def update(tokens: list[int], round: int, drafted: int = 0, accepted: int = 0, finish: str | None = None) -> Update:
-    return Update(0, tokens, [], drafted, accepted, round, 1.0, 2.0, 0, finish, None)  # type: ignore[arg-type]
+    return Update(Asked([1], 99), tokens, [], drafted, accepted, round, 2.0, finish)  # type: ignore[arg-type]
 
 
 def test_characters_are_whole(alone: Alone):

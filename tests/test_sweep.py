@@ -20,7 +20,7 @@ from common import cli
 from common.checkout import ROOT
 from reproduce import sweep
 from reproduce.sweeping import child
-from reproduce.sweeping.cells import Cell, grid
+from reproduce.sweeping.cells import Cell, Sweep
 from reproduce.sweeping.child import die_with
 from reproduce.sweeping.runner import read_rows, run_cells
 
@@ -71,7 +71,7 @@ def runs_of(script: Path) -> list[list[str]]:
 
 
 def cells_that(script: Path, *hows: str) -> list[Cell]:
-    return grid(str(script), {}, {"how": hows})
+    return Sweep(str(script), {}, {"how": hows}).cells()
 
 
 def lines_of(output: Path) -> list[dict]:
@@ -90,7 +90,7 @@ def run_sweep(*words: str) -> None:
 
 
 def test_every_cell_runs_once_and_is_recorded(script, output):
-    cells = grid(str(script), {"how": "record"}, {"n": [1, 2]})
+    cells = Sweep(str(script), {"how": "record"}, {"n": [1, 2]}).cells()
     rows = run_cells(cells, output)
     assert runs_of(script) == [["--how", "record", "--n", "1"], ["--how", "record", "--n", "2"]]
     assert [row["record"]["arguments"] for row in rows] == runs_of(script)

@@ -9,7 +9,7 @@ from programs import run
 from common.checkout import ROOT
 from common.errors import ConfigError
 from reproduce import sweep
-from reproduce.sweeping.cells import Cell, Sweep, cells_of, grid, labels, read_grid, select
+from reproduce.sweeping.cells import Cell, Sweep, cells_of, labels, read_grid, select
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 
@@ -28,15 +28,16 @@ def test_a_key_is_of_what_is_run_whatever_the_order():
 def test_flags_become_arguments():
     cell = Cell(SELFSPEC, {"B": 8, "benchmark": True, "compile": False, "seed": None, "budgets": [64, 128], "x": -1})
     assert cell.argv() == [str(ROOT / SELFSPEC), "--B", "8", "--benchmark", "--budgets", "64", "128", "--x=-1"]
-    assert cell.label() == "selfspec_benchmark B=8 benchmark budgets=64,128 x=-1"
+    beside = Cell("tests/baseline_benchmark.py", {})
+    assert labels([cell, beside])[0] == "selfspec_benchmark B=8 benchmark budgets=64,128 x=-1"
 
 
 def test_a_grid_is_the_product_of_its_axes_in_order():
-    cells = grid(SELFSPEC, {"B": 2}, {"gamma": [1, 3], "budgets": [[64, 128], 256]})
+    cells = Sweep(SELFSPEC, {"B": 2}, {"gamma": [1, 3], "budgets": [[64, 128], 256]}).cells()
     points = [(gamma, budgets) for gamma in (1, 3) for budgets in ([64, 128], 256)]
     assert [cell.flags for cell in cells] == [{"B": 2, "gamma": gamma, "budgets": budgets} for gamma, budgets in points]
     assert labels(cells)[0] == "gamma=1 budgets=64,128"
-    assert [cell.flags for cell in grid(SELFSPEC, {"B": 2}, {})] == [{"B": 2}]
+    assert [cell.flags for cell in Sweep(SELFSPEC, {"B": 2}, {}).cells()] == [{"B": 2}]
 
 
 def test_grid_files(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from sweep_processes import fork, processes_of, wait_until
 
 from common.jsonl import read_lines
-from reproduce.sweeping.cells import Cell, grid
-from reproduce.sweeping.runner import logs_of, run_cells
+from reproduce.sweeping.cells import Cell, Sweep
+from reproduce.sweeping.runner import make_logs, run_cells
 
 # When a runner is killed, and so many seconds at most behind the first sign of that.
 MOMENTS = {"anywhere": 0.6, "before the row": 0.02, "in the row": 0.0005}
@@ -39,14 +39,14 @@ def size_of(path: Path) -> int:
 
 def moment_comes(runner: psutil.Process, moment: str, cells: Sequence[Cell], output: Path, rng: random.Random) -> bool:
     """Return at a moment to kill at; False if the runner was over before."""
-    lock, mine = logs_of(output) / "lock", f"{runner.pid}\n"
+    lock, mine = make_logs(output) / "lock", f"{runner.pid}\n"
     if not comes(runner, lambda: lock.exists() and lock.read_text() == mine):
         return False
     delay = rng.uniform(0, MOMENTS[moment])
     if moment != "anywhere":
         # Not the first row: what its cell printed may be that of a runner that was killed.
         n_rows = len(list(read_lines(output))) + rng.randint(1, 2)
-        printed = logs_of(output) / f"{cells[n_rows].key}.out" if n_rows < len(cells) else None
+        printed = make_logs(output) / f"{cells[n_rows].key}.out" if n_rows < len(cells) else None
         if printed is None or not comes(runner, printed.exists):
             return comes(runner)
         # What a cell prints comes just before its row is written.
@@ -71,7 +71,7 @@ def rows_of(output: Path) -> list[dict]:
 def test_after_kill_9_the_rows_are_those_of_an_undisturbed_run(tmp_path, n_kills, n_cells, letters):
     script, undisturbed, rng = tmp_path / "sleeper.py", tmp_path / "undisturbed.jsonl", random.Random(0)
     shutil.copyfile(Path(__file__).with_name("sleeper.py"), script)  # whose processes are found by its name
-    cells = grid(str(script), {"letters": letters, "seconds": 0.05}, {"index": list(range(n_cells))})
+    cells = Sweep(str(script), {"letters": letters, "seconds": 0.05}, {"index": list(range(n_cells))}).cells()
     run_cells(cells, undisturbed)
     moments, outputs = list(islice(cycle(MOMENTS), n_kills)), (tmp_path / f"disturbed_{n}.jsonl" for n in count())
     while moments:

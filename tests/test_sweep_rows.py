@@ -10,11 +10,11 @@ import pytest
 from common.errors import ConfigError
 from common.jsonl import append_record, read_lines
 from reproduce.sweeping import runner
-from reproduce.sweeping.cells import Cell, grid
+from reproduce.sweeping.cells import Cell, Sweep
 from reproduce.sweeping.child import Outcome, last_object, last_words
 from reproduce.sweeping.runner import read_rows, run_cells
 
-CELLS = grid("tests/selfspec_benchmark.py", {}, {"B": [1, 2, 3]})
+CELLS = Sweep("tests/selfspec_benchmark.py", {}, {"B": [1, 2, 3]}).cells()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from kv_cache import FullKVCache
 from models.heads.loading import find_head
 from reproduce.heads import examples, training
 from reproduce.heads.recipe import Recipe
-from reproduce.heads.unrolled import unrolled_losses
 
 LAYERS = training.inputs_of(TINY.n_layer)
 RECIPE = Recipe(steps=6, window=40, windows=2, lr=0.01, depth=3, draft_vocab_size=20)
@@ -77,7 +76,7 @@ def test_losses_are_those_of_a_head_that_drafts(model, windows):
     batch |= {name: batch[name].float() for name in ("last", "inputs")}
     tokens, length = batch["tokens"], RECIPE.window - RECIPE.depth
     with torch.no_grad():
-        losses, shared = unrolled_losses(eagle, medusa, rows, batch)
+        losses, shared = training.unrolled_losses(eagle, medusa, rows, batch)
         laws = model.logits(batch["last"])[..., known].softmax(dim=-1)
         expected = torch.zeros(2, RECIPE.depth, length)
         eagle.body.backend = tiny_model().backend

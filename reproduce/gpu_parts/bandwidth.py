@@ -1,20 +1,23 @@
 """Part b: how fast each backend reads a KV cache, as a share of what a copy on the same device moves."""
 
 import itertools
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from statistics import median
+from timeit import timeit
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from common.say import dtype_name
 from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
 from kv_cache import FullKVCache
-from models.attention import AttentionSpec
+from models.attention import AttentionBackend, AttentionSpec, select_backend
 from models.attention.flash_backend import find_flavour
-from reproduce.gpu_parts.cells import Cell, Options, Record, shared
-from reproduce.gpu_parts.devices import Named, backends, copy_bandwidth, l2_bytes, time_calls
+from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
 
 
 class Shape(NamedTuple):
@@ -43,6 +46,7 @@ class Shape(NamedTuple):
 
 # Where a layer reads so much, a kernel has no excuse.
 LARGE_BYTES = 250_000_000
+COPY_BYTES, QUICK_COPY_BYTES = 4 * 2**30, 2**24
 # Buffers are rotated until together they are so many times the second-level cache.
 L2_MULTIPLE, MOST_BUFFERS = 16, 40
 
@@ -54,10 +58,10 @@ def cells(options: Options) -> list[Cell]:
         for (batch, n_slot), storage in itertools.product(each["batches"], (None, torch.int8)):
             kind = dtype_name(storage) if storage else "same"
             # 8-bit entries are read by our own kernels alone; the others dequantise the whole cache first.
-            for named in backends(options) if storage is None else backends(options)[:1]:
-                for n_token in options.sizes["block_tokens"] if named.name != "torch" else (1, 4):
-                    name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {named.name}"
-                    run = partial(attention, options, (shape, batch, n_slot, storage), named, n_token)
+            for backend in backends(options) if storage is None else backends(options)[:1]:
+                for n_token in options.sizes["block_tokens"] if backend != "torch" else (1, 4):
+                    name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {backend}"
+                    run = partial(attention, options, (shape, batch, n_slot, storage), backend, n_token)
                     found.append(Cell("b", "gpu_attention_bandwidth", name, run))
     return found
 
@@ -67,21 +71,21 @@ def copy(options: Options) -> Record:
     record = {"bytes_per_second": copy_bandwidth(options), "l2_bytes": l2_bytes(options)}
     record |= {"multiprocessors": properties.multi_processor_count if properties else None}
     record |= {"memory_bytes": properties.total_memory if properties else None}
-    return record | {"backends": [named.name for named in backends(options)], "flash": find_flavour(options.device)[1]}
+    return record | {"backends": backends(options), "flash": find_flavour(options.device)[1]}
 
 
-def attention(options: Options, filled: tuple, named: Named, n_token: int) -> Record:
+def attention(options: Options, filled: tuple, name: str, n_token: int) -> Record:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
     shape, batch, n_slot, _ = filled
     spec, calls = shape.spec(options), []
-    backend, caches = named.make(spec), _caches(options, *filled)
+    backend, caches = open_backend(name, options.device, spec), _caches(options, *filled)
     for cache in caches:
         q, queries = shape.block(options, cache, n_token)
         calls.append(partial(backend.attend, q, cache.read(0), backend.prepare(spec, queries, cache)))
     # Enough calls that the first one of a graph, which waits for its launch, weighs little.
     seconds, timed_by = time_calls((calls * 8)[: max(len(calls), 8)], options)
     kv_bytes, bandwidth = caches[0].n_bytes, caches[0].n_bytes / seconds
-    record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": named.name}
+    record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": name}
     record |= {"dtype": dtype_name(spec.dtype), "kv_dtype": dtype_name(caches[0].entries.dtype), "kv_bytes": kv_bytes}
     record |= {"is_large": kv_bytes >= LARGE_BYTES, "buffers": len(caches), "timed_by": timed_by}
     record |= {"microseconds": 1e6 * seconds, "bytes_per_second": bandwidth}
@@ -98,3 +102,59 @@ def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: to
         caches.append(shape.cache(options, batch, n_slot, storage))
         randomise(caches[-1])
     return caches
+
+
+def backends(options: Options) -> list[str]:
+    """Those for the device, the one that `auto` picks first; flash in the package that a run would take."""
+    flash = ["flash"] if torch.cuda.is_available() and find_flavour(options.device)[0] else []
+    return ["triton", *flash, "torch"] if options.on_cuda else ["cpp", "torch"]
+
+
+def open_backend(name: str, device: str, spec: AttentionSpec) -> AttentionBackend:
+    """Raises Skip with the reason why there is none."""
+    try:
+        backend, why = select_backend(name, device, spec)
+    except ConfigError as error:
+        raise Skip(f"{name} is not available: {error}") from None
+    if backend.name != name:
+        raise Skip(f"{name} does not take this: {why}")
+    return backend
+
+
+def time_calls(calls: Sequence[Callable[[], object]], options: Options) -> tuple[float, str]:
+    """Median seconds of one of `calls`, run one after the other, and how they were taken: "graph", where no launch
+    waits for the host, as in the rounds of decoding; "events", with the host's launches, of what a GPU cannot capture;
+    "clock"."""
+
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    if not options.on_cuda:
+        run_all()  # what is done for the first time takes longer
+        return median(timeit(call, number=1) for call in calls), "clock"
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    try:
+        ms, timed_by = do_bench_cudagraph(run_all, return_mode="median"), "graph"
+    except Exception:
+        torch.cuda.synchronize()
+        ms, timed_by = do_bench(run_all, return_mode="median"), "events"
+    return ms / 1e3 / len(calls), timed_by
+
+
+@lru_cache
+def copy_bandwidth(options: Options) -> float:
+    """Bytes per second that a copy within the device's memory reads and writes."""
+    n_bytes = COPY_BYTES if options.on_cuda else QUICK_COPY_BYTES
+    target, source = torch.ones(2, n_bytes, dtype=torch.uint8, device=options.device)
+    seconds, _ = time_calls([partial(target.copy_, source)], options)
+    del target, source
+    if options.on_cuda:
+        torch.cuda.empty_cache()  # what follows may need all of the memory
+    return 2 * n_bytes / seconds
+
+
+def l2_bytes(options: Options) -> int:
+    """The second-level cache of a GPU; 0 on a CPU, whose bandwidth is not what this is about."""
+    return torch.cuda.get_device_properties(options.device).L2_cache_size if options.on_cuda else 0

@@ -55,14 +55,12 @@ class Skip(Exception):
 
 
 def verdict(is_good: bool) -> Record:
-    """The status of a cell that checks something."""
     return {"status": DONE if is_good else FAILED}
 
 
 def shared(build: Callable[..., Value]) -> Callable[..., Value]:
-    """For what successive cells have in common: the last value is kept for calls with the same arguments, and let go
-    before another is built. A build that failed fails again for every cell that asks for it, without being tried again.
-    """
+    """For what successive cells share: the last value is kept for the same arguments, and let go before another is
+    built. A build that failed fails again for all of these cells, without being tried again."""
     kept: dict[tuple, Value | Exception] = {}
 
     def get(*key: Any) -> Value:
@@ -87,8 +85,7 @@ def shared(build: Callable[..., Value]) -> Callable[..., Value]:
 
 def run_cells(cells: Iterable[Cell], deadline: float, keep: Callable[[Cell, Record], object]) -> bool:
     """Run cells in order and keep what comes of each as it ends, those behind `deadline` (seconds since the epoch) as
-    skipped; stop and return False if the device broke.
-    """
+    skipped; stop and return False if the device broke."""
     for cell in cells:
         began, is_broken = time.time(), False
         try:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import triton
@@ -20,8 +19,8 @@ from kv_cache.entries import KV, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_backend import Launch
+from reproduce.gpu_parts.cells import Record
 
-Record = dict[str, Any]
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.
@@ -72,9 +71,8 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
-    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: bytes but for
-    the registers of a thread and the threads of a block.
-    """
+    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: registers of a
+    thread, threads of a block, and bytes."""
     target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
     backend = make_backend(target)
     bound = create_function_from_signature(kernel.signature, kernel.params, backend)(**launch.arguments)

@@ -17,8 +17,8 @@ from engine.timing import PhaseTimer
 from kv_cache.streaming import Streaming
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from models.checkpoints.tokenizer import load_tokenizer
+from reproduce.gpu_parts.bandwidth import copy_bandwidth
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
-from reproduce.gpu_parts.devices import copy_bandwidth
 from reproduce.paper.prompts import stretches
 
 COUPLED = Sampling(temperature=0.6, seed=7, verification="coupled")
@@ -47,10 +47,8 @@ def self_draft(gamma: int, budget: int, weights: Any = "same") -> SelfConfig:
 def open_session(
     options: Options, target: Target, prompts: Sequence[list[int]] | None = None, **config: Any
 ) -> Session:
-    """On a GPU compiled, and with graphs. Of rows that do not fit into memory, as many as do.
-
-    prompts: whole ones, a row each. config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits.
-    """
+    """On a GPU compiled, and with graphs; of rows that do not fit into memory, as many as do. prompts: whole ones, a
+    row each. config: other fields of `RunConfig`. Errors: OutOfMemoryError if no row fits."""
     target = replace(target, device=options.device, compile=options.on_cuda)
     plan = resolve(RunConfig(target, **config), prompts)
     most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
@@ -83,9 +81,7 @@ class Filled:
     baselines: dict[str, passes.Decoded] = field(default_factory=dict)
 
     def record(self, benchmark: str, draft: SelfConfig, sampling: Sampling) -> Record:
-        """With this draft, beside plain decoding one pass of speculation that is timed as a whole, and one whose
-        phases are: a benchmark's record. The drafter's cache and graphs are let go afterwards.
-        """
+        """A benchmark's record: a pass as a whole, and one by its phases. Then the drafter's graphs are let go."""
         session = self.session.variant(draft=draft, sampling=sampling)
         mode = session.sampling.mode
         if mode not in self.baselines:

@@ -38,8 +38,7 @@ PART_GRACE, END_GRACE, START_SECONDS = 60, 8, 15
 @dataclass(frozen=True)
 class Task:
     """Of a part's cells every n-th, share being (first, n), recorded in `output` under the name `run`. No cell begins
-    after `deadline`, and at `kill_at` its process is ended, both in seconds since the epoch.
-    """
+    after `deadline`, and at `kill_at` its process is ended, both in seconds since the epoch."""
 
     part: str
     options: Options

@@ -32,10 +32,7 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
     """The file's records that count, of those benchmarks or of all: the last one of each cell, if that did not fail,
-    and none of a quick run.
-
-    Each says in `file` where it is. Errors: DataError naming a line that is no record.
-    """
+    and none of a quick run. Each says in `file` where it is. Errors: DataError naming a line that is no record."""
     kept: dict[object, Record] = {}
     for number, line in read_lines(folder / name):
         if not isinstance(line, dict):

@@ -35,8 +35,7 @@ def runs_of(records: Sequence[Record]) -> list[Record]:
 
 def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
     """Each run that has this mode, with the row of the mode (`auto`), and of the fixed choices that it is held against:
-    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat.
-    """
+    gamma 3 (`usual`) and the `best`. `ratios`: to the better of gamma 3 and plain, by repeat."""
     found = []
     for run in runs_of(records):
         rows = {row["way"]: row for row in run["rows"]}
@@ -56,13 +55,6 @@ def against_fixed(mode: str, records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _fixed(row: Record) -> str:
-    return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
-
-
-COLUMNS = of("automatic", usual=lambda run: _fixed(run["usual"]), best=lambda run: _fixed(run["best"]))
-
-
 def summary(rows: Sequence[Record]) -> str:
     """How many runs fall short of the aim; of at least one."""
     ratios = [row["ratio"] for row in rows]
@@ -72,8 +64,7 @@ def summary(rows: Sequence[Record]) -> str:
 
 
 def section_of(mode: str, records: Sequence[Record], render: Callable[..., str] = markdown) -> str:
-    """A mode's table, and what it comes to."""
     compared, title = against_fixed(mode, records), MODES[mode]
     if not compared:
         return f"{title}: {NONE}."
-    return f"{title}:\n\n{render(compared, COLUMNS)}\n\n{summary(compared).capitalize()}."
+    return f"{title}:\n\n{render(compared, of('automatic'))}\n\n{summary(compared).capitalize()}."

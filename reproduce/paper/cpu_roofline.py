@@ -75,7 +75,6 @@ def measure() -> Record:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How far off predictions are in each run."""
 
     def off(part: str, predicted: str, measured: str) -> str:
         each = (median(abs(row[predicted] / row[measured] - 1) for row in record[part]) for record in records)

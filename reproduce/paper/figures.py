@@ -71,8 +71,7 @@ def lines(
     style: Style = MEASURED,
 ) -> list[Series]:
     """A series for each label, of the rows that have both numbers, by x; its colour and marker are those of its place
-    among the series, unless `look` has others for its first row. name: what is written beside a row's point.
-    """
+    among the series, unless `look` has others for its first row. name: what is written beside a row's point."""
 
     def value(row: Record, key: Key) -> Any:
         return key(row) if callable(key) else row.get(key)
@@ -166,9 +165,7 @@ Pair = tuple[str, Sequence[Record], Sequence[Record], Key, str]
 
 
 def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
-    """Over the rows decoded together: a line for each context, and for measured ones for each way to draft. What all of
-    these share is said above.
-    """
+    """Over the rows decoded together: a line for each context and way to draft. What all share is said above."""
     colours = shades(row["prefix_len"] for _, facts, records, *_ in pairs for row in (*facts, *records))
     ways = [_way(record) for _, _, records, *_ in pairs for record in records]
     shared = [part for part, *others in zip(*ways, strict=True) if {part} >= {*others}]

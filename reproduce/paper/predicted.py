@@ -8,7 +8,7 @@ from engine.cost_model.costs import tokens_per_round
 from engine.cost_model.machines import Machine, find_machine
 from engine.cost_model.roofline import Stored, predict_costs
 from models.presets import preset_config
-from reproduce.paper.published import SELF, Record, draft_name, published, target_name
+from reproduce.paper.published import SELF, Record, draft_name, pairs_of, published, same_context, target_name
 
 # The published system attends with FlashAttention-2, whose kernels over a cache have tiles of 64 rows, and put heads
 # that share KV into one only where there is one token (csrc/flash_attn: kBlockM, seqlenq_ngroups_swapped).
@@ -24,9 +24,7 @@ def machine_of(fact: Record) -> Machine:
 
 
 def predict(fact: Record, machine: Machine | None = None) -> float:
-    """The speedup, at the published gamma, or at the best one where only that at the best is published; or the ratio,
-    of a verification or a draft step over a plain step.
-    """
+    """The speedup at the published gamma, or the best; or the ratio of a verification or draft step to a plain one."""
     target, draft = (
         Stored(preset_config(published().checkpoint_names[name][0]))
         for name in (target_name(fact), target_name(fact) if draft_name(fact) == SELF else draft_name(fact))
@@ -40,7 +38,9 @@ def predict(fact: Record, machine: Machine | None = None) -> float:
 
 
 def is_acceptance_known(fact: Record) -> bool:
-    return published().alpha(target_name(fact), draft_name(fact), fact["prefix_len"]) is not None
+    """Whether it was published, of that pair of models and context."""
+    known = pairs_of(published().acceptance).get((target_name(fact), draft_name(fact)), [])
+    return any(same_context(one["prefix_len"], fact["prefix_len"]) for one in known)
 
 
 def alpha_of(fact: Record) -> float:

@@ -1,5 +1,4 @@
-"""Prompts: stretches of a text that begin differently; needles, facts early in a long text that is asked for them at
-its end (in the style of RULER, arXiv 2404.06654)."""
+"""Prompts: stretches of a text that begin differently; needles, in the style of RULER (arXiv 2404.06654)."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,7 @@ def needles(
     kind: str, texts: Sequence[Sequence[int]], encode: Callable[[str], list[int]], n_answer: int, seed: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts of the texts' lengths, in which facts and a question stand in place of some of the text; and the right
-    answers behind them, cut to the shortest of these, or to `n_answer` tokens.
-
-    Errors: ConfigError for a text that has no room for them.
-    """
+    answers, cut to the shortest of these, or to `n_answer` tokens. Errors: ConfigError for a text without room."""
     rng, prompts, answers = random.Random(f"{seed} {kind}"), [], []
     n_told, n_asked = KINDS[kind]
     for text in texts:

@@ -19,11 +19,9 @@ class Published:
     """The contents of published.json. A published number is the `value` of a record, whose other keys are those of a
     run's: its setting. What is null or absent there was not said, or does not matter.
 
-    about: which system, and where that is from. speedup_tables, figure_6: speedups over plain decoding; their `origin`
-    is the table's machine, or the figure. acceptance: the share of verified positions that are accepted. ratios: a
-    verification or a draft step (their `kind`) over a step of plain decoding. checkpoint_names: what the published
-    models are called where they are downloaded.
-    """
+    speedup_tables, figure_6: speedups over plain decoding; their `origin` is the table's machine, or the figure.
+    acceptance: the share of verified positions that are accepted. ratios: a verification or a draft step (their `kind`)
+    over a step of plain decoding. checkpoint_names: what published models are called where they are downloaded."""
 
     about: dict[str, Any]
     draft_budget: int
@@ -43,16 +41,6 @@ class Published:
         common = "{system} ({paper}), {dataset}, tensor parallel over {tensor_parallel} GPUs".format_map(self.about)
         return f"{common}, draft budget {self.draft_budget}"
 
-    def alpha(self, target: str, draft: str, context: int) -> float | None:
-        """The acceptance published for this context, None if there is none."""
-        pairs = [fact for fact in self.acceptance if (target_name(fact), draft_name(fact)) == (target, draft)]
-        return next((fact["value"] for fact in pairs if same_context(fact["prefix_len"], context)), None)
-
-    def is_model(self, name: str, recorded: str | None) -> bool:
-        """Whether `recorded`, a model of a record, is the published model `name`."""
-        own = (recorded or "").rpartition("/")[2].casefold()
-        return own in (known.casefold() for known in (name, *self.checkpoint_names.get(name, ())))
-
 
 @cache
 def published() -> Published:
@@ -61,8 +49,9 @@ def published() -> Published:
 
 def target_name(record: Record) -> str:
     """The published name of the record's model, where it is a published one, else its own."""
-    known = (name for name in published().checkpoint_names if published().is_model(name, record.get("model")))
-    return next(known, str(record.get("model")))
+    model = str(record.get("model"))
+    own, names = model.rpartition("/")[2].casefold(), published().checkpoint_names.items()
+    return next((name for name, known in names if own in map(str.casefold, (name, *known))), model)
 
 
 def draft_name(record: Record) -> str:
@@ -79,7 +68,6 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
 
 
 def pairs_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """The records of each pair of a target and a draft."""
     return grouped(records, lambda record: (target_name(record), draft_name(record)))
 
 
@@ -96,8 +84,5 @@ def is_setting_of(fact: Record, record: Record) -> bool:
 
 
 def speedup(alpha: float, gamma: int, draft_over_target: float, verify_over_target: float) -> float:
-    """Omega / (gamma * T_D / T_T + T_V / T_T): MagicDec (arXiv 2408.11049), its formula for the speedup.
-
-    T_T, T_D and T_V: one step of plain decoding, one draft step, one verification.
-    """
+    """Omega / (gamma * T_D / T_T + T_V / T_T), of draft, verification and plain steps: MagicDec (arXiv 2408.11049)."""
     return tokens_per_round(alpha, gamma) / (gamma * draft_over_target + verify_over_target)

@@ -18,8 +18,6 @@ from reproduce.sweeping.runner import OK, read_rows
 # Where records and figures go that nobody named a place for; git ignores it.
 REPRODUCTION, GRIDS = ROOT / "reproduction", ROOT / "reproduce" / "grids"
 SPEEDUPS, ACCEPTANCE, COST_MODEL = "speedups.jsonl", "acceptance.jsonl", "cost_model.jsonl"
-# Makes a copy of the default model without four of its layers: docs/checkpoints.md, "A draft model".
-MAKE_DRAFT = "python convert_hf_checkpoint.py --drop_layers 4-5,16-17 --out_dir checkpoints/SmolLM2-draft"
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,7 @@ class Flags(sweep.Flags):
 def showing(
     file: str, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
 ) -> tuple[Callable[[Any], None], Any]:
-    """Of a script: measures the cells of a grid into the file of that name, and shows them, as a text for the console
-    and as figures by their names; and its flags.
-    """
+    """Of a script: what measures a grid's cells into that file and shows them, as a text and figures; and its flags."""
 
     @dataclass(frozen=True)
     class Own(Flags):
@@ -47,9 +43,7 @@ def present(
     flags: Flags, table: Callable[[list[Record]], str], drawings: Mapping[str, Callable[[list[Record]], Figure]]
 ) -> None:
     """Measure the cells that have no record yet, draw the figures, print the tables; exit code 1 if a cell failed.
-
-    Where every cell failed, the figures that are there stay as they are.
-    """
+    Where every cell failed, the figures that are there stay as they are."""
     make_ready(flags.file)
     went_well = sweep.run(flags)
     cells = () if flags.list else {cell.key for cell in flags.cells()}

@@ -1,22 +1,20 @@
-"""The tables of published numbers and of runs, for scripts and for the page: published ones with what was measured of
-the same beside them, then all that was measured.
-"""
+"""The tables of published numbers, with what was measured of the same beside them, and of all runs."""
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from common.tables import Column, console
 from models.checkpoints.default_model import DEFAULT_NAME
 from reproduce.paper import columns
-from reproduce.paper.columns import KINDS, NONE, by_size, machine_name, of, over, speedup_text
+from reproduce.paper.columns import KINDS, NONE, by_size, machine_name, of, speedup_text
 from reproduce.paper.predicted import is_acceptance_known, predict
 from reproduce.paper.published import Record, is_of, is_setting_of, published
 
 MEASURED, SHAPE = "measured on the same model", "measured on the same shape"
 GAMMA = Column("gamma", "gamma", missing="not shown")
 VALUE = Column("value", "published", columns.published_text)
-SPEEDUP_VALUE = Column("value", "published", columns.published_speedup_text)
+SPEEDUP_VALUE = Column("value", "published", partial(speedup_text, show=columns.published_text))
 RATIO = Column("kind", "ratio", KINDS.get, align="<")
 AT = Column(
     lambda fact: f"gamma {fact['gamma']}" if fact["gamma"] else f"budget {fact['draft_budget']}", "at", align="<"
@@ -29,23 +27,20 @@ class Table(NamedTuple):
 
 
 def side_by_side(title: str, note: str, *tables: Table) -> str:
-    """For the console."""
     head = f"  {title}\n\n  published: {published().setting}\n  {note}"
     return "\n\n".join([head, *(console(*table) if table.rows else f"  {NONE}" for table in tables)])
 
 
 def published_speedups(facts: Sequence[Record], runs: Sequence[Record]) -> Table:
-    own = beside(MEASURED, runs, itemgetter("speedup"), speedup_text)
+    own = beside(MEASURED, runs, "speedup")
     return Table(facts, of("target draft prefix_len B", GAMMA, SPEEDUP_VALUE, BY_ROOFLINE, own))
 
 
 def published_acceptance(rows: Sequence[Record]) -> Table:
-    built_in, how = (
-        [row for row in rows if row["model"] == DEFAULT_NAME],
-        (itemgetter("acceptance_rate"), "{:.3f}".format),
-    )
-    near = beside("same context on the built-in model", built_in, *how, is_setting_of)
-    return Table(published().acceptance, of("target draft prefix_len", VALUE, beside(MEASURED, rows, *how), near))
+    built_in = [row for row in rows if row["model"] == DEFAULT_NAME]
+    near = beside("same context on the built-in model", built_in, "acceptance_rate", is_setting_of)
+    own = beside(MEASURED, rows, "acceptance_rate")
+    return Table(published().acceptance, of("target draft prefix_len", VALUE, own, near))
 
 
 def published_ratios(runs: Sequence[Record]) -> Table:
@@ -54,24 +49,19 @@ def published_ratios(runs: Sequence[Record]) -> Table:
     own = {"verify": runs, "draft": [run for run in plain if run.get("draft_weights") in (None, "same")]}
 
     def listed(fact: Record) -> str:
-        return beside(SHAPE, own[fact["kind"]], over(f"{fact['kind']}_step_ms"), "{:.2f}".format).cell(fact)
+        return beside(SHAPE, own[fact["kind"]], f"{fact['kind']}_over_plain").cell(fact)
 
     measured = Column(listed, SHAPE, align="<")
     return Table(published().ratios, of(RATIO, "target", AT, "prefix_len B", VALUE, BY_ROOFLINE, measured))
 
 
-def beside(
-    head: str,
-    records: Sequence[Record],
-    value: Callable[[Record], Any],
-    show: Callable[[Any], str],
-    counts: Callable[[Record, Record], bool] = is_of,
-) -> Column:
-    """What was measured of each published number, and in which setting."""
+def beside(head: str, records: Sequence[Record], name: str, counts: Callable[..., bool] = is_of) -> Column:
+    """What was measured of each published number, as the column of that name shows it, and in which setting."""
+    [column] = of(name)
 
     def listed(fact: Record) -> str:
-        found = [record for record in records if counts(fact, record) and value(record) is not None]
-        return "; ".join(f"{show(value(one))} ({details(one)})" for one in found) or NONE
+        found = [(column.cell(record), record) for record in records if counts(fact, record)]
+        return "; ".join(f"{text} ({details(record)})" for text, record in found if text != NONE) or NONE
 
     return Column(listed, head, align="<")
 

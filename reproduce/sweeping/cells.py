@@ -20,8 +20,7 @@ class Cell:
     """One configuration: `script` is a path below the project's root (or an absolute one), `flags` its flags.
 
     True is a bare flag, None and False are left out, a list is several values behind one flag; what a value may be is
-    the script's to say. Errors: ConfigError for a script that is not there, and for what cannot be a flag.
-    """
+    the script's to say. Errors: ConfigError for a script that is not there, and for what cannot be a flag."""
 
     script: str
     flags: Mapping[str, object]
@@ -46,12 +45,6 @@ class Cell:
         said = json.dumps([self.script, self.given], sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
-    def label(self, without: Sequence[str] = (), show_script: bool = True) -> str:
-        """The script and its flags, for people."""
-        shown = {name: value for name, value in self.given.items() if name not in without}
-        words = [name if value is True else f"{name}={value_text(value)}" for name, value in shown.items()]
-        return " ".join([Path(self.script).stem, *words] if show_script or not words else words)
-
     def argv(self) -> list[str]:
         """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
         arguments = [str(ROOT / self.script)]
@@ -75,9 +68,14 @@ def value_text(value: object) -> str:
 
 
 def labels(cells: Sequence[Cell]) -> list[str]:
-    """Each cell's label without what all of them share."""
+    """Each cell's script and flags, for people, without what all of them share."""
     shared = [name for name, values in varieties(cells).items() if len(values) == 1]
-    return [cell.label(shared, show_script=len({cell.script for cell in cells}) > 1) for cell in cells]
+    found, several = [], len({cell.script for cell in cells}) > 1
+    for cell in cells:
+        shown = {name: value for name, value in cell.given.items() if name not in shared}
+        words = [name if value is True else f"{name}={value_text(value)}" for name, value in shown.items()]
+        found.append(" ".join([Path(cell.script).stem, *words] if several or not words else words))
+    return found
 
 
 def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -86,25 +84,26 @@ def varieties(cells: Sequence[Cell]) -> dict[str, list[str]]:
     return {name: list(dict.fromkeys(cell.text_of(name) for cell in cells)) for name in names}
 
 
-def grid(script: str, fixed: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Cell]:
-    """A cell for every combination of the axes' values, the last axis varying fastest. Errors: ConfigError."""
-    for name, values in axes.items():
-        if not values or name in fixed:
-            seen = f"{value_text(fixed[name])}, and the axis {value_text(values)}" if name in fixed else values
-            required = "a list of one value or more, of a flag that is not among the fixed ones"
-            fix = f"list the values of --{name}, or leave out one of the two"
-            raise ConfigError("an axis is none", f"{script}: {name}", seen, required, fix)
-    return [Cell(script, {**fixed, **dict(zip(axes, point, strict=True))}) for point in product(*axes.values())]
-
-
 @dataclass(frozen=True)
 class Sweep:
-    """A table [[sweep]] of a file. flags: the same for all its cells. axes: lists of values."""
+    """A table [[sweep]] of a file. flags: the same for all its cells. axes: lists of values, the last vary fastest."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
     script: str
     flags: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, list[Any]] = field(default_factory=dict)
+
+    def cells(self) -> list[Cell]:
+        """One for every combination of the axes' values. Errors: ConfigError."""
+        for name, values in self.axes.items():
+            if not values or name in self.flags:
+                own = self.flags.get(name)
+                seen = f"{value_text(own)}, and the axis {value_text(values)}" if name in self.flags else values
+                required = "a list of one value or more, of a flag that is not among the fixed ones"
+                fix = f"list the values of --{name}, or leave out one of the two"
+                raise ConfigError("an axis is none", f"{self.script}: {name}", seen, required, fix)
+        points = product(*self.axes.values())
+        return [Cell(self.script, {**self.flags, **dict(zip(self.axes, point, strict=True))}) for point in points]
 
 
 def read_grid(path: str | Path) -> list[Sweep]:
@@ -123,9 +122,7 @@ def read_grid(path: str | Path) -> list[Sweep]:
 
 
 def cells_of(sweeps: Sequence[Sweep], fixed: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Cell]:
-    """All sweeps' cells. fixed, axes: stand in the place of a sweep's own; what no sweep has is every one's. Errors:
-    ConfigError.
-    """
+    """fixed, axes: stand in the place of a sweep's own; what no sweep has is every one's. Errors: ConfigError."""
     names = [{*sweep.flags, *sweep.axes} for sweep in sweeps]
     found = []
     for sweep, own in zip(sweeps, names, strict=True):
@@ -135,14 +132,13 @@ def cells_of(sweeps: Sequence[Sweep], fixed: Mapping[str, Any], axes: Mapping[st
             | {name: value for name, value in given.items() if name in here}
             for said, given in ((sweep.flags, fixed), (sweep.axes, axes))
         )
-        found += grid(sweep.script, flags, ranges)
+        found += Sweep(sweep.script, flags, ranges).cells()
     return found
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     """The cells that match `only`, each `name=value` or the beginning of a key; all without any; each once. Of one name
-    any value may match, of several names each has to. Errors: ConfigError if none does.
-    """
+    any value may match, of several names each has to. Errors: ConfigError if none does."""
     cells = list({cell.key: cell for cell in cells}.values())
     prefixes = tuple(text for text in only if "=" not in text)
     names = {text.partition("=")[0] for text in only if "=" in text}

@@ -46,11 +46,8 @@ def run_child(
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a script from the project's root to its end, or kill it after `timeout_s`; what its session has left running
-    is killed, too.
-
-    log: gets its stderr. printed: gets its stdout, which otherwise is this process's own. keep_open: file descriptors
-    that stay open until it is gone, also where this process is killed.
-    """
+    is killed, too. log: gets its stderr. printed: gets its stdout, which otherwise is this process's own. keep_open:
+    file descriptors that stay open until it is gone, also where this process is killed."""
     began, exit_code = time.monotonic(), None
     with ExitStack() as files:
         # In a session of its own, so that Ctrl-C reaches the runner alone.
@@ -84,7 +81,6 @@ def run_child(
 
 
 def last_object(printed: bytes) -> dict[str, Any] | None:
-    """The last line that is a JSON object."""
     for line in reversed(printed.split(b"\n")):
         with suppress(ValueError, RecursionError):
             if isinstance(value := json.loads(line), dict):

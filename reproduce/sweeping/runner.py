@@ -43,9 +43,8 @@ def run_cells(
     """Run every cell that has no row in `output`, append its row, and return the cells' rows, in their order.
 
     A cell that fails, or takes longer than `timeout_s`, is a row with its error, and is not run again unless
-    `retry_failed`. What a cell says goes to `<output>.logs/<key>.log`, what it prints to `<key>.out`. Errors:
-    ConfigError.
-    """
+    `retry_failed`. What a cell says goes to `<output>.logs/<key>.log`, what it prints to `.out`. Errors:
+    ConfigError."""
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
         fix = "leave it out to let cells take their time"
         raise ConfigError("no cell can end in this time", flag("timeout"), timeout_s, "> 0 seconds", fix)
@@ -53,12 +52,11 @@ def run_cells(
     path, final = Path(output).resolve(), (OK,) if retry_failed else (OK, FAILED)
     with _only_runner(path) as lock:
         rows = read_rows(path)
-        waiting = [cell for cell in cells if rows.get(cell.key, {}).get("status") not in final]
+        named = zip(cells, labels(cells), strict=True)
+        waiting = [(cell, label) for cell, label in named if rows.get(cell.key, {}).get("status") not in final]
         n_done, seconds = len(cells) - len(waiting), list[float]()
         say(f"{n_done} of {len(cells)} cells have a row in {path}, {len(waiting)} to run")
-        named = dict(zip((cell.key for cell in cells), labels(cells), strict=True))
-        for cell in waiting:
-            label = named[cell.key]
+        for cell, label in waiting:
             say(f"[{n_done + 1} of {len(cells)}]  {label}")
             try:
                 row = _run(cell, path, timeout_s, lock)
@@ -80,7 +78,7 @@ def run_cells(
 
 def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[str, Any]:
     origin = {"git_commit": git_commit(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
-    log, printed = (logs_of(output) / f"{cell.key}.{kind}" for kind in ("log", "out"))
+    log, printed = (make_logs(output) / f"{cell.key}.{kind}" for kind in ("log", "out"))
     outcome = run_child(cell.argv(), log, timeout_s, printed=printed, keep_open=[lock])
     record, error = last_object(printed.read_bytes()), outcome.error
     if error is None and record is None:
@@ -89,14 +87,9 @@ def _run(cell: Cell, output: Path, timeout_s: float | None, lock: int) -> dict[s
     return row | {"error": error, "seconds": outcome.seconds, "record": record} | origin
 
 
-def logs_of(output: str | Path) -> Path:
-    """The folder of what the cells said."""
-    return Path(f"{output}.logs")
-
-
 def make_logs(output: str | Path) -> Path:
-    """That folder, made and found to be writable. Errors: ConfigError."""
-    logs = logs_of(output)
+    """The folder of what the cells said, made and found to be writable. Errors: ConfigError."""
+    logs = Path(f"{output}.logs")
     try:
         logs.mkdir(exist_ok=True)
         (logs / "lock").touch()
@@ -109,8 +102,7 @@ def make_logs(output: str | Path) -> Path:
 @contextmanager
 def _only_runner(output: Path) -> Iterator[int]:
     """Wait for the lock of `output` and hold it; yields its file descriptor, which keeps it as long as any process has
-    it open: also a killed runner's last child.
-    """
+    it open: also a killed runner's last child."""
     with (make_logs(output) / "lock").open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
