@@ -80,7 +80,12 @@ class KVCache(ABC):
     @property
     def positions(self) -> torch.Tensor:
         """`[max_batch, capacity]`; a copy, of a view over rows that a tensor names."""
-        return self._positions if self.rows is None else self._positions[self.rows]
+        return self._positions[self.own_rows]
+
+    @property
+    def own_rows(self) -> slice | torch.Tensor:
+        """What picks its rows out of the entries'."""
+        return slice(None) if self.rows is None else self.rows
 
     @property
     def row_indices(self) -> torch.Tensor:
@@ -104,7 +109,7 @@ class KVCache(ABC):
     @property
     def n_bytes(self) -> int:
         """Bytes that entries and their scales take."""
-        return sum(x.numel() * x.element_size() for x in (self.entries, self.scales) if x is not None)
+        return sum(x.nbytes for x in (self.entries, self.scales) if x is not None)
 
     @abstractmethod
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
@@ -174,11 +179,8 @@ class KVCache(ABC):
 
     def rollback(self, lengths: torch.Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
-        if self.rows is None:
-            self._positions.masked_fill_(self._positions >= lengths[:, None], EMPTY)
-        else:
-            held = self.positions
-            self._positions[self.rows] = held.masked_fill(held >= lengths[:, None], EMPTY)
+        held = self.positions
+        self._positions[self.own_rows] = held.masked_fill(held >= lengths[:, None], EMPTY)
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
