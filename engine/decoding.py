@@ -152,7 +152,7 @@ class Decoder:
     def _prefill(self) -> None:
         """Prompts into free rows: all of them, or one chunk of one, and those that fit behind it."""
         most, n_run = self._prefill_tokens, 0
-        while self._starting or (self._waiting and not self._rows.is_full()):
+        while self._starting or (self._waiting and None in self._rows.requests):
             if not self._starting and most is not None and n_run and n_run + len(self._waiting[0].prompt) > most:
                 return
             row, request, chunks = self._starting = self._starting or self._begin(self._waiting.popleft())

@@ -62,15 +62,18 @@ class Rejection:
     """Drafting, accepting and resampling each have a stream of their own.
 
     What a round drew behind its first rejection is drawn anew, from the numbers of another index: what it drew may have
-    said how far it went, and so what a draft's cache still holds.
+    said how far it went, and so what a draft's cache still holds. Numbers of the `i`-th inner round are keyed by where
+    the outer one began, and by `i`: by nothing that both may share.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        self.verified: Tensor | None = None
+    verified: Tensor | None = None
+
+    def __init__(self, batch: Batch, i: int | None = None) -> None:
+        self._batch, self._is_inner = batch, i is not None
+        self._purpose = 0 if i is None else len(Stream) * (1 + i) << 16
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Rejection:
-        return InnerRejection(self._batch, i)
+        return Rejection(self._batch, i)
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
         probs = self._batch.distribution.probs(logits)
@@ -78,9 +81,8 @@ class Rejection:
         return (probs.log() + noise).argmax(dim=-1), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        return self._verify(drafts, self._batch.distribution.probs(logits))
-
-    def _verify(self, drafts: Drafts, probs: Tensor) -> Verdict:
+        probs = self._batch.distribution.probs(logits)
+        self.verified = probs if self._is_inner else None
         accept = self._accept(drafts.tokens.shape[1])
         # A row resamples once a round, at a position not known yet; its rounds start at different positions.
         resample = self._gumbel(self._batch.lengths + 1, Stream.RESAMPLE, probs)
@@ -88,32 +90,16 @@ class Rejection:
 
     def _accept(self, n_drafts: int) -> Tensor:
         batch = self._batch
+        if self._is_inner:
+            stream = Stream.ACCEPT + self._purpose
+            return uniform(batch.seeds, batch.requests, batch.lengths + 1, stream, n_drafts, batch.source)
         positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=batch.lengths.device)
         seed, request = batch.seeds[:, None], batch.requests[:, None]
         return uniform(seed, request, positions, Stream.ACCEPT, source=batch.source).squeeze(-1)
 
     def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
-        batch = self._batch
+        batch, stream = self._batch, stream + self._purpose
         return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype, batch.source)
-
-
-class InnerRejection(Rejection):
-    """Its numbers are keyed by where the outer round began, and the inner one of it: by nothing that both may share."""
-
-    def __init__(self, batch: Batch, i: int) -> None:
-        super().__init__(batch)
-        self._purpose = len(Stream) * (1 + i) << 16
-
-    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        self.verified = self._batch.distribution.probs(logits)
-        return self._verify(drafts, self.verified)
-
-    def _accept(self, n_drafts: int) -> Tensor:
-        batch, stream = self._batch, Stream.ACCEPT + self._purpose
-        return uniform(batch.seeds, batch.requests, batch.lengths + 1, stream, n_drafts, batch.source)
-
-    def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
-        return super()._gumbel(positions, stream + self._purpose, like)
 
 
 class Coupled:

@@ -177,8 +177,25 @@ class Rounds:
             if self._kind is not None:
                 self._runner.drop_graphs()  # those of fewer filters, which never come again
             self._kind = mode, filters
-            self._batch, self._captured = batch_and_parts(self._runner, self._drafters, mode, filters)
+            self._batch, self._captured = self._batch_and_parts(mode, filters)
         return mode, self._batch
+
+    def _batch_and_parts(self, mode: str, filters: Filters) -> tuple[Batch, Captured | None]:
+        """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
+        next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
+        runner = self._runner
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
+        if runner.graphs is None:
+            return batch(), None
+        if any(drafter() is None for held, *_ in runner.captured for drafter in held):
+            runner.drop_graphs()
+        # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
+        # the runner: were they held here, neither would go before garbage is collected.
+        held = tuple(map(weakref.ref, self._drafters))
+        key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
+        if key not in runner.captured:
+            runner.captured[key] = batch(), Captured(runner.graphs)
+        return runner.captured[key]
 
     def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
@@ -205,25 +222,3 @@ def first_token(
         return first.verify(Drafts(batch.current.new_empty(1, 0)), logits[None, None]).next_token
 
     return int(runner.ranks.decided(next_token, 1))
-
-
-def batch_and_parts(
-    runner: ModelRunner, drafters: Sequence[Drafter], mode: str, filters: Filters
-) -> tuple[Batch, Captured | None]:
-    """The batch that the rounds of those drafters in that mode read, and their captured parts.
-
-    Captured parts are kept by the runner, with all that they hold, for the next decode of the same kind: until one of
-    their drafters is gone, when all are dropped (see `CudaGraphs`).
-    """
-    batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
-    if runner.graphs is None:
-        return batch(), None
-    if any(drafter() is None for held, *_ in runner.captured for drafter in held):
-        runner.drop_graphs()
-    # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
-    # the runner: were they held here, neither would go before garbage is collected.
-    held = tuple(map(weakref.ref, drafters))
-    key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
-    if key not in runner.captured:
-        runner.captured[key] = batch(), Captured(runner.graphs)
-    return runner.captured[key]

@@ -42,9 +42,6 @@ class Rows:
     def busy(self) -> list[tuple[int, Request]]:
         return [(row, request) for row, request in enumerate(self.requests) if request]
 
-    def is_full(self) -> bool:
-        return None not in self.requests
-
     def place_for(self, prompt: Sequence[int], reuses: bool) -> int:
         """A free row: if it may reuse what that holds, the one that holds most of the prompt, where that is at least
         half; else the one that was left longest ago, so that others can go on."""
