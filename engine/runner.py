@@ -237,18 +237,14 @@ class ModelRunner:
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
-        _, queries = self._run_again(row, text, range(len(text) - n, len(text)))
+        _, queries = self.run_again(row, text, range(len(text) - n, len(text)))
         return [of_layer[0].transpose(0, 1) for of_layer in queries]
 
-    def states_again(self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()) -> Tensor:
-        """The hidden states `[1, n, ...]` (see `Transformer.hidden_states`) of the `n` tokens of `text` at those
-        positions, which the row holds."""
-        return self._run_again(row, text, at, layers)[0]
-
-    def _run_again(
+    def run_again(
         self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """States, and each layer's queries, of tokens that the row holds: run over it as it is, storing nothing."""
+        """The states `[1, n, ...]` (see `Transformer.hidden_states`), and each layer's queries, of the `n` tokens of
+        `text` at those positions, which the row holds: run over it as it is, storing nothing."""
         tokens, positions = torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
         looking = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
         _, states = self.model.hidden_states(tokens, positions, looking, layers)

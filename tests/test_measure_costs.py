@@ -10,7 +10,6 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from common.errors import UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
-from engine.acceptance import AcceptanceRate
 from engine.cost_model import rehearsal
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import (
@@ -24,6 +23,7 @@ from engine.cost_model.measure import (
     scope,
 )
 from engine.cost_model.rehearsal import Rehearsal
+from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
 from engine.drafters import Shown
 from engine.pacing import PLAIN, Choice

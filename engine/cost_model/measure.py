@@ -6,9 +6,9 @@ from itertools import accumulate
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from engine.acceptance import AcceptanceRate
 from engine.cost_model.costs import Costs
 from engine.cost_model.rehearsal import Rehearsal
+from engine.counts import AcceptanceRate
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 from engine.runner import ModelRunner

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engine.batch import Batch
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import Drafter, Guess, HostDrafter, Shown
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.drafters.base import Drafter
     from engine.runner import ModelRunner
 
 
@@ -79,10 +76,10 @@ class Combined(HostDrafter):
 class _Led:
     """Draws a row's guess where there is one, certain of it; else as `verification` does."""
 
-    def __init__(self, verification: Verification, tokens: Tensor, n_tokens: Tensor) -> None:
+    def __init__(self, verification: Verification, tokens: torch.Tensor, n_tokens: torch.Tensor) -> None:
         self._verification, self._tokens, self._n_tokens = verification, tokens, n_tokens
 
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         token, probs = self._verification.draw(logits, i)
         guessed = i < self._n_tokens
         token = torch.where(guessed, self._tokens[:, i], token)

@@ -38,7 +38,8 @@ class ObservedStates:
         """The target's row holds this text, whose last token runs once more for its state."""
         last = len(text) - 1
         self._start[row] = last
-        self._states[row, 0] = self._target.states_again(row, text, range(last, last + 1), self.layers)[0, -1]
+        states, _ = self._target.run_again(row, text, range(last, last + 1), self.layers)
+        self._states[row, 0] = states[0, -1]
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each row: its states `[B, gamma + 1, width]`, the tokens that follow them and their positions, both

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from engine.batch import Batch
 from engine.counts import Counts
 from engine.drafters.base import Drafter, ModelDrafter, check_gamma
 from engine.drafters.self_speculation import SelfSpeculation
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
 
 
 class Speculated(Drafter):
@@ -68,7 +62,7 @@ class Speculated(Drafter):
             meant = meant.clamp(max=least)
             meant = torch.minimum(meant, (gamma - 1 - n_tokens).clamp(min=0))
 
-            def decide(inner=inner, drafts=drafts, logits=logits, meant=meant) -> Tensor:
+            def decide(inner=inner, drafts=drafts, logits=logits, meant=meant) -> torch.Tensor:
                 return torch.stack([*inner.verify(drafts._replace(lengths=meant), logits)])
 
             accepted, following = self._outer.ranks.decided(decide, 2, len(rows))
@@ -85,7 +79,7 @@ class Speculated(Drafter):
         lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
         return self.schedule.cut(Drafts(tokens[:, :gamma], None if law is None else law[:, :gamma], lengths), batch)
 
-    def _count(self, rounds: Tensor, meant: Tensor, accepted: Tensor) -> None:
+    def _count(self, rounds: torch.Tensor, meant: torch.Tensor, accepted: torch.Tensor) -> None:
         place = torch.arange(self._inner.gamma, device=meant.device)
         verified_at = (place <= accepted[:, None]) & (place < meant[:, None])
         each = [rounds, rounds * meant, rounds * (accepted + 1)]
