@@ -158,11 +158,9 @@ class KVCache(ABC):
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
         """One layer's entries as views. queries: what reads them, `[B, T, n_head, head_dim]`, rotated if keys are."""
-        entries = self.entries[layer].transpose(2, 3)
-        if self.scales is None:
-            return KV(entries[0], entries[1], rows=self.rows)
-        scales = self.scales[layer].transpose(2, 3)
-        return KV(entries[0], entries[1], scales[0], scales[1], self.rows)
+        keys, values = self.entries[layer].transpose(2, 3)
+        key_scales, value_scales = (None, None) if self.scales is None else self.scales[layer].transpose(2, 3)
+        return KV(keys, values, key_scales, value_scales, self.rows)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots [B, n_kv_head, n]`, and their scales."""
@@ -216,9 +214,9 @@ class KVCache(ABC):
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
 
-        `layers` are those of the source that this cache has, in order; None if it has them all. `queries` are
-        those of the last `n_observed` tokens in every layer of the source, `[n_head, n_observed, head_dim]`. known: of
-        so many of the tokens the row holds what it was to keep, also what it selected, which stays.
+        layers: those of the source that this cache has, in order; None: all. queries: of the last `n_observed` tokens
+        in every layer of the source, `[n_head, n_observed, head_dim]`. known: of so many of the tokens the row holds
+        what it was to keep, also what it selected, which stays.
         """
         from_row = row if source_row is None else source_row
         kept = self.retained_positions(length)
@@ -252,10 +250,9 @@ class KVCache(ABC):
     ) -> KVCache:
         """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
 
-        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves. Of such a view
-        there are no other views but of its slots, and its rows cannot be filled or reset.
-        Narrowing by `extent` keeps a backend without per-row early exit from reading empty capacity.
-        `block_at_end` promises that the block to be run takes the last positions below `extent`, in every row.
+        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves; such a view's
+        slots alone can be narrowed further, and its rows cannot be filled or reset. block_at_end: a promise that the
+        block to be run takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)

@@ -13,7 +13,7 @@ from common.process import LEADER
 from common.say import say
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import HostDrafterConfig, Parts
-from engine.drafters.ngram_table import NGramTable
+from engine.drafters.markov import NGramTable
 
 if TYPE_CHECKING:
     from engine.runner import ModelRunner
