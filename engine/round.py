@@ -99,19 +99,14 @@ class Round:
         return self.drafter.propose(self.batch, verification, self.gamma), verification
 
     @property
-    def drafts(self) -> Drafts:
-        return self.proposed[0]
-
-    @property
     def verification_cache(self) -> KVCache | WriteThroughKVCache:
         """What the target verifies through."""
-        own = None if self.drafter is None else self.drafter.verification_cache
-        return own or self.runner.cache
+        return (self.drafter and self.drafter.verification_cache) or self.runner.cache
 
     @_part("logits", verifies=True)
     def verify(self) -> Tensor:
         """One forward of the target over each row's current token and its drafts."""
-        return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
+        return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
@@ -131,14 +126,14 @@ class Round:
 
     @property
     def n_drafts(self) -> int:
-        return self.drafts.tokens.shape[1]
+        return self.proposed[0].tokens.shape[1]
 
     def _decide(self) -> Tensor:
         drafts, verification = self.proposed
         verdict, lengths = verification.verify(drafts, self.logits), drafts.lengths
         drafted = torch.full_like(verdict.num_accepted, self.n_drafts) if lengths is None else lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
-        return torch.cat([counts, self.drafts.tokens, finite_rows(self.logits)], dim=1)
+        return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
 
     @_part(None)
     def roll_back(self) -> None:
@@ -153,7 +148,7 @@ class Round:
         packed, batch = self.decided.tolist(), self.batch
         self.runner.ranks.require_same(
             lambda: f"a round from positions {batch.lengths.tolist()}",
-            lambda: (batch.rows, batch.lengths, batch.current, self.drafts.tokens, self.decided),
+            lambda: (batch.rows, batch.lengths, batch.current, self.proposed[0].tokens, self.decided),
         )
         return [
             Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.n_drafts :])

@@ -76,9 +76,8 @@ class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
     A row that still holds the prompt asked for is rolled back to it instead of being run again, so a baseline and a
-    speculation decode from the same state. `ranks` are the processes that run the same calls beside this one,
-    where the model is sharded. With `new_graphs` (`CudaGraphs` on a GPU) the parts of a round are captured and
-    replayed, see `engine.graphs`; `noise_source` draws the random numbers.
+    speculation decode from the same state. ranks: the processes that run the same calls, where the model is sharded.
+    new_graphs: `CudaGraphs` on a GPU, where rounds are captured. noise_source: draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -252,8 +251,7 @@ class ModelRunner:
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and
-        empty elsewhere. `cache` stands in for the runner's own: a view of the slots that these positions can take, or
-        one that also writes to a draft's cache."""
+        empty elsewhere. cache: a view of the runner's own, or one that also writes to a draft's."""
         return self.model(tokens, positions, cache or self.cache)
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -39,11 +39,9 @@ WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
-    """What the ranks that hold one model do together (engine/parallel/ranks.py).
-
-    `all_reduce`: the sum of every rank's `x`, in place or not. `gather`: the ranks' `x [..., widths[shard]]` side by
-    side in shard order, on the rank that decides; an empty `[..., 0]` on the others.
-    """
+    """What the ranks that hold one model do together. `all_reduce`: the sum of every rank's `x`, in place or not.
+    `gather`: the ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides; an empty
+    `[..., 0]` on the others."""
 
     @property
     def shard(self) -> Shard: ...

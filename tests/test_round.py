@@ -52,7 +52,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
             round_.verify()
             round_.accept()
             round_.roll_back()
-        assert round_.drafts.tokens.shape == (3, 3) and len(round_.outcomes()) == 3
+        assert round_.proposed[0].tokens.shape == (3, 3) and len(round_.outcomes()) == 3
         for cache in (runner.cache, streaming, own.cache):
             assert (cache.positions.amax(dim=1) < batch.lengths).all()
 

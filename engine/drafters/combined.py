@@ -10,7 +10,6 @@ import torch
 from engine.batch import Batch
 from engine.drafters.base import Drafter, Guess, HostDrafter, Shown
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
-from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 
 if TYPE_CHECKING:
@@ -20,25 +19,15 @@ if TYPE_CHECKING:
 class Combined(HostDrafter):
     """Of each row's guesses found by `least_match` tokens or more, the longest, then the one found by most. The model
     runs over a row's guess and drafts what is left of gamma. Where every row has one, it does not run, but where rounds
-    are captured; it catches up before it drafts again. Guesses are certain of their tokens, as all text drafts are.
-    """
+    are captured; it catches up before it drafts again. Guesses are certain of their tokens, as all text drafts are."""
 
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
         self.model, self.parts, self.verification_cache = model, (model,), model.verification_cache
-        self.observer = model.observer
+        self.observer, self.schedule = model.observer, model.schedule
         self.refresh_every, self.runs_missed = model.refresh_every, model.runs_missed
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         self._skips, self._behind = False, dict[int, int]()
-
-    @property
-    def schedule(self) -> Schedule:
-        """The model's: rows that texts guess for draft by it, too."""
-        return self.model.schedule
-
-    @schedule.setter
-    def schedule(self, schedule: Schedule) -> None:
-        self.model.schedule = schedule
 
     def continued(self, shown: Shown) -> Guess:
         guesses = [text.continued(shown) for text in self._texts]

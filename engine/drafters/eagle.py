@@ -28,7 +28,7 @@ class Eagle(ModelDrafter):
     verification's tokens once more, with the target's own states in place of the head's approximations: all of them,
     whatever was accepted, so that shapes never change; what lies behind the row's end is written over before it is
     seen. Of a prompt, only the tokens that the cache keeps run through the target again, which stores no states.
-    Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
+    Errors: ConfigError if a round does not fit the cache's window.
     """
 
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:

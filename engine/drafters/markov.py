@@ -22,8 +22,7 @@ VERSION = 1
 
 class NGramTable:
     """Of contexts of 1 to `order` tokens, what followed and how often; the older half of `size` of them goes when there
-    are more. drawn: the random numbers (`Request.draws`) that drew any of the texts.
-    """
+    are more. drawn: the random numbers (`Request.draws`) that drew any of the texts."""
 
     def __init__(self, order: int, size: int | None = None) -> None:
         self.order, self._size = order, size
@@ -85,9 +84,8 @@ class NGramTable:
 
 
 class Markov(HostDrafter):
-    """Its table stays as it is; a row whose random numbers drew any of its texts has no drafts (see `NGramCache`).
-    Errors: ConfigError if gamma is negative.
-    """
+    """Its table stays as it is; a row whose random numbers drew any of its texts has no drafts (see
+    `NGramCache`)."""
 
     def __init__(self, runner: ModelRunner, gamma: int, table: NGramTable) -> None:
         super().__init__(runner, gamma)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 class ObservedStates:
     """What drafters keep that go on from the target's hidden states: of each row, of `gamma + 1` tokens from a position
-    on, the states, `width` wide, and the token that follows each. Those behind the row's end mean nothing.
-    """
+    on, the states, `width` wide, and the token that follows each. Those behind the row's end mean nothing."""
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
         self._target, self.layers = runner, layers

@@ -21,7 +21,7 @@ class SavedText(TextDrafter):
 
     It goes by position alone: where the target has left the text, its drafts are verified as any. Behind the end of a
     text, and for a request without one, it proposes nothing. In rejection mode a text must be independent of the run's
-    random numbers: not what that mode emitted for the same seed and request. Errors: ConfigError if gamma is negative.
+    random numbers: not what that mode emitted for the same seed and request.
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:

@@ -34,8 +34,7 @@ class SelfSpeculation(ModelDrafter):
     That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
     through by every verification, so only tokens of the current round are ever approximate. `model` may be a cheaper
     rendering of the same weights (another dtype); with `layers` it has only those of the target's layers (see
-    `select_layers`), and so has its cache.
-    Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
+    `select_layers`), and so has its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
     """
 
     verification_cache: WriteThroughKVCache

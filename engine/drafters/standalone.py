@@ -32,7 +32,7 @@ class StandaloneDraft(ModelDrafter):
     proposed; one that only the target has is shown to the draft as its last id, which costs a draft its quality, and
     no emitted token anything. keeps_prompts: of each row, in a copy, what its last prompt left, which is run once then
     however often the row begins with it. follows_parts: not over a cache that selects its entries by a prompt's end.
-    Errors: ConfigError if gamma is negative or a round does not fit the window.
+    Errors: ConfigError if a round does not fit the window.
     """
 
     def __init__(
