@@ -225,7 +225,6 @@ class Decoder:
         return sum(len(one.text) - one.known for one in shown)
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
-        """One round, which began at that time."""
         busy = self._rows.busy()
         mode, whole = self._rounds.batch_for([request.sampling for _, request in busy], self._mode, self._filters)
         batch = self._rows.gather(whole)

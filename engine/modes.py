@@ -6,7 +6,7 @@ keyed by what they are for. The first token after a prefill is that of a round w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -108,19 +108,21 @@ class Coupled:
 
     verified: Tensor | None = None
 
-    def __init__(self, batch: Batch, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
-        self._batch, self._gamma, self._vocab_size, self._dtype = batch, gamma, vocab_size, dtype
+    def __init__(self, batch: Batch, noise: Callable[[], Tensor]) -> None:
+        """noise: computes `[B, gamma + 1, V]`."""
+        self._batch, self._noise = batch, noise
         self._drawn_with: Tensor | None = None
 
-    def _noise(self) -> Tensor:
-        """`[B, gamma + 1, V]`."""
-        batch = self._batch
-        positions = batch.lengths[:, None] + 1 + torch.arange(self._gamma + 1, device=batch.lengths.device)
-        seed, request = batch.seeds[:, None], batch.requests[:, None]
-        return gumbel(seed, request, positions, Stream.COUPLED, self._vocab_size, self._dtype, batch.source)
-
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Coupled:
-        return InnerCoupled(self, ahead, n_drafts)
+        """By the noise of this round, from each row's place on; what lies beyond the round is dropped there."""
+        places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
+
+        def noise() -> Tensor:
+            shared = self.shared()
+            row = torch.arange(len(shared), device=shared.device)[:, None]
+            return shared[row, places.clamp(max=shared.shape[1] - 1)]
+
+        return Coupled(self._batch, noise)
 
     def shared(self) -> Tensor:
         """The noise of the round that is drafted, which all inner rounds share."""
@@ -137,19 +139,6 @@ class Coupled:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
         logprobs = self._batch.distribution.logprobs(logits)
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
-
-
-class InnerCoupled(Coupled):
-    """The noise of the outer round, from each row's place on; what lies beyond the round is dropped there."""
-
-    def __init__(self, outer: Coupled, ahead: Tensor, n_drafts: int) -> None:
-        self._batch, self._drawn_with, self._outer = outer._batch, None, outer
-        self._places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
-
-    def _noise(self) -> Tensor:
-        noise = self._outer.shared()
-        row = torch.arange(len(noise), device=noise.device)[:, None]
-        return noise[row, self._places.clamp(max=noise.shape[1] - 1)]
 
 
 Verification: TypeAlias = Greedy | Rejection | Coupled
@@ -175,4 +164,10 @@ def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> 
         return Greedy()
     if mode == "rejection":
         return Rejection(batch)
-    return Coupled(batch, gamma, model.config.vocab_size, torch.promote_types(model.dtype, torch.float32))
+
+    def noise() -> Tensor:
+        positions = batch.lengths[:, None] + 1 + torch.arange(gamma + 1, device=batch.lengths.device)
+        of, dtype = (batch.seeds[:, None], batch.requests[:, None]), torch.promote_types(model.dtype, torch.float32)
+        return gumbel(*of, positions, Stream.COUPLED, model.config.vocab_size, dtype, batch.source)
+
+    return Coupled(batch, noise)

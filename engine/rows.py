@@ -1,7 +1,5 @@
 """Rows: the request that each row of a cache decodes, and what rows without one are left with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple

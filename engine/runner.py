@@ -47,7 +47,6 @@ def finite_rows(x: Tensor) -> Tensor:
 
 
 def not_finite(where: str, seen: str) -> UserError:
-    """The error of logits that are NaN or infinite."""
     required = "finite logits at every position of every row"
     fix = f"check the checkpoint (convert again), or use a wider {flag('dtype')} (float32)"
     return UserError("the model's logits are not finite", where, seen, required, fix)

@@ -46,8 +46,6 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """As Linear."""
-
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
@@ -198,7 +196,6 @@ def to_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
-    """What attention backends need to know of a model."""
     return AttentionSpec(config.n_head, config.n_kv_head, config.head_dim, config.sliding_window, dtype)
 
 

@@ -108,7 +108,6 @@ class Int4Linear(QuantizedLinear):
 
 
 def runs_on_cpu(weight: Tensor) -> bool:
-    """Whether a layer of that weight takes the kernels for CPUs."""
     return weight.device.type == "cpu"
 
 

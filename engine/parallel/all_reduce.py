@@ -101,7 +101,6 @@ def with_symmetric_memory(
 
 
 def _agreed(step: Callable[[], bool], group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the step worked on every rank."""
     try:
         worked = step()
     except Exception:  # an unsupported topology, driver or build: each says so in its own way

