@@ -22,10 +22,8 @@ class State(NamedTuple):
 
 
 class Rows:
-    """A row without a request idles: it stays parked at its last length, where its writes harm nobody.
-
-    followed: of each row's text, how much each drafter, by its index, has followed; absent: nothing.
-    """
+    """A row without a request idles: it stays parked at its last length, where its writes harm nobody. followed: of
+    each row's text, how much each drafter, by its index, has followed; absent: nothing."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

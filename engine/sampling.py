@@ -61,10 +61,8 @@ class SamplingParams:
 
 
 class Filters(NamedTuple):
-    """Which steps the distributions of some rows take at all; a step too many changes none.
-
-    most_kept: no row's top-k keeps more ids than that power of two; `ALL` where a sampled row has no top-k.
-    """
+    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: no row's top-k
+    keeps more ids than that power of two; `ALL` where a sampled row has no top-k."""
 
     any_top_k: bool = False
     any_top_p: bool = False

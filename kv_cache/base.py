@@ -141,10 +141,8 @@ class KVCache(ABC):
         return slots
 
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`.
-
-        Asked after `begin`. None for the slots: keys are stored already rotated, by the first.
-        """
+        """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`. Asked
+        after `begin`. None for the slots: keys are stored already rotated, by the first."""
         return positions, None
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
@@ -193,9 +191,7 @@ class KVCache(ABC):
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
-
-        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`.
-        """
+        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`."""
         return kept
 
     def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:

@@ -105,10 +105,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`.
-
-    Tokens are written to the cache at their positions and see what the cache's rule shows them.
-    """
+    """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`. Tokens are written to
+    the cache at their positions and see what the cache's rule shows them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -50,10 +50,8 @@ class Exchange(Protocol):
 
 
 def spans(n: int, count: int) -> list[Span]:
-    """`n` things in `count` contiguous parts, as even as can be.
-
-    The first part, whose rank also decides for all, is never larger than another; the last is never smaller.
-    """
+    """`n` things in `count` contiguous parts, as even as can be. The first part, whose rank also decides for all, is
+    never larger than another; the last is never smaller."""
     return list(pairwise(part * n // count for part in range(count + 1)))
 
 
@@ -130,10 +128,8 @@ class VocabParallelEmbedding(Embedding):
 
 
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
-    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts.
-
-    Its `config` keeps the part's heads, which its caches are built from, and speaks of the whole vocabulary.
-    """
+    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts. Its `config` keeps the
+    part's heads, which its caches are built from, and speaks of the whole vocabulary."""
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)

@@ -29,10 +29,8 @@ class AllReduce:
 
 
 class SymmetricAllReduce(AllReduce):
-    """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other.
-
-    `ops` are `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks join.
-    """
+    """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other. `ops` are
+    `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks join."""
 
     def __init__(self, group: dist.ProcessGroup, workspace: Tensor, ops: Any) -> None:
         super().__init__(group)
@@ -70,10 +68,8 @@ def _on_one_machine(group: dist.ProcessGroup) -> bool:
 def with_symmetric_memory(
     group: dist.ProcessGroup, device: torch.device, ops: Any = None, memory: Any = None
 ) -> AllReduce:
-    """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`.
-
-    They agree after every step, so that none waits in a step that another could not take.
-    """
+    """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`. They agree after every
+    step, so that none waits in a step that another could not take."""
     reduce: list[SymmetricAllReduce] = []
 
     def allocate() -> bool:

@@ -36,9 +36,7 @@ PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")
 
 def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     """Open a GGUF file; among `side_files` a config.json, tokenizer or chat template takes the place of its metadata's.
-
-    Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling.
-    """
+    Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling."""
     metadata, stored = read_gguf(path)
     architecture = str(metadata.get("general.architecture", "(none given)"))
     has_config = CONFIG in side_files
@@ -147,10 +145,8 @@ def _half_split(read: Callable[[], Tensor], head_dim: int) -> Tensor:
 
 
 def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
-    """The tokenizer of a GGUF as the text of a tokenizer.json.
-
-    Raises CheckpointError naming a tokenizer that is not rebuilt here, or a vocabulary that is damaged.
-    """
+    """The tokenizer of a GGUF as the text of a tokenizer.json. Raises CheckpointError naming a tokenizer that is not
+    rebuilt here, or a vocabulary that is damaged."""
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         seen, required = f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}", f"gpt2 with one of {PRE_TOKENIZERS}"

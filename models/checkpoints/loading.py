@@ -184,10 +184,8 @@ def load_model(
 
 
 def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back.
-
-    Without that, the resident set grows by the whole file, of which a shard may need a fraction.
-    """
+    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back. Without
+    that, the resident set grows by the whole file, of which a shard may need a fraction."""
     # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
     storage = mapped.untyped_storage()
     is_view = part.untyped_storage().data_ptr() == storage.data_ptr()
