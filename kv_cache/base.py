@@ -102,11 +102,6 @@ class KVCache(ABC):
         return self.entries[:, 0]
 
     @property
-    def values(self) -> torch.Tensor:
-        """As `keys`."""
-        return self.entries[:, 1]
-
-    @property
     def n_bytes(self) -> int:
         """Bytes that entries and their scales take."""
         return sum(x.nbytes for x in (self.entries, self.scales) if x is not None)

@@ -85,11 +85,11 @@ def test_the_cache_holds_what_lists_select(shape):
         queries = runner.last_queries(row, prompt, WINDOW)
         ring = cache.slots(torch.arange(n_token - WINDOW, n_token))
         for layer in range(model.config.n_layer):
-            keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.values[layer, row, :, :n_token]
+            keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.entries[layer, 1, row, :, :n_token]
             chosen = selected_by_lists(received_by_lists(queries[layer], keys), SELECTED, WINDOW, POOL)
             heads_differ |= len({tuple(head) for head in chosen}) > 1
             for head, positions in enumerate(chosen):
-                kept_keys, kept_values = (x[layer, row, head] for x in (cache.keys, cache.values))
+                kept_keys, kept_values = (x[layer, row, head] for x in (cache.keys, cache.entries[:, 1]))
                 assert torch.equal(kept_keys[:SELECTED], keys[head, positions])
                 assert torch.equal(kept_values[:SELECTED], values[head, positions])
                 assert torch.equal(kept_keys[ring], keys[head, n_token - WINDOW :])

@@ -112,7 +112,7 @@ def test_a_round_chooses_what_lists_do(config, score_queries):
             for head, wanted in enumerate(expected):
                 now = held(rows, row, layer, head, source[0])
                 assert set(now) == wanted and len(now) == CHOSEN
-                assert torch.equal(rows.cache.values[layer, row, head, :CHOSEN], source[1, head, now])
+                assert torch.equal(rows.cache.entries[layer, 1, row, head, :CHOSEN], source[1, head, now])
     assert heads_differ or config.n_kv_head == 1
 
 

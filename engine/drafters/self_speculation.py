@@ -48,8 +48,8 @@ class SelfSpeculation(ModelDrafter):
         model: Transformer | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        self._own = runner.over(cache, model)
-        super().__init__(self._own, gamma, runner.cache)
+        self.own = runner.over(cache, model)
+        super().__init__(self.own, gamma, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
@@ -95,11 +95,6 @@ class SelfSpeculation(ModelDrafter):
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
-
-    def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
-        """Logits `[B, T, V]` of `block [B, T]`, over what of its own a round can touch; of a sharded model on the rank
-        that decides."""
-        return self._own.step(block, positions, cache)
 
 
 @dataclass(frozen=True, kw_only=True)

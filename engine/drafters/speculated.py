@@ -54,7 +54,7 @@ class Speculated(Drafter):
             # What would lie beyond the round's tokens is all put behind them, where nothing that counts sees it; what
             # was rejected in the last inner round is written over by this one, before it is seen.
             positions = torch.minimum(ahead.lengths[:, None] + place, batch.lengths[:, None] + gamma)
-            logits = self._outer.block_logits(block, positions, cache)
+            logits = self._outer.own.step(block, positions, cache)
             is_open = (n_tokens < gamma).long()
             # The last token of a whole inner round is one that a model of its own has not run: the next round runs it.
             least = most - (self.runs_missed and i == n_rounds - 1)

@@ -53,16 +53,12 @@ class SymmetricAllReduce(AllReduce):
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
     """Symmetric memory for GPUs of one machine if it gives right sums on all of them, else the process group."""
     wanted = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
-    if group is None or device.type != "cuda" or not wanted or not _on_one_machine(group):
+    if group is None or device.type != "cuda" or not wanted:
         return AllReduce(group)
-    return with_symmetric_memory(group, device)
-
-
-def _on_one_machine(group: dist.ProcessGroup) -> bool:
-    """By torchrun's number of each rank's machine: machines may have different numbers of ranks."""
+    # By torchrun's number of each rank's machine: machines may have different numbers of ranks.
     machines: list[str | None] = [None] * group.size()
     dist.all_gather_object(machines, os.environ.get("GROUP_RANK"), group)
-    return len(set(machines)) == 1
+    return with_symmetric_memory(group, device) if len(set(machines)) == 1 else AllReduce(group)
 
 
 def with_symmetric_memory(
