@@ -68,18 +68,16 @@ def with_symmetric_memory(
     step, so that none waits in a step that another could not take."""
     reduce: list[SymmetricAllReduce] = []
 
-    def allocate() -> bool:
+    def allocate() -> None:
         nonlocal memory, ops
         if memory is None:
             import torch.distributed._symmetric_memory as memory
         ops = ops or torch.ops.symm_mem
         workspace = memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         reduce.append(SymmetricAllReduce(group, workspace, ops))
-        return True
 
-    def join() -> bool:
+    def join() -> None:
         memory.rendezvous(reduce[0]._workspace, group.group_name)
-        return True
 
     def sums_right(n_bytes: int) -> bool:
         # Whole numbers that differ by rank and place, small enough for the sum to be exact.
@@ -92,9 +90,9 @@ def with_symmetric_memory(
     return reduce[0] if all(_agreed(step, group, device) for step in steps) else AllReduce(group)
 
 
-def _agreed(step: Callable[[], bool], group: dist.ProcessGroup, device: torch.device) -> bool:
+def _agreed(step: Callable[[], bool | None], group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
-        worked = step()
+        worked = step() is not False
     except Exception:  # an unsupported topology, driver or build: each says so in its own way
         worked = False
     everywhere = torch.tensor([float(worked)], device=device)
