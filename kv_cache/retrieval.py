@@ -13,7 +13,7 @@ from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.over import Observed
 from kv_cache.snapkv import attention_received
-from kv_cache.verify_topk import Copy, Refreshed, VerifyTopKCache, copy_chosen
+from kv_cache.verify_topk import Copy, Refreshed, VerifyTopKCache
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -70,12 +70,7 @@ class RetrievalKVCache(VerifyTopKCache):
         return Observed(shape, self.device, dtype, as_shares=False)
 
     def choose(
-        self,
-        source: KVCache,
-        lengths: torch.Tensor,
-        observed: Observed,
-        layers: Sequence[int] | None = None,
-        copy: Copy = copy_chosen,
+        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], copy: Copy
     ) -> None:
         rows, extent = self.row_indices, source.keys.shape[3]
         n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
@@ -85,7 +80,7 @@ class RetrievalKVCache(VerifyTopKCache):
         ahead = torch.arange(2 + self.refresh * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
         slots = self._entries_of(filled).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
-        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
+        for to_layer, from_layer in enumerate(layers):
             (keys, _), scales = source.gather(from_layer, slots)
             means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)

@@ -71,17 +71,12 @@ class VerifyTopKCache(SnapKVCache):
         return Observed(shape, self.device, torch.float32, as_shares=True)
 
     def choose(
-        self,
-        source: KVCache,
-        lengths: torch.Tensor,
-        observed: Observed,
-        layers: Sequence[int] | None = None,
-        copy: Copy = copy_chosen,
+        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], copy: Copy
     ) -> None:
         """Choose from `source`, whose rows hold `lengths [B]` tokens in order, by what they verified last.
 
-        layers: as of `fill_row`. Rows stay as they are that verified nothing since they were filled, or whose whole
-        text the cache holds.
+        layers: those of the source that this cache has, in order. Rows stay as they are that verified nothing since
+        they were filled, or whose whole text the cache holds.
         """
         n_slot = source.keys.shape[3]
         if n_slot <= self.capacity:
@@ -96,7 +91,7 @@ class VerifyTopKCache(SnapKVCache):
         is_recent = slots >= (lengths - self.window)[:, None, None]
         # Entries around one hit would rank alike, and which of them are chosen would depend on what else there is.
         falling = 1 - slots % POOL * 2.0**-20
-        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
+        for to_layer, from_layer in enumerate(layers):
             share = observed.noted[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
             share = torch.nn.functional.max_pool1d(share, POOL, stride=1, padding=POOL // 2).mul_(falling)
             share[..., : self.n_first].fill_(float("inf"))

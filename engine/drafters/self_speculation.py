@@ -91,7 +91,7 @@ class SelfSpeculation(ModelDrafter):
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
         copy = getattr(self._target.model.backend, "copy_chosen", copy_chosen)
-        own.choose(source, batch.lengths, self._observed, self.layers, copy)
+        own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
